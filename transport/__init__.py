@@ -1,0 +1,61 @@
+"""How bytes move: devices, regions, channels, transfers. Imports nothing else of this project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import kernels
+from .channel import DONE, Channel, Transfer, Window, Work
+from .device import Device, host_id
+from .errors import (
+    ArenaFull,
+    AuthenticationError,
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RegistrationError,
+    RemoteAccessError,
+    TransferTimeout,
+)
+from .notify import MAX_NOTIFY, Expectation, Poller
+from .region import Region, RemoteRegion
+from .shm import ShmDevice
+
+
+def open_device(name: str = "shm", **options: Any) -> Device:
+    """Open ``"shm"`` (this host) or ``"tcp"`` / ``"tcp://ADDRESS"`` (any host; listens on that local address).
+
+    Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
+    peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``).
+    """
+    kind, _, place = name.partition("://")
+    if kind == "shm" and not place:
+        return ShmDevice(**options)
+    raise NotSupported(f"no device {name!r}", hint="one of shm, tcp, tcp://ADDRESS")
+
+
+__all__ = [
+    "DONE",
+    "MAX_NOTIFY",
+    "ArenaFull",
+    "AuthenticationError",
+    "Channel",
+    "Device",
+    "Expectation",
+    "NotSupported",
+    "PeerLost",
+    "Poller",
+    "RdmaError",
+    "Region",
+    "RegistrationError",
+    "RemoteAccessError",
+    "RemoteRegion",
+    "ShmDevice",
+    "Transfer",
+    "TransferTimeout",
+    "Window",
+    "Work",
+    "host_id",
+    "kernels",
+    "open_device",
+]

@@ -1,0 +1,156 @@
+"""Atomic memory operations and system calls for numba kernels.
+
+An address is an int64. Words are 64-bit, 8-byte aligned, little-endian (a futex is the low half of one).
+Order is the C11 one: ``load_acquire`` pairs with ``store_release``; ``fetch_add`` and ``compare_exchange`` are
+sequentially consistent; ``fence`` orders an earlier store before a later load.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_ARM = platform.machine() == "aarch64"
+SYS_FUTEX = 98 if _ARM else 202
+
+i64 = types.int64
+i32 = types.int32
+_ADDRESS = types.intp
+
+memcpy = types.ExternalFunction("memcpy", _ADDRESS(_ADDRESS, _ADDRESS, _ADDRESS))
+sched_yield = types.ExternalFunction("sched_yield", i32())
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+@intrinsic
+def load_acquire(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """``load_acquire(address) -> int64``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
+
+    return i64(i64), codegen
+
+
+@intrinsic
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+    """``store_release(address, value)``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64), codegen
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+    """``fetch_add(address, value) -> int64`` before the addition."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
+
+    return i64(i64, i64), codegen
+
+
+@intrinsic
+def compare_exchange(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:  # noqa: ARG001
+    """``compare_exchange(address, expected, desired) -> int64``: 1 if the word held ``expected``, else 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(pair, 1), _I64)
+
+    return i64(i64, i64, i64), codegen
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:  # noqa: ARG001
+    """Full fence: stores before it are visible before loads after it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def pause(typingctx: Any) -> Any:  # noqa: ARG001
+    """Tell the core that this is a spin loop."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        if _ARM:
+            kind, name, operands = ir.FunctionType(ir.VoidType(), [_I32]), "llvm.aarch64.hint", [ir.Constant(_I32, 1)]
+        else:
+            kind, name, operands = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause", []
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def now(typingctx: Any) -> Any:  # noqa: ARG001
+    """``now() -> int64``: CLOCK_MONOTONIC in nanoseconds (no system call: vDSO)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
+        kind = ir.FunctionType(_I32, [_I32, _I64])
+        call = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(call, [ir.Constant(_I32, 1), builder.ptrtoint(spec, _I64)])
+        value = builder.load(spec)
+        seconds = builder.mul(builder.extract_value(value, 0), ir.Constant(_I64, 1_000_000_000))
+        return builder.add(seconds, builder.extract_value(value, 1))
+
+    return i64(), codegen
+
+
+@intrinsic
+def futex(typingctx: Any, address: Any, operation: Any, value: Any, timeout_ns: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        address, operation, value, timeout_ns = args
+        billion = ir.Constant(_I64, 1_000_000_000)
+        spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
+        pair = ir.Constant(ir.ArrayType(_I64, 2), ir.Undefined)
+        pair = builder.insert_value(pair, builder.sdiv(timeout_ns, billion), 0)
+        pair = builder.insert_value(pair, builder.srem(timeout_ns, billion), 1)
+        builder.store(pair, spec)
+        # syscall() is variadic in C; on the ABIs we run on (x86-64, aarch64 Linux) integers travel alike.
+        kind = ir.FunctionType(_I64, [_I64] * 7)
+        call = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+        zero = ir.Constant(_I64, 0)
+        number = ir.Constant(_I64, SYS_FUTEX)
+        return builder.call(call, [number, address, operation, value, builder.ptrtoint(spec, _I64), zero, zero])
+
+    return i64(i64, i64, i64, i64), codegen
+
+
+# Not FUTEX_PRIVATE: the words lie in memory that two processes map.
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+WAKE_ALL = 0x7FFFFFFF
+
+__all__ = [
+    "FUTEX_WAIT",
+    "FUTEX_WAKE",
+    "WAKE_ALL",
+    "futex",
+    "compare_exchange",
+    "fence",
+    "fetch_add",
+    "load_acquire",
+    "memcpy",
+    "now",
+    "pause",
+    "sched_yield",
+    "store_release",
+]

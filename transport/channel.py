@@ -1,0 +1,172 @@
+"""The connection to one peer over one device, and the copies made through it.
+
+Contract, for every device:
+
+* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``, the other a contiguous CPU tensor or a ``Region`` of the same
+  number of bytes. Remote ``dst`` is a WRITE, remote ``src`` a READ. The peer's processor takes no part.
+* ``notify=n`` counts notification ``n`` at the peer after the data of that call is there. Notifications are counted and
+  order-free; copies of one call are not ordered among each other.
+* A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps it alive
+  and unchanged. A timeout ends the wait, not the copy.
+* ``abort`` returns when no copy of either side is under way and none can start: then all buffers are safe again.
+* Any number of threads may copy through one channel. After an error ``channel.error`` is set for good and every later
+  call raises it.
+* ``close`` is idempotent. What was prepared on a channel fails with ``PeerLost`` afterwards, it never crashes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import RdmaError
+from .notify import MAX_NOTIFY, Count, Expectation
+from .region import Region, RemoteRegion, local_bytes
+
+if TYPE_CHECKING:
+    from .device import Device
+
+Local = torch.Tensor | Region
+Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
+
+
+class Work:
+    """A copy under way."""
+
+    __slots__ = ()
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it ended; raise what went wrong. ``timeout`` in seconds (``TransferTimeout``)."""
+
+    def exception(self) -> RdmaError | None:
+        """What went wrong, if it ended badly."""
+        return None
+
+
+DONE = Work()
+"""A copy that was complete when the call returned."""
+
+
+class Transfer(abc.ABC):
+    """A list of copies and one notification, prepared once, posted again and again.
+
+    It keeps its local tensors alive. One thread at a time; the previous post must be done.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    @abc.abstractmethod
+    def post(self) -> Work:
+        """Start the copies, then the notification."""
+
+    @abc.abstractmethod
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        """Let copy ``index`` use this local tensor (same number of bytes) from the next post on."""
+
+
+class Window(abc.ABC):
+    """Two equally large ranges, one here and one at the peer, the local one written through to the other by pieces."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def put(self, offset: int, nbytes: int) -> None:
+        """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. Returns when the local
+        bytes may be overwritten. Any thread; the caller keeps the range inside the window."""
+
+
+class Channel(abc.ABC):
+    """See the module's contract. Made by ``Device.connect`` or ``Device.accept``."""
+
+    peer: str
+    """Who is at the other end, for people."""
+    peer_hello: bytes
+    """What the peer gave to ``connect``, or its ``on_connect`` returned."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.error: RdmaError | None = None
+        self._counts: dict[int, Count] = {}
+        self._notifiers: dict[int, Transfer] = {}
+
+    def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        """Copy ``src`` to ``dst`` once. Raises ``ValueError`` for sides that do not fit, ``RemoteAccessError``,
+        ``PeerLost``."""
+        return self.prepare([(dst, src)], notify=notify).post()
+
+    @abc.abstractmethod
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        """Check and resolve everything now, so that ``Transfer.post`` only copies. ``pairs`` of (dst, src) may be empty:
+        then only the notification is sent."""
+
+    @abc.abstractmethod
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        """A write-through window from an arena tensor to a remote range of the same size."""
+
+    @abc.abstractmethod
+    def record(self, imm: int) -> int:
+        """Address of the notification record ``imm`` (see ``kernels``)."""
+
+    @abc.abstractmethod
+    def abort(self, timeout: float = 5.0) -> None:
+        """Stop both directions for good. Afterwards no copy touches our memory. ``TransferTimeout`` if the peer is
+        stopped in the middle of one: its target is then not safe to reuse."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Say goodbye and release the connection. Idempotent."""
+
+    def notify(self, imm: int) -> None:
+        """Send one notification without data."""
+        if imm not in self._notifiers:
+            self._notifiers[imm] = self.prepare([], notify=imm)
+        self._notifiers[imm].post()
+
+    def expect(self, imm: int, count: int = 1) -> Expectation:
+        """The receiving side of ``notify=imm``."""
+        return Expectation(self, imm, count, self._count(imm))
+
+    def _count(self, imm: int) -> Count:
+        if imm not in self._counts:
+            self._counts[imm] = Count(self.record(imm))
+        return self._counts[imm]
+
+    @abc.abstractmethod
+    def _stats(self) -> tuple[int, int]:
+        """Posts and payload bytes so far."""
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def __repr__(self) -> str:
+        state = "open" if self.error is None else type(self.error).__name__
+        return f"<{type(self).__name__} to {self.peer}, {state}>"
+
+
+def check_notify(imm: int | None) -> None:
+    if imm is not None and not 0 <= imm < MAX_NOTIFY:
+        raise ValueError(f"a notification is a number from 0 to {MAX_NOTIFY - 1}, got {imm}")
+
+
+def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion) -> tuple[RemoteRegion, torch.Tensor, bool]:
+    """(remote, local tensor, is it a WRITE), or ``ValueError``."""
+    if isinstance(dst, RemoteRegion) == isinstance(src, RemoteRegion):
+        raise ValueError("exactly one side of a copy is remote: memcpy(remote, local) writes, memcpy(local, remote) reads")
+    write = isinstance(dst, RemoteRegion)
+    remote, local = (dst, src) if write else (src, dst)
+    tensor = local.tensor if isinstance(local, Region) else local
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"the local side is a tensor or a Region, got {type(tensor).__name__}")
+    assert isinstance(remote, RemoteRegion)
+    nbytes = local_bytes(tensor)[1]
+    if nbytes != remote.nbytes:
+        raise ValueError(f"sizes differ: {nbytes} bytes here, {remote.nbytes} at the peer")
+    return remote, tensor, write

@@ -1,0 +1,223 @@
+"""A way to reach memory: the arena, the registered regions, the connections."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import mmap
+import os
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .arena import Arena, Segment
+from .channel import Channel
+from .errors import RdmaError, RegistrationError, TransferTimeout
+from .notify import BELL_BYTES, BELLS, Poller
+from .region import Region, local_bytes
+
+OnConnect = Callable[[Channel], bytes]
+
+
+class Device(abc.ABC):
+    """Owns its arena, its regions and its channels; ``close`` ends them in the right order and is idempotent.
+
+    Thread-safe. Not usable in a forked child (``RdmaError``): fork before opening, or spawn.
+    """
+
+    name: str
+    uid: int
+    """64 random bits: this device's life."""
+    bells: int
+    """Address of ``BELLS`` bells in memory that this device's signallers can reach."""
+
+    def __init__(self, name: str, *, secret: bytes, arena_limit: int | None, on_connect: OnConnect | None) -> None:
+        self.name = name
+        self.uid = secrets.randbits(64)
+        self.epoch = secrets.randbits(32)
+        self.secret = secret
+        self.arena = Arena(self._new_segment, arena_limit)
+        self.on_lost: Callable[[Channel], None] = lambda channel: None
+        """Called once for every channel that broke, from a thread of the device. Must not block."""
+        self._on_connect = on_connect or self._keep
+        self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._regions: dict[int, tuple[int, int, int]] = {}  # number -> (address, bytes, key): what peers may touch
+        self._numbers = iter(range(1, 1 << 32))
+        self._bells_free = list(range(BELLS - 1, 0, -1))
+        self._lock = threading.RLock()
+        self._counters = {"registrations": 0, "bytes_staged": 0, "posts": 0, "bytes_direct": 0}
+        self._pid = os.getpid()
+        self.closed = False
+
+    # -- memory
+
+    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor in the arena: born registered. Raises ``ArenaFull``."""
+        self._check()
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self.arena.tensor(sizes, dtype or torch.get_default_dtype())
+
+    def register(self, tensor: torch.Tensor) -> Region:
+        """Let peers touch this tensor's memory. Free for arena tensors; other memory is announced to every peer (counted
+        as a registration) and stays accessible until ``Region.close``. The tensor must be contiguous."""
+        self._check()
+        address, nbytes = local_bytes(tensor)
+        found = self.arena.find(address, nbytes)
+        if found is not None:
+            segment, offset = found
+            return Region(self, tensor, segment.number, segment.key, offset, foreign=False)
+        if nbytes == 0:
+            return Region(self, tensor, 0, 0, 0, foreign=False)
+        with self._lock:
+            number, key = next(self._numbers), secrets.randbits(64)
+            self._regions[number] = (address, nbytes, key)
+            self._counters["registrations"] += 1
+        self._announce(number, key, address, nbytes)
+        return Region(self, tensor, number, key, 0, foreign=True)
+
+    def export(self, tensor: torch.Tensor) -> bytes:
+        """The descriptor of an arena tensor. For other memory hold on to a ``Region`` instead."""
+        address, nbytes = local_bytes(tensor)
+        if nbytes and self.arena.find(address, nbytes) is None:
+            raise RegistrationError(
+                "this tensor is not in the arena", device=self.name, hint="make it with device.empty(), or keep device.register(tensor)"
+            )
+        return self.register(tensor).export()
+
+    # -- peers
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> bytes:
+        """What a peer needs to ``connect`` to us. Printable, no code, no secret."""
+
+    @abc.abstractmethod
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+        """Connect to the device behind ``peer`` and authenticate both ends. ``hello`` (at most 64 KiB) reaches the peer's
+        ``on_connect`` as ``channel.peer_hello``. Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``,
+        ``NotSupported``."""
+
+    def accept(self, *, timeout: float | None = None) -> Channel:
+        """The next channel that a peer opened; for devices without ``on_connect``."""
+        try:
+            return self._accepted.get(timeout=timeout)
+        except queue.Empty:
+            raise TransferTimeout(f"no peer connected within {timeout} s", device=self.name) from None
+
+    def poller(self) -> Poller:
+        """A new poller for notifications of this device's channels."""
+        return Poller(self)
+
+    @abc.abstractmethod
+    def explain(self) -> str:
+        """What was chosen, what this host allows, and what it does not, for people."""
+
+    def counters(self) -> dict[str, int]:
+        """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``bytes_staged``, ``registrations`` (segments and foreign
+        regions), ``segments``, ``arena_bytes``, ``arena_used``, ``channels``."""
+        with self._lock:
+            totals = dict(self._counters)
+            for channel in self._channels:
+                posts, nbytes = channel._stats()
+                totals["posts"] += posts
+                totals["bytes_direct"] += nbytes
+            totals["channels"] = sum(channel.error is None for channel in self._channels)
+        totals["segments"] = len(self.arena.segments)
+        totals["arena_bytes"] = self.arena.capacity
+        totals["arena_used"] = self.arena.used
+        return totals
+
+    def count_staged(self, nbytes: int) -> None:
+        """Count payload bytes that somebody above had to copy besides the transfer itself."""
+        with self._lock:
+            self._counters["bytes_staged"] += nbytes
+
+    def close(self) -> None:
+        """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held."""
+        with self._lock:
+            if self.closed or os.getpid() != self._pid:
+                return
+            self.closed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+        self._shut()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- for the devices themselves
+
+    @abc.abstractmethod
+    def _shut(self) -> None: ...
+
+    @abc.abstractmethod
+    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Memory for a segment and its file descriptor (-1: private)."""
+
+    @abc.abstractmethod
+    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        """Tell every connected peer of a region (0 bytes: it is gone; returns when no copy on it is under way)."""
+
+    def _new_segment(self, nbytes: int) -> Segment:
+        memory, fd = self._allocate_segment(nbytes)
+        with self._lock:
+            segment = Segment(next(self._numbers), secrets.randbits(64), memory, fd)
+            self._regions[segment.number] = (segment.address, segment.nbytes, segment.key)
+            self._counters["registrations"] += 1
+        self._announce_segment(segment)
+        return segment
+
+    @abc.abstractmethod
+    def _announce_segment(self, segment: Segment) -> None: ...
+
+    def _deregister(self, region: Region) -> None:
+        number = region.remote.region
+        with self._lock:
+            known = self._regions.pop(number, None)
+        if known is not None and not self.closed:
+            self._announce(number, 0, 0, 0)
+
+    def _keep(self, channel: Channel) -> bytes:
+        self._accepted.put(channel)
+        return b""
+
+    def _take_bell(self) -> int:
+        with self._lock:
+            if not self._bells_free:
+                raise RdmaError(f"all {BELLS - 1} bells of this device are in use", device=self.name)
+            return self._bells_free.pop()
+
+    def _return_bell(self, bell: int) -> None:
+        with self._lock:
+            self._bells_free.append(bell)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise RdmaError("the device is closed", device=self.name)
+        if os.getpid() != self._pid:
+            raise RdmaError("a device cannot be used in a forked child", device=self.name, hint="fork first, or use spawn")
+
+
+def host_id() -> str:
+    """The same text for two processes exactly if they share a kernel and a network namespace (so also Unix sockets)."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    namespace = os.stat("/proc/self/ns/net").st_ino
+    return hashlib.sha256(f"{boot}/{namespace}".encode()).hexdigest()[:16]
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Private memory of this process."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+__all__ = ["BELLS", "BELL_BYTES", "Device", "OnConnect", "anonymous", "host_id"]

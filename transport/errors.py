@@ -1,0 +1,46 @@
+"""The error tree. Every error names the peer, the device and a status by name, and carries one hint."""
+
+from __future__ import annotations
+
+
+class RdmaError(RuntimeError):
+    """Base of everything that can go wrong between two workers.
+
+    ``peer``, ``device`` and ``status`` are also attributes, for programs that react to them.
+    """
+
+    def __init__(
+        self, message: str, *, peer: str = "", device: str = "", status: str = "", hint: str = ""
+    ) -> None:
+        where = ", ".join(f"{k}={v}" for k, v in (("peer", peer), ("device", device), ("status", status)) if v)
+        text = message + (f" [{where}]" if where else "") + (f"\n  hint: {hint}" if hint else "")
+        super().__init__(text)
+        self.peer, self.device, self.status, self.hint = peer, device, status, hint
+
+
+class PeerLost(RdmaError):
+    """The peer's process ended, or its connection broke. Every pending wait on it fails with this."""
+
+
+class TransferTimeout(RdmaError):
+    """A wait ended before what it waited for happened. It ends the wait, not the copy: see ``Channel.abort``."""
+
+
+class RegistrationError(RdmaError):
+    """Memory could not be allocated in, or registered with, a device."""
+
+
+class ArenaFull(RegistrationError):
+    """The arena's limit does not allow this allocation. The text names the limit and the option that raises it."""
+
+
+class RemoteAccessError(RdmaError):
+    """A descriptor does not give access to those bytes: wrong key, out of range, revoked, or of an earlier life."""
+
+
+class AuthenticationError(RdmaError):
+    """The peer does not hold the same job secret."""
+
+
+class NotSupported(RdmaError):
+    """This device, or this host, cannot do that. The text says why."""

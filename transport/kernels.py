@@ -1,0 +1,256 @@
+"""The hot loops: copy, post, signal, wait. Compiled with ``nogil`` and cached on disk.
+
+Words (full table: docs/protocols.md). A *notification record* is 16 bytes in memory the receiver owns:
+
+    +0  count      written by the sender (fetch_add 1 after the data), read by the receiver
+    +8  sleepers   low 32 bits: receivers asleep on ``count``; high 32 bits: bell number, 0 = none
+
+A *bell* is one cache line the receiver owns: ``+0 rings`` (futex), ``+8 sleepers``. A record with a bell wakes whoever
+sleeps on the bell, so one thread can wait for many records.
+
+Invariants (C11 order):
+1. data before count: the copy is sequenced before ``fetch_add(count)`` (seq_cst, hence release); the receiver reads
+   ``count`` with acquire before it touches the data.
+2. no lost wake-up: the sender does ``fetch_add(count)``; fence; load ``sleepers``. The receiver does
+   ``fetch_add(sleepers, 1)``; fence; load ``count``; futex wait. One of the two must see the other.
+3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``WR_INFLIGHT``
+   of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. Whoever aborts stores ``closed`` or disarms; fence;
+   waits for ``inflight`` == 0.
+
+Waits spin for ``SPIN_NS`` (first with pause, then giving the core away between looks, so that two workers on one core
+progress), then sleep in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+from numba.types import int64 as i64
+
+from .atomics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    WAKE_ALL,
+    compare_exchange,
+    fence,
+    fetch_add,
+    futex,
+    load_acquire,
+    memcpy,
+    now,
+    pause,
+    sched_yield,
+    store_release,
+)
+
+SPIN_NS = 50_000
+SLICE_NS = 100_000_000
+_PAUSES = 64  # looks with pause before the core is given away between looks: about 3 us
+
+OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
+
+# Layout of a work request block (int64 each), see ``post``.
+WR_COUNT, WR_RECORD, WR_BELLS, WR_CLOSED, WR_INFLIGHT, WR_STATS, WR_BYTES, WR_HEAD = 0, 1, 2, 3, 4, 5, 6, 7
+
+
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def copy(dst: int, src: int, nbytes: int) -> int:
+    """One memcpy on the calling thread."""
+    memcpy(dst, src, nbytes)
+    return 0
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def load(address: int) -> int:
+    return load_acquire(address)
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def store(address: int, value: int) -> int:
+    store_release(address, value)
+    fence()
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def add(address: int, value: int) -> int:
+    return fetch_add(address, value)
+
+
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def swap_if(address: int, expected: int, desired: int) -> int:
+    return compare_exchange(address, expected, desired)
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def ring_bell(bell: int) -> int:
+    """Wake everybody who sleeps on this bell; no system call if nobody does."""
+    fence()
+    if load_acquire(bell + 8) > 0:
+        fetch_add(bell, 1)
+        futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def signal(record: int, bells: int) -> int:
+    """Count one notification and wake whoever sleeps for it."""
+    fetch_add(record, 1)
+    fence()
+    word = load_acquire(record + 8)
+    bell = word >> 32
+    if bell > 0:
+        ring_bell(bells + bell * 64)
+    elif word > 0:
+        futex(record, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def post(block: int) -> int:
+    """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
+    (destination, source, bytes) per copy. ``OK`` or ``CLOSED``."""
+    inflight = load_acquire(block + 8 * WR_INFLIGHT)
+    if inflight == 0:
+        return CLOSED
+    fetch_add(inflight, 1)
+    if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
+        fetch_add(inflight, -1)
+        return CLOSED
+    at = block + 8 * WR_HEAD
+    for _ in range(load_acquire(block)):
+        memcpy(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16))
+        at += 24
+    record = load_acquire(block + 8 * WR_RECORD)
+    if record != 0:
+        signal(record, load_acquire(block + 8 * WR_BELLS))
+    fetch_add(inflight, -1)
+    stats = load_acquire(block + 8 * WR_STATS)
+    fetch_add(stats, 1)
+    fetch_add(stats + 8, load_acquire(block + 8 * WR_BYTES))
+    return OK
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def put(block: int, dst: int, src: int, nbytes: int) -> int:
+    """As ``post``, for one copy whose place is given now. The block is only read: threads may share it."""
+    inflight = load_acquire(block + 8 * WR_INFLIGHT)
+    if inflight == 0:
+        return CLOSED
+    fetch_add(inflight, 1)
+    if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
+        fetch_add(inflight, -1)
+        return CLOSED
+    memcpy(dst, src, nbytes)
+    record = load_acquire(block + 8 * WR_RECORD)
+    if record != 0:
+        signal(record, load_acquire(block + 8 * WR_BELLS))
+    fetch_add(inflight, -1)
+    stats = load_acquire(block + 8 * WR_STATS)
+    fetch_add(stats, 1)
+    fetch_add(stats + 8, nbytes)
+    return OK
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def wait_count(record: int, target: int, spin_ns: int, slice_ns: int) -> int:
+    """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
+    a signal). One waiter a record at a time may be relied on to see every change."""
+    for _ in range(_PAUSES):
+        if load_acquire(record) >= target:
+            return OK
+        pause()
+    start = now()
+    while now() - start < spin_ns:
+        if load_acquire(record) >= target:
+            return OK
+        sched_yield()
+    fetch_add(record + 8, 1)
+    fence()
+    seen = load_acquire(record)
+    if seen < target:
+        futex(record, FUTEX_WAIT, seen & 0xFFFFFFFF, slice_ns)
+    fetch_add(record + 8, -1)
+    return OK if load_acquire(record) >= target else TIMEOUT
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def _scan(table: int, rows: int) -> int:
+    """First row with news, its ``seen`` brought up to date: ``row << 32 | number of new notifications``, or -1."""
+    for row in range(rows):
+        at = table + 16 * row
+        count = load_acquire(load_acquire(at))
+        fresh = count - load_acquire(at + 8)
+        if fresh > 0:
+            return row << 32 | fresh
+    return -1
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def _claim(table: int, found: int, word: int, expected: int) -> int:
+    # +1 turns "polling" into "holding" (see rdmarpc/progress.py): a thread that was deposed must not take anything.
+    if word != 0 and compare_exchange(word, expected, expected + 1) == 0:
+        return CHANGED
+    at = table + 16 * (found >> 32) + 8
+    store_release(at, load_acquire(at) + (found & 0xFFFFFFFF))
+    return found
+
+
+@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+def wait_any(table: int, rows: int, bell: int, word: int, expected: int, spin_ns: int, slice_ns: int) -> int:
+    """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen).
+
+    Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
+    no longer holds ``expected``. What is returned is taken: ``seen`` is advanced, and ``word`` becomes ``expected + 1``.
+    """
+    for _ in range(_PAUSES):
+        found = _scan(table, rows)
+        if found >= 0:
+            return _claim(table, found, word, expected)
+        if word != 0 and load_acquire(word) != expected:
+            return CHANGED
+        pause()
+    start = now()
+    while now() - start < spin_ns:
+        found = _scan(table, rows)
+        if found >= 0:
+            return _claim(table, found, word, expected)
+        if word != 0 and load_acquire(word) != expected:
+            return CHANGED
+        sched_yield()
+    rings = load_acquire(bell)
+    fetch_add(bell + 8, 1)
+    fence()
+    found = _scan(table, rows)
+    if found < 0 and (word == 0 or load_acquire(word) == expected):
+        futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, slice_ns)
+        found = _scan(table, rows)
+    fetch_add(bell + 8, -1)
+    if found >= 0:
+        return _claim(table, found, word, expected)
+    return TIMEOUT if word == 0 or load_acquire(word) == expected else CHANGED
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def quiesce(inflight: int, timeout_ns: int) -> int:
+    """Wait until a peer that has been told to stop (``closed``) has no copy under way: ``OK`` or ``TIMEOUT``."""
+    start = now()
+    while load_acquire(inflight) > 0:
+        if now() - start > timeout_ns:
+            return TIMEOUT
+        sched_yield()
+    return OK
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def ping_pong(mine: int, theirs: int, rounds: int, first: int) -> int:
+    """The floor of every latency here: two processes hand a flag to and fro ``rounds`` times. Both call it with the two
+    words swapped; returns the nanoseconds for all rounds. Spins without bound: for benchmarks only."""
+    start = now()
+    for turn in range(1, rounds + 1):
+        if first != 0:
+            store_release(theirs, turn)
+        while load_acquire(mine) < turn:
+            pause()
+        if first == 0:
+            store_release(theirs, turn)
+    return now() - start

@@ -1,0 +1,150 @@
+"""The receiving side of notifications: counting them, and waiting for them.
+
+A notification is a number below ``MAX_NOTIFY``; a channel has a record (16 bytes, layout in ``kernels``) for each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import kernels
+from .errors import RdmaError, TransferTimeout
+
+if TYPE_CHECKING:
+    from .channel import Channel
+    from .device import Device
+
+MAX_NOTIFY = 1 << 16
+RECORD_BYTES = 16
+BELLS = 64
+BELL_BYTES = 64
+MAX_ROWS = 4096
+
+
+class Count:
+    """How far one notification number of one channel has been consumed. Shared by all expectations on it."""
+
+    __slots__ = ("consumed", "record")
+
+    def __init__(self, record: int) -> None:
+        self.record = record
+        self.consumed = 0
+
+
+class Expectation:
+    """``count`` notifications of one number. Each ``wait`` consumes that many; make it once, wait as often as you like.
+
+    Notifications are counted and order-free: those that came before the wait count too. One thread at a time.
+    """
+
+    __slots__ = ("_channel", "_count", "_record", "count", "imm")
+
+    def __init__(self, channel: Channel, imm: int, count: int, state: Count) -> None:
+        self.imm, self.count = imm, count
+        self._channel, self._count, self._record = channel, state, state.record
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return kernels.load(self._record) >= self._count.consumed + self.count
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until they are here. ``timeout`` in seconds; ``None`` waits as long as the peer lives.
+
+        Raises ``PeerLost`` when the channel breaks first, ``TransferTimeout`` (nothing is consumed then).
+        """
+        state = self._count
+        target = state.consumed + self.count
+        limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
+        if kernels.wait_count(self._record, target, min(kernels.SPIN_NS, limit), limit) != kernels.OK:
+            self._wait_on(target, timeout)
+        state.consumed = target
+
+    def _wait_on(self, target: int, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout - kernels.SLICE_NS / 1e9
+        limit = kernels.SLICE_NS
+        while True:
+            if kernels.load(self._record) >= target:
+                return
+            if self._channel.error is not None:
+                raise self._channel.error
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = target - kernels.load(self._record)
+                    raise TransferTimeout(
+                        f"{missing} notification(s) {self.imm} did not come within {timeout} s",
+                        peer=self._channel.peer,
+                        device=self._channel.device.name,
+                        hint="the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does",
+                    )
+                limit = min(kernels.SLICE_NS, int(left * 1e9))
+            kernels.wait_count(self._record, target, 0, limit)
+
+
+class Poller:
+    """One thread waits for many notifications of many channels, asleep on one bell.
+
+    Rows are added, dropped and kicked by any thread; ``wait`` belongs to one thread at a time. ``close`` it before its
+    device.
+    """
+
+    KICK = 0
+    """The row that ``kick`` announces."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.bell = device._take_bell()
+        self.bell_address = device.bells + self.bell * BELL_BYTES
+        # Private memory: the kick record, and the nil record that a dropped row watches for ever.
+        self._private = np.zeros(4, np.int64)
+        self._kick, self._nil = self._private.ctypes.data, self._private.ctypes.data + RECORD_BYTES
+        kernels.add(self._kick + 8, self.bell << 32)
+        self.table = np.zeros((MAX_ROWS, 2), np.int64)
+        self.address = self.table.ctypes.data
+        self.table[self.KICK] = (self._kick, 0)
+        self.rows = 1
+        self._free: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, channel: Channel, imm: int) -> int:
+        """Watch notification ``imm`` of ``channel``: the row that ``wait`` will name. Nothing else may consume it."""
+        record = channel.record(imm)
+        with self._lock:
+            if not self._free and self.rows == MAX_ROWS:
+                raise RdmaError(f"a poller watches at most {MAX_ROWS} notifications")
+            row = self._free.pop() if self._free else self.rows
+            self.table[row] = (record, 0)
+            kernels.add(record + 8, self.bell << 32)
+            self.rows = max(self.rows, row + 1)
+        kernels.ring_bell(self.bell_address)
+        return row
+
+    def drop(self, row: int) -> None:
+        """Watch that row no longer; its number may be given out again."""
+        with self._lock:
+            self.table[row] = (self._nil, 0)
+            self._free.append(row)
+
+    def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
+        """The next row with news and how many notifications came, or ``None`` after ``timeout`` seconds. Taken is taken."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
+            limit = max(0, min(kernels.SLICE_NS, left))
+            spin = min(limit, kernels.SPIN_NS)
+            found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, spin, limit)
+            if found >= 0:
+                return found >> 32, found & 0xFFFFFFFF
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def kick(self) -> None:
+        """Make ``wait`` return row ``KICK``. Any thread, any time."""
+        kernels.signal(self._kick, self._device.bells)
+
+    def close(self) -> None:
+        self._device._return_bell(self.bell)

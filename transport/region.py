@@ -1,0 +1,100 @@
+"""Regions: memory a peer may touch, and the descriptors that name it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import RemoteAccessError
+
+if TYPE_CHECKING:
+    from .device import Device
+
+_WIRE = struct.Struct("<4sBQIIQQQ")
+_MAGIC, _VERSION = b"RRGN", 1
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """What ``Region.export`` becomes at a peer: plain numbers of fixed layout, no code.
+
+    ``owner`` and ``epoch`` name the device life that exported it, ``region`` and ``key`` the registered memory,
+    ``offset`` and ``nbytes`` the range inside. Copies between a ``RemoteRegion`` and local memory need equal sizes; use
+    slices for parts: ``remote[lo:hi]`` (bytes). Holding one keeps nothing alive at the owner.
+    """
+
+    owner: int
+    epoch: int
+    region: int
+    key: int
+    offset: int
+    nbytes: int
+
+    def __getitem__(self, part: slice) -> RemoteRegion:
+        start, stop, step = part.indices(self.nbytes)
+        if step != 1 or stop < start or (part.stop is not None and part.stop > self.nbytes):
+            raise RemoteAccessError(f"bytes {part.start}:{part.stop} are not inside a region of {self.nbytes} bytes")
+        return replace(self, offset=self.offset + start, nbytes=stop - start)
+
+    def dump(self) -> bytes:
+        return _WIRE.pack(
+            _MAGIC, _VERSION, self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes
+        )
+
+    @staticmethod
+    def load(blob: bytes | bytearray | memoryview) -> RemoteRegion:
+        """Parse a descriptor. Raises ``RemoteAccessError`` if these bytes are none, or of another version."""
+        if len(blob) != _WIRE.size:
+            raise RemoteAccessError(f"a descriptor has {_WIRE.size} bytes, got {len(blob)}")
+        magic, version, *fields = _WIRE.unpack(blob)
+        if magic != _MAGIC or version != _VERSION:
+            raise RemoteAccessError(f"not a region descriptor of version {_VERSION}")
+        return RemoteRegion(*fields)
+
+    WIRE_SIZE = _WIRE.size
+
+
+class Region:
+    """Local bytes that connected peers may read and write for as long as this object is open.
+
+    It keeps its tensor alive. Regions over arena tensors are free; for other memory ``close`` tells every peer and
+    returns when no copy of theirs is under way. Idempotent, usable as a context manager.
+    """
+
+    def __init__(self, device: Device, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.remote = RemoteRegion(device.uid, device.epoch, region, key, offset, self.nbytes)
+        self._device: Device | None = device if foreign else None
+
+    def export(self) -> bytes:
+        """The descriptor to hand to a peer, by any way you like."""
+        return self.remote.dump()
+
+    def close(self) -> None:
+        device, self._device = self._device, None
+        if device is not None:
+            device._deregister(self)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def local_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size in bytes of a dense CPU tensor; anything else is a ``ValueError`` that says what to do."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"only dense tensors can be copied, got layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"this device copies CPU memory, got a tensor on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a one-sided copy needs contiguous memory, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+            "call .contiguous() first"
+        )
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -1,0 +1,238 @@
+"""The ``shm`` device: processes of one host.
+
+Segments are memfds, handed to each peer over an abstract Unix socket and mapped there: nothing has a name in a file system,
+so nothing is left behind however a process ends. The socket stays open as the detector of the peer's death.
+
+Threads: one service thread (accepting, announcements, end of peers), and one short-lived thread per incoming connection
+during its handshake, so that a silent stranger blocks nobody.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import socket
+import struct
+import threading
+
+import numpy as np
+
+from . import auth, kernels
+from .arena import Segment
+from .channel import Channel
+from .device import Device, OnConnect, host_id
+from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
+from .notify import BELL_BYTES, BELLS
+from .shm_channel import GONE, INBOX_BYTES, REGION, SEGMENT, ShmChannel, address_of
+
+_SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
+_MAX_HELLO = 64 << 10
+_HANDSHAKE_TIMEOUT = 5.0
+
+
+def _memfd(name: str, nbytes: int) -> tuple[mmap.mmap, int]:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return mmap.mmap(fd, nbytes), fd
+
+
+class ShmDevice(Device):
+    """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
+    allows that."""
+
+    def __init__(
+        self, *, secret: bytes = b"", arena_limit: int | None = None, on_connect: OnConnect | None = None
+    ) -> None:
+        super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect)
+        self._bells_memory, self._bells_fd = _memfd("rdmarpc-bells", BELLS * BELL_BYTES)
+        self.bells = address_of(self._bells_memory)
+        self._probe = np.ones(1, np.int64)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0rdmarpc-{self.uid:016x}")
+        self._listener.listen(128)
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._service = threading.Thread(target=self._serve, name="rdmarpc-shm", daemon=True)
+        self._service.start()
+
+    @property
+    def address(self) -> bytes:
+        return f"shm:{host_id()}:{self.uid:016x}".encode()
+
+    def explain(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        try:
+            with open("/sys/kernel/mm/transparent_hugepage/shmem_enabled") as file:
+                mode = file.read().split("[")[1].split("]")[0]
+        except (OSError, IndexError):
+            mode = "unknown"
+        pages = "2 MiB where possible" if mode in ("advise", "always", "within_size", "force") else "4 KiB only"
+        reasons = sorted({channel.no_cma for channel in self._shm_channels() if channel.no_cma})
+        cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
+        limit = f"{self.arena.limit / 2**30:.1f} GiB"
+        return "\n".join(
+            (
+                f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
+                f"  pages          {pages} (transparent_hugepage/shmem_enabled is {mode})",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                f"  other memory   cross-memory attach: {cma}",
+                f"  waiting        spins {kernels.SPIN_NS // 1000} us, then a futex; {cores} core(s) usable",
+            )
+        )
+
+    # -- connections
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+        self._check()
+        kind, host, uid = (peer.decode("ascii", "replace").split(":") + ["", ""])[:3]
+        if kind != "shm" or host != host_id():
+            raise NotSupported(
+                f"shm cannot reach {peer!r}", device="shm", hint="the peer is on another host or network namespace: use tcp"
+            )
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(f"\0rdmarpc-{uid}")
+            auth.authenticate(sock, self.secret, initiator=True)
+            inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
+            self._send_setup(sock, fd, hello)
+            channel = self._receive_setup(sock, inbox)
+            self._adopt(channel)
+        except TimeoutError:
+            sock.close()
+            raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"nobody listens there: {error}", peer=peer.decode(), device="shm") from None
+        except RdmaError:
+            sock.close()
+            raise
+        return channel
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        try:
+            sock.settimeout(_HANDSHAKE_TIMEOUT)
+            auth.authenticate(sock, self.secret, initiator=False)
+            inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
+            channel = self._receive_setup(sock, inbox)
+            # Adopted before the answer: the peer may copy as soon as it has it.
+            reply = self._on_connect(channel)
+            self._send_setup(sock, fd, reply)
+            self._adopt(channel)
+        except (AuthenticationError, PeerLost, TransferTimeout, OSError):
+            sock.close()
+
+    def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
+        if len(hello) > _MAX_HELLO:
+            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+        setup = _SETUP.pack(self.uid, self.epoch, self._probe.ctypes.data, len(hello))
+        socket.send_fds(sock, [setup + hello], [inbox_fd, self._bells_fd])
+        os.close(inbox_fd)
+
+    def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap) -> ShmChannel:
+        data, fds, _, _ = socket.recv_fds(sock, _SETUP.size + _MAX_HELLO, 2)
+        if len(data) < _SETUP.size or len(fds) != 2:
+            raise PeerLost("the peer broke off the handshake", device="shm")
+        uid, epoch, probe, _ = _SETUP.unpack_from(data)
+        peer_inbox, peer_bells = mmap.mmap(fds[0], INBOX_BYTES), mmap.mmap(fds[1], BELLS * BELL_BYTES)
+        for fd in fds:
+            os.close(fd)
+        return ShmChannel(self, sock, inbox, peer_inbox, peer_bells, (uid, epoch, probe), data[_SETUP.size :])
+
+    def _adopt(self, channel: ShmChannel) -> None:
+        """Tell the peer of all our memory, then watch the connection."""
+        channel.sock.settimeout(None)
+        with self._lock:
+            self._channels.add(channel)
+            segments = {segment.number: segment for segment in self.arena.segments}
+            regions = dict(self._regions)
+            for number, (address, nbytes, key) in regions.items():
+                if number in segments:
+                    channel.send(SEGMENT, number, key, 0, nbytes, segments[number].fd)
+                else:
+                    channel.send(REGION, number, key, address, nbytes)
+        self._selector.register(channel.sock, selectors.EVENT_READ, channel)
+        self._wake.send(b"\0")
+
+    # -- announcements
+
+    def _shm_channels(self) -> list[ShmChannel]:
+        with self._lock:
+            return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
+
+    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        return _memfd("rdmarpc-arena", nbytes)
+
+    def _announce_segment(self, segment: Segment) -> None:
+        for channel in self._shm_channels():
+            self._tell(channel, SEGMENT, segment.number, segment.key, 0, segment.nbytes, segment.fd)
+
+    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        for channel in self._shm_channels():
+            if nbytes:
+                self._tell(channel, REGION, number, key, address, nbytes)
+            else:
+                try:
+                    channel.withdraw(number)
+                except PeerLost:
+                    continue
+
+    def _tell(self, channel: ShmChannel, *message: int) -> None:
+        try:
+            channel.send(*message)
+        except PeerLost as error:
+            channel.end(error)
+
+    # -- the service thread
+
+    def _serve(self) -> None:
+        while not self.closed:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept_one()
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                else:
+                    self._hear(key.data)
+
+    def _accept_one(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+
+    def _hear(self, channel: ShmChannel) -> None:
+        try:
+            alive = channel.receive()
+        except RdmaError as error:
+            channel.end(error)
+            alive = False
+        if not alive:
+            self.forget(channel)
+            self.on_lost(channel)
+
+    def forget(self, channel: ShmChannel) -> None:
+        """Stop watching a channel that has ended, and close its socket."""
+        with self._lock:
+            try:
+                self._selector.unregister(channel.sock)
+            except (KeyError, ValueError):
+                return
+            channel.socket_open = False
+            channel.sock.close()
+
+    def _shut(self) -> None:
+        self._wake.send(b"\0")
+        if threading.current_thread() is not self._service:
+            self._service.join(timeout=5.0)
+        self._selector.close()
+        for sock in (self._listener, self._wake, self._woken):
+            sock.close()
+        os.close(self._bells_fd)
+        for segment in self.arena.segments:
+            os.close(segment.fd)

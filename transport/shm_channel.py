@@ -1,0 +1,347 @@
+"""The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
+
+Each end owns an *inbox* (a memfd that the peer maps too): ``+0 closed`` (written by the owner), ``+64 inflight`` (written
+by the peer), then the notification records. The invariants are those of ``kernels``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import cma, kernels
+from .channel import DONE, Channel, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .notify import MAX_NOTIFY, RECORD_BYTES
+from .region import RemoteRegion, local_bytes
+
+if TYPE_CHECKING:
+    from .shm import ShmDevice
+
+RECORDS_AT = 4096
+INBOX_BYTES = RECORDS_AT + MAX_NOTIFY * RECORD_BYTES
+CLOSED_AT, INFLIGHT_AT = 0, 64
+
+# Control messages on the Unix socket, all of one size; SEGMENT carries a file descriptor.
+MESSAGE = struct.Struct("<BQQQQ")
+SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
+_SEND_TIMEOUT = 5.0
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+
+
+class _Closable:
+    """Something with a work request block, which the channel disarms when it ends."""
+
+    __slots__ = ("__weakref__", "_address", "_block", "_channel")
+
+    def __init__(self, channel: ShmChannel, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+        block = np.zeros(kernels.WR_HEAD + 3 * len(copies), np.int64)
+        block[kernels.WR_COUNT] = len(copies)
+        if imm is not None:
+            block[kernels.WR_RECORD] = channel.peer_inbox + RECORDS_AT + imm * RECORD_BYTES
+        block[kernels.WR_BELLS] = channel.peer_bells
+        block[kernels.WR_CLOSED] = channel.peer_inbox + CLOSED_AT
+        block[kernels.WR_INFLIGHT] = channel.peer_inbox + INFLIGHT_AT
+        block[kernels.WR_STATS] = channel.stats.ctypes.data
+        block[kernels.WR_BYTES] = sum(nbytes for _, _, nbytes in copies)
+        for at, copy in enumerate(copies):
+            block[kernels.WR_HEAD + 3 * at : kernels.WR_HEAD + 3 * at + 3] = copy
+        self._block, self._address, self._channel = block, block.ctypes.data, channel
+        channel._arm(self)
+
+    def disarm(self) -> None:
+        kernels.store(self._address + 8 * kernels.WR_INFLIGHT, 0)
+
+
+class ShmTransfer(_Closable, Transfer):
+    """All remote sides are mapped: posting is one kernel call, complete when it returns."""
+
+    __slots__ = ("_sides",)
+
+    def __init__(self, channel: ShmChannel, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
+        self._sides = sides
+        copies = []
+        for address, tensor, write in sides:
+            local, nbytes = local_bytes(tensor)
+            copies.append((address, local, nbytes) if write else (local, address, nbytes))
+        super().__init__(channel, imm, copies)
+
+    def post(self) -> Work:
+        if kernels.post(self._address) != kernels.OK:
+            raise self._channel._ended()
+        return DONE
+
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        address, nbytes = local_bytes(tensor)
+        remote, old, write = self._sides[index]
+        at = kernels.WR_HEAD + 3 * index
+        if nbytes != self._block[at + 2]:
+            raise ValueError(f"copy {index} was prepared for {self._block[at + 2]} bytes, got {nbytes}")
+        self._sides[index] = (remote, tensor, write)
+        self._block[at + (1 if write else 0)] = address
+
+
+class CmaTransfer(Transfer):
+    """Some remote side is memory of the peer that cannot be mapped: copied by the kernel, one call a pair."""
+
+    __slots__ = ("_channel", "_imm", "_pairs")
+
+    def __init__(self, channel: ShmChannel, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
+        self._channel, self._pairs, self._imm = channel, pairs, imm
+
+    def post(self) -> Work:
+        channel = self._channel
+        channel._check()
+        for remote, tensor, write in self._pairs:
+            local, nbytes = local_bytes(tensor)
+            # The lock keeps the owner's deregistration waiting until the copy is over.
+            with channel.cma_lock:
+                address, mapped = channel.resolve(remote)
+                if mapped:
+                    kernels.copy(*((address, local) if write else (local, address)), nbytes)
+                elif nbytes:
+                    cma.transfer(channel.pid, local, address, nbytes, write=write)
+            kernels.add(channel.stats.ctypes.data, 1)
+            kernels.add(channel.stats.ctypes.data + 8, nbytes)
+        if self._imm is not None:
+            channel.notify(self._imm)
+        return DONE
+
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        remote, _, write = self._pairs[index]
+        if local_bytes(tensor)[1] != remote.nbytes:
+            raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes")
+        self._pairs[index] = (remote, tensor, write)
+
+
+class ShmWindow(_Closable, Window):
+    __slots__ = ("_local", "_remote", "_tensor")
+
+    def __init__(self, channel: ShmChannel, remote: int, local: torch.Tensor, imm: int) -> None:
+        super().__init__(channel, imm, ())
+        self._remote, self._local, self._tensor = remote, local.data_ptr(), local
+
+    def put(self, offset: int, nbytes: int) -> None:
+        if kernels.put(self._address, self._remote + offset, self._local + offset, nbytes) != kernels.OK:
+            raise self._channel._ended()
+
+
+class ShmChannel(Channel):
+    device: ShmDevice
+
+    def __init__(
+        self,
+        device: ShmDevice,
+        sock: socket.socket,
+        inbox: mmap.mmap,
+        peer_inbox: mmap.mmap,
+        peer_bells: mmap.mmap,
+        identity: tuple[int, int, int],
+        hello: bytes,
+    ) -> None:
+        super().__init__(device)
+        self.sock = sock
+        self.pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.peer, self.peer_hello = f"process {self.pid}", hello
+        self.peer_uid, self.peer_epoch, probe = identity
+        self.no_cma = cma.why_not(self.pid, probe)
+        self._keep = (inbox, peer_inbox, peer_bells)
+        self.inbox, self.peer_inbox, self.peer_bells = map(address_of, self._keep)
+        self.stats = np.zeros(2, np.int64)
+        self.cma_lock = threading.Lock()
+        self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
+        self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
+        self._maps: list[mmap.mmap] = []
+        self._users: weakref.WeakSet[_Closable] = weakref.WeakSet()
+        self._send_lock = threading.Lock()
+        self._acks: dict[tuple[int, int], threading.Event] = {}
+        self._questions = itertools.count()
+        self._end_lock = threading.Lock()
+        self.socket_open = True
+
+    # -- copies
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        self._check()
+        check_notify(notify)
+        sides, sorted_pairs, all_mapped = [], [], True
+        for dst, src in pairs:
+            remote, tensor, write = sort_pair(dst, src)
+            address, mapped = self.resolve(remote)
+            if not mapped and self.no_cma:
+                raise NotSupported(f"the remote memory is not in an arena, and: {self.no_cma}", peer=self.peer)
+            all_mapped &= mapped
+            sorted_pairs.append((remote, tensor, write))
+            sides.append((address, tensor, write))
+        return ShmTransfer(self, sides, notify) if all_mapped else CmaTransfer(self, sorted_pairs, notify)
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self._check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        address, mapped = self.resolve(remote)
+        if not mapped:
+            raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)
+        return ShmWindow(self, address, local, notify)
+
+    def record(self, imm: int) -> int:
+        check_notify(imm)
+        return self.inbox + RECORDS_AT + imm * RECORD_BYTES
+
+    def resolve(self, remote: RemoteRegion) -> tuple[int, bool]:
+        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``."""
+        if remote.nbytes == 0:
+            return 0, True
+        if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
+            raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
+        table, entry = self._look_up(remote.region)
+        if entry is None:
+            self._ask(SYNC, next(self._questions))  # announcements are ordered: after the answer we know all that the descriptor's owner knew
+            table, entry = self._look_up(remote.region)
+        if entry is None:
+            raise self._refuse(f"region {remote.region} is not registered (any more)")
+        address, nbytes, key = entry
+        if key != remote.key:
+            raise self._refuse(f"wrong key for region {remote.region}")
+        if remote.offset + remote.nbytes > nbytes:
+            raise self._refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
+        return address + remote.offset, table is self._mapped
+
+    def _look_up(self, number: int) -> tuple[dict[int, tuple[int, int, int]], tuple[int, int, int] | None]:
+        table = self._mapped if number in self._mapped else self._foreign
+        return table, table.get(number)
+
+    def _refuse(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(why, peer=self.peer, device=self.device.name, status="REM_ACCESS_ERR")
+
+    def _stats(self) -> tuple[int, int]:
+        return int(self.stats[0]), int(self.stats[1])
+
+    # -- control messages
+
+    def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, fd: int = -1) -> None:
+        """One control message. Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
+        payload = MESSAGE.pack(kind, number, key, address, nbytes)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
+        with self._send_lock:
+            while True:
+                try:
+                    self.sock.sendmsg([payload], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    return
+                except BlockingIOError:
+                    if not select.select([], [self.sock], [], _SEND_TIMEOUT)[1]:
+                        raise PeerLost("the peer does not read its control messages", peer=self.peer) from None
+                except OSError as error:
+                    raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm") from None
+
+    def _ask(self, kind: int, number: int) -> None:
+        """Send and wait for the acknowledgement (never from the device's service thread)."""
+        event = self._acks.setdefault((kind + 1, number), threading.Event())
+        self.send(kind, number)
+        if not event.wait(_SEND_TIMEOUT):
+            self._check()
+            raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
+        self._acks.pop((kind + 1, number), None)
+        self._check()
+
+    def withdraw(self, number: int) -> None:
+        """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
+        self._ask(GONE, number)
+
+    def receive(self) -> bool:
+        """Handle one control message (device's service thread). ``False`` when the connection has ended."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, MESSAGE.size, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            self.end(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
+            return False
+        if len(data) != MESSAGE.size:
+            self.end(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
+            return False
+        kind, number, key, address, nbytes = MESSAGE.unpack(data)
+        if kind == SEGMENT and fds:
+            memory = mmap.mmap(fds[0], nbytes)
+            self._maps.append(memory)
+            self._mapped[number] = (address_of(memory), nbytes, key)
+        elif kind == REGION:
+            self._foreign[number] = (address, nbytes, key)
+        elif kind == GONE:
+            with self.cma_lock:
+                self._foreign.pop(number, None)
+            self.send(GONE_ACK, number)
+        elif kind == SYNC:
+            self.send(SYNC_ACK, number)
+        elif kind in (GONE_ACK, SYNC_ACK):
+            if event := self._acks.get((kind, number)):
+                event.set()
+        elif kind == BYE:
+            self.end(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
+            return False
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    # -- the end
+
+    def _arm(self, user: _Closable) -> None:
+        with self._end_lock:
+            if self.error is not None:
+                user.disarm()
+            self._users.add(user)
+
+    def _ended(self) -> RdmaError:
+        # The peer closes its inbox a moment before its goodbye reaches us.
+        return self.error or PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED")
+
+    def end(self, error: RdmaError) -> bool:
+        """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""
+        with self._end_lock:
+            if self.error is not None:
+                return False
+            self.error = error
+            users = list(self._users)
+        for user in users:
+            user.disarm()
+        for event in list(self._acks.values()):
+            event.set()
+        return True
+
+    def abort(self, timeout: float = 5.0) -> None:
+        self.end(PeerLost("the channel was aborted", peer=self.peer, device="shm", status="ABORTED"))
+        kernels.store(self.inbox + CLOSED_AT, 1)
+        limit = int(timeout * 1e9)
+        with self.cma_lock:
+            done = kernels.quiesce(self.peer_inbox + INFLIGHT_AT, limit), kernels.quiesce(self.inbox + INFLIGHT_AT, limit)
+        alive = os.path.exists(f"/proc/{self.pid}")
+        self.close()
+        if any(result != kernels.OK for result in done) and alive:
+            raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")
+
+    def close(self) -> None:
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="shm", status="CLOSED"))
+        kernels.store(self.inbox + CLOSED_AT, 1)
+        with self._end_lock:
+            if not self.socket_open:
+                return
+            self.socket_open = False
+        try:
+            self.send(BYE)
+        except PeerLost:
+            pass
+        self.device.forget(self)
