@@ -20,10 +20,14 @@ from .errors import (
 from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
+from .tcp import TcpDevice
 
 
 def open_device(name: str = "shm", **options: Any) -> Device:
     """Open ``"shm"`` (this host) or ``"tcp"`` / ``"tcp://ADDRESS"`` (any host; listens on that local address).
+
+    ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on loopback, or with a secret on
+    the address of the default route.
 
     Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
     peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``).
@@ -31,7 +35,9 @@ def open_device(name: str = "shm", **options: Any) -> Device:
     kind, _, place = name.partition("://")
     if kind == "shm" and not place:
         return ShmDevice(**options)
-    raise NotSupported(f"no device {name!r}", hint="one of shm, tcp, tcp://ADDRESS")
+    if kind == "tcp":
+        return TcpDevice(place, **options)
+    raise NotSupported(f"no device {name!r}", hint="one of shm, tcp, tcp://ADDRESS[:PORT]")
 
 
 __all__ = [
@@ -51,6 +57,7 @@ __all__ = [
     "RemoteAccessError",
     "RemoteRegion",
     "ShmDevice",
+    "TcpDevice",
     "Transfer",
     "TransferTimeout",
     "Window",

@@ -17,6 +17,7 @@ Contract, for every device:
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ from .region import Region, RemoteRegion, local_bytes
 if TYPE_CHECKING:
     from .device import Device
 
+FIRST_FREE_NOTIFY = 16
+"""Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
 Local = torch.Tensor | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 
@@ -95,6 +98,8 @@ class Channel(abc.ABC):
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
         self._notifiers: dict[int, Transfer] = {}
+        self._next_number = FIRST_FREE_NOTIFY
+        self._numbers_lock = threading.Lock()
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
         """Copy ``src`` to ``dst`` once. Raises ``ValueError`` for sides that do not fit, ``RemoteAccessError``,
@@ -122,6 +127,16 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Say goodbye and release the connection. Idempotent."""
+
+    def take_numbers(self, count: int) -> int:
+        """The first of ``count`` consecutive notification numbers that arrive *here* and belong to the caller alone from now
+        on. Thread-safe. They are never given out twice: recycle them yourself. ``ValueError`` when there are none left."""
+        with self._numbers_lock:
+            first = self._next_number
+            if count < 0 or first + count > MAX_NOTIFY:
+                raise ValueError(f"{count} notification numbers asked for, {MAX_NOTIFY - first} of this channel are left")
+            self._next_number = first + count
+        return first
 
     def notify(self, imm: int) -> None:
         """Send one notification without data."""

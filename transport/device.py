@@ -18,7 +18,7 @@ from .arena import Arena, Segment
 from .channel import Channel
 from .errors import RdmaError, RegistrationError, TransferTimeout
 from .notify import BELL_BYTES, BELLS, Poller
-from .region import Region, local_bytes
+from .region import Region, RemoteRegion, local_bytes
 
 OnConnect = Callable[[Channel], bytes]
 
@@ -43,16 +43,19 @@ class Device(abc.ABC):
         self.arena = Arena(self._new_segment, arena_limit)
         self.on_lost: Callable[[Channel], None] = lambda channel: None
         """Called once for every channel that broke, from a thread of the device. Must not block."""
-        self._on_connect = on_connect or self._keep
+        self._on_connect: OnConnect = on_connect or (lambda channel: b"")
+        self._keep_accepted = on_connect is None
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._regions: dict[int, tuple[int, int, int]] = {}  # number -> (address, bytes, key): what peers may touch
+        self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
         self._numbers = iter(range(1, 1 << 32))
         self._bells_free = list(range(BELLS - 1, 0, -1))
         self._lock = threading.RLock()
         self._counters = {"registrations": 0, "bytes_staged": 0, "posts": 0, "bytes_direct": 0}
         self._pid = os.getpid()
         self.closed = False
+        _devices.add(self)
 
     # -- memory
 
@@ -76,6 +79,7 @@ class Device(abc.ABC):
         with self._lock:
             number, key = next(self._numbers), secrets.randbits(64)
             self._regions[number] = (address, nbytes, key)
+            self._pinned[number] = tensor
             self._counters["registrations"] += 1
         self._announce(number, key, address, nbytes)
         return Region(self, tensor, number, key, 0, foreign=True)
@@ -88,6 +92,15 @@ class Device(abc.ABC):
                 "this tensor is not in the arena", device=self.name, hint="make it with device.empty(), or keep device.register(tensor)"
             )
         return self.register(tensor).export()
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        """A descriptor by which peers may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and
+        needs no taking back; only where ``can_lend``."""
+        return self.register(tensor).remote
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
+        """Whether ``lend`` works for this tensor towards this peer. Arena tensors always can be lent."""
+        return self.arena.find(*local_bytes(tensor)) is not None
 
     # -- peers
 
@@ -180,15 +193,35 @@ class Device(abc.ABC):
     def _announce_segment(self, segment: Segment) -> None: ...
 
     def _deregister(self, region: Region) -> None:
+        if os.getpid() != self._pid:
+            return
         number = region.remote.region
         with self._lock:
             known = self._regions.pop(number, None)
-        if known is not None and not self.closed:
-            self._announce(number, 0, 0, 0)
+        try:
+            if known is not None and not self.closed:
+                self._announce(number, 0, 0, 0)
+        finally:
+            self._pinned.pop(number, None)
 
-    def _keep(self, channel: Channel) -> bytes:
-        self._accepted.put(channel)
-        return b""
+    def _welcomed(self, channel: Channel) -> None:
+        """The handshake of a channel that a peer opened is complete."""
+        if self._keep_accepted:
+            self._accepted.put(channel)
+
+    def _retire(self, channel: Channel) -> None:
+        """An ended channel lives on in the totals only."""
+        with self._lock:
+            if channel in self._channels:
+                self._channels.discard(channel)
+                posts, nbytes = channel._stats()
+                self._counters["posts"] += posts
+                self._counters["bytes_direct"] += nbytes
+
+    @abc.abstractmethod
+    def _forked(self) -> None:
+        """In a forked child: close our copies of the sockets, or the peers would not notice the parent's death. Other
+        threads' locks may be held for ever here: take none."""
 
     def _take_bell(self) -> int:
         with self._lock:
@@ -205,6 +238,17 @@ class Device(abc.ABC):
             raise RdmaError("the device is closed", device=self.name)
         if os.getpid() != self._pid:
             raise RdmaError("a device cannot be used in a forked child", device=self.name, hint="fork first, or use spawn")
+
+
+_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for device in list(_devices):
+        device._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def host_id() -> str:

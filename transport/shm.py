@@ -17,14 +17,16 @@ import struct
 import threading
 
 import numpy as np
+import torch
 
 from . import auth, kernels
 from .arena import Segment
 from .channel import Channel
 from .device import Device, OnConnect, host_id
-from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .notify import BELL_BYTES, BELLS
-from .shm_channel import GONE, INBOX_BYTES, REGION, SEGMENT, ShmChannel, address_of
+from .region import RemoteRegion, local_bytes
+from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel, address_of
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
 _MAX_HELLO = 64 << 10
@@ -83,6 +85,16 @@ class ShmDevice(Device):
             )
         )
 
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        address, nbytes = local_bytes(tensor)
+        if nbytes == 0 or self.arena.find(address, nbytes) is not None:
+            return super().lend(tensor)
+        return RemoteRegion(self.uid, self.epoch, LENT, 0, address, nbytes)
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
+        # Attach is symmetric between processes of one user, so what we may do there, the peer may do here.
+        return (isinstance(channel, ShmChannel) and not channel.no_cma) or super().can_lend(tensor, channel)
+
     # -- connections
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
@@ -123,7 +135,8 @@ class ShmDevice(Device):
             reply = self._on_connect(channel)
             self._send_setup(sock, fd, reply)
             self._adopt(channel)
-        except (AuthenticationError, PeerLost, TransferTimeout, OSError):
+            self._welcomed(channel)
+        except (RdmaError, OSError):
             sock.close()
 
     def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
@@ -225,6 +238,15 @@ class ShmDevice(Device):
                 return
             channel.socket_open = False
             channel.sock.close()
+            self._retire(channel)
+
+    def _forked(self) -> None:
+        for channel in list(self._channels):
+            if isinstance(channel, ShmChannel):
+                channel.sock.close()
+        self._selector.close()
+        for sock in (self._listener, self._wake, self._woken):
+            sock.close()
 
     def _shut(self) -> None:
         self._wake.send(b"\0")

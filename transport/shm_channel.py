@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from . import cma, kernels
-from .channel import DONE, Channel, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion, local_bytes
@@ -37,6 +37,8 @@ CLOSED_AT, INFLIGHT_AT = 0, 64
 MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
 _SEND_TIMEOUT = 5.0
+# Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
+LENT = 0xFFFFFFFF
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -172,6 +174,7 @@ class ShmChannel(Channel):
         self._questions = itertools.count()
         self._end_lock = threading.Lock()
         self.socket_open = True
+        self._single = _Closable(self, None, ())
 
     # -- copies
 
@@ -184,10 +187,22 @@ class ShmChannel(Channel):
             address, mapped = self.resolve(remote)
             if not mapped and self.no_cma:
                 raise NotSupported(f"the remote memory is not in an arena, and: {self.no_cma}", peer=self.peer)
+            if write and remote.region == LENT:
+                raise self._refuse("memory that was lent is for reading only")
             all_mapped &= mapped
             sorted_pairs.append((remote, tensor, write))
             sides.append((address, tensor, write))
         return ShmTransfer(self, sides, notify) if all_mapped else CmaTransfer(self, sorted_pairs, notify)
+
+    def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        remote, tensor, write = sort_pair(dst, src)
+        address, mapped = self.resolve(remote)
+        if notify is not None or not mapped:
+            return self.prepare([(dst, src)], notify=notify).post()
+        local = tensor.data_ptr()
+        if kernels.put(self._single._address, *((address, local) if write else (local, address)), remote.nbytes):
+            raise self._ended()
+        return DONE
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         self._check()
@@ -208,6 +223,8 @@ class ShmChannel(Channel):
             return 0, True
         if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
             raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
+        if remote.region == LENT:
+            return remote.offset, False
         table, entry = self._look_up(remote.region)
         if entry is None:
             self._ask(SYNC, next(self._questions))  # announcements are ordered: after the answer we know all that the descriptor's owner knew
@@ -323,6 +340,8 @@ class ShmChannel(Channel):
         return True
 
     def abort(self, timeout: float = 5.0) -> None:
+        if os.getpid() != self.device._pid:
+            return
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="shm", status="ABORTED"))
         kernels.store(self.inbox + CLOSED_AT, 1)
         limit = int(timeout * 1e9)
@@ -334,6 +353,8 @@ class ShmChannel(Channel):
             raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")
 
     def close(self) -> None:
+        if os.getpid() != self.device._pid:
+            return
         self.end(PeerLost("the channel was closed here", peer=self.peer, device="shm", status="CLOSED"))
         kernels.store(self.inbox + CLOSED_AT, 1)
         with self._end_lock:

@@ -1,0 +1,55 @@
+"""rdmarpc: ``torch.distributed.rpc`` over one-sided copies into places chosen beforehand."""
+
+from __future__ import annotations
+
+from . import constants, functions, transport
+from .api import (
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from .options import BackendType, RpcBackendOptions, WorkerInfo
+from .rref import RRef
+from .transport import (
+    ArenaFull,
+    AuthenticationError,
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RegistrationError,
+    RemoteAccessError,
+    TransferTimeout,
+)
+
+__all__ = [
+    "ArenaFull",
+    "AuthenticationError",
+    "BackendType",
+    "NotSupported",
+    "PeerLost",
+    "RRef",
+    "RdmaError",
+    "RegistrationError",
+    "RemoteAccessError",
+    "RpcBackendOptions",
+    "TransferTimeout",
+    "WorkerInfo",
+    "_set_rpc_timeout",
+    "constants",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "transport",
+]

@@ -1,0 +1,414 @@
+"""One worker: its device, its links to the others, and its two sides of calling."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .callee import Callee
+from .caller import CONTROL, REMOTE, Caller
+from .future import Future, Pending
+from .link import CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
+from .options import RpcBackendOptions, WorkerInfo
+from .progress import Progress
+from .rendezvous import Record, Rendezvous
+from .rref_store import RRefStore
+from .transport import Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
+
+if TYPE_CHECKING:
+    from .rref import RRef
+
+_HELLO = struct.Struct("<4sI")
+_HELLO_MAGIC = b"rpc1"
+_CONNECT_TIMEOUT_S = 10.0
+_NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+
+PeerLostCallback = Callable[[str, RdmaError], None]
+
+
+class Agent:
+    """Made by ``init_rpc``, one a process. Thread-safe."""
+
+    def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+        meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
+        self.me = WorkerInfo(name, meeting.rank)
+        self.options, self.rpc_timeout = options, options.rpc_timeout
+        secret = meeting.secret(options.secret)
+        host = host_id()
+        kind = options.transport
+        if kind == "auto":
+            kind = "shm" if len(set(meeting.hosts(host))) == 1 else "tcp"
+        self.device = open_device(kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect)
+        try:
+            records = meeting.meet(Record(name, meeting.rank, host, self.device.address.decode()), secret)
+        except BaseException:
+            self.device.close()
+            raise
+        self._meeting = meeting
+        self.workers = [WorkerInfo(record.name, record.rank) for record in records]
+        self._by_name = {info.name: info for info in self.workers}
+        self._addresses = [record.address.encode() for record in records]
+        self.garbage: deque[tuple[int, int, int, Pending | None]] = deque()
+        self.handles: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
+        self.rrefs = RRefStore()
+        self._ids = itertools.count()
+        self._links: dict[int, Link] = {}
+        self._rows: dict[int, Link] = {}
+        self._connecting: set[int] = set()
+        self._link_lock = threading.Condition()
+        self._connect_locks = [threading.Lock() for _ in self.workers]
+        self._lost: dict[int, RdmaError] = {}
+        self._lost_callbacks: list[PeerLostCallback] = []
+        self._poller = self.device.poller()
+        self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
+        self.caller = Caller(self.device, self.progress)
+        self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
+        self.caller.on_tick = self.collect
+        self.progress.outstanding = self.caller.futures
+        self.termination = Termination(self)
+        self.device.on_lost = self._on_lost
+        self._ready = threading.Event()
+
+    # -- for the layers above
+
+    @property
+    def name(self) -> str:
+        return self.me.name
+
+    def worker_names(self) -> list[str]:
+        """All workers, in rank order."""
+        return [info.name for info in self.workers]
+
+    def channel(self, worker: str) -> Channel:
+        """The channel to a worker, the same one at both ends. Connects if need be."""
+        return self.link(self.resolve(worker).id).channel
+
+    def on_peer_lost(self, callback: PeerLostCallback) -> None:
+        """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block."""
+        self._lost_callbacks.append(callback)
+
+    def counters(self) -> dict[str, int]:
+        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rrefs``."""
+        links = list(self._rows.values())
+        return {
+            **self.device.counters(),
+            "rpc_messages": sum(link.sent for link in links),
+            "rpc_calls": self.caller.sent,
+            "rrefs": len(self.rrefs),
+        }
+
+    def new_id(self) -> int:
+        """A number unique in the group: our rank above 48 bits of count."""
+        return self.me.id << 48 | next(self._ids)
+
+    def resolve(self, to: Any) -> WorkerInfo:
+        """The worker that a name, rank or ``WorkerInfo`` means."""
+        if isinstance(to, WorkerInfo):
+            to = to.name
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+            if found is None:
+                raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination name {to}")
+            return found
+        if type(to) in (int, bool):
+            if not 0 <= to < len(self.workers):
+                raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination id {to}")
+            return self.workers[to]
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+    # -- calls
+
+    def _start(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, **more: Any) -> Pending:
+        if not callable(function):
+            raise TypeError("function should be callable.")
+        limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
+        if self.garbage:
+            self.collect()
+        try:
+            link = self._links.get(to.id) or self.link(to.id)
+        except RdmaError as error:
+            return self.caller.failed(error, limit, future=more.get("future", False))
+        return self.caller.request(link, function, tuple(args or ()), kwargs, limit, **more)
+
+    def call(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
+    ) -> Any:
+        """Call and wait. ``control``: of our own, not counted as a user's."""
+        return self.caller.result(self._start(to, function, args, kwargs, timeout, flags=CONTROL if control else 0))
+
+    def call_async(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
+    ) -> Future:
+        future = self._start(to, function, args, kwargs, timeout, flags=CONTROL if control else 0, future=True).future
+        assert future is not None
+        return future
+
+    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+        """``remote``: have ``to`` keep the result of a call; a handle to it at once."""
+        from .rref import RRef
+
+        rref, fork = self.new_id(), self.new_id()
+        pending = self._start(to, function, args, kwargs, timeout, flags=REMOTE, rref=rref, fork=fork, future=True)
+        return RRef._of(self, to, rref, fork, pending)
+
+    def collect(self) -> None:
+        """Tell the owners of the handles that died here."""
+        from .rref import _drop
+
+        for _ in range(len(self.garbage)):
+            try:
+                owner, rref, fork, creation = self.garbage.popleft()
+            except IndexError:
+                return
+            if owner == self.me.id:
+                self.rrefs.drop(rref, fork)
+            elif creation is not None and creation.future is not None and not creation.future.done():
+                self.garbage.append((owner, rref, fork, creation))  # the owner has to know it first
+            elif owner not in self._lost:
+                self.call_async(self.workers[owner], _drop, (rref, fork), None, 0, control=True)
+
+    # -- links
+
+    def link(self, rank: int) -> Link:
+        """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
+        with self._connect_locks[rank]:
+            found = self._links.get(rank)
+            if found is not None:
+                return found
+            if rank in self._lost:
+                raise self._lost[rank]
+            self._connecting.add(rank)
+            link = Link(self.device, None, rank)
+            hello = _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
+            try:
+                channel = self.device.connect(self._addresses[rank], hello=hello, timeout=_CONNECT_TIMEOUT_S)
+            except PeerLost:
+                # Both ends connected at once, and the other one's connection counts (``_on_connect``).
+                self._connecting.discard(rank)
+                with self._link_lock:
+                    if rank not in self._connecting and self._link_lock.wait_for(lambda: rank in self._links, timeout=0.5):
+                        return self._links[rank]
+                raise
+            finally:
+                self._connecting.discard(rank)
+            link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
+            self._enter(link, serve_only=False)
+            return link
+
+    def _on_connect(self, channel: Channel) -> bytes:
+        """A peer connects (device's handshake thread). Of two crossing connections the one from the lower rank counts."""
+        self._ready.wait(_CONNECT_TIMEOUT_S)
+        if len(channel.peer_hello) <= _HELLO.size:
+            raise PeerLost("the peer's hello is not one of RPC")
+        magic, rank = _HELLO.unpack_from(channel.peer_hello)
+        if magic != _HELLO_MAGIC or rank >= len(self.workers):
+            raise PeerLost("the peer's hello is not one of this group")
+        itself = rank == self.me.id
+        with self._link_lock:
+            if not itself and (rank in self._links or (rank in self._connecting and self.me.id < rank)):
+                raise PeerLost("a connection to this worker exists or is being made")
+            link = Link(self.device, channel, rank)
+            link.peer_inbox = channel.peer_hello[_HELLO.size :]
+            self._enter(link, serve_only=itself)
+        return _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
+
+    def _enter(self, link: Link, *, serve_only: bool) -> None:
+        link.name = link.channel.peer = self.workers[link.rank].name
+        with self._link_lock:
+            # Row numbers are given out by the poller: enter the link before anything can be read from it.
+            with self._poller_rows:
+                row = self._poller.add(link.channel, RING)
+                self._rows[row] = link
+            if not serve_only:
+                self._links[link.rank] = link
+            self._link_lock.notify_all()
+
+    def _read(self, row: int, fresh: int) -> None:
+        """Read the frames that were announced (holder of the polling role)."""
+        if row == Poller.KICK:
+            return
+        link = self._rows.get(row)
+        while link is None:  # added a moment ago by another thread
+            time.sleep(0)
+            link = self._rows.get(row)
+        for _ in range(fresh):
+            frame = link.read()
+            if frame is None:
+                continue
+            kind = frame.kind
+            if kind == REQUEST:
+                self.callee.accept(link, frame)
+            elif kind == RESPONSE or kind == ERROR:
+                self.caller.answer(frame)
+            elif kind == RELEASE:
+                self.callee.release(link, frame.call)
+            elif kind == FORGO:
+                self.callee.forgo(link, frame)
+        if link.owes_credit:
+            try:
+                link.try_send(CREDIT, 0)
+            except PeerLost:
+                pass
+
+    def _on_lost(self, channel: Channel) -> None:
+        """A connection ended (device's thread): let the pool settle what depended on it."""
+        link = next((link for link in list(self._rows.values()) if link.channel is channel), None)
+        if link is not None:
+            self.progress.submit(partial(self._settle, link))
+
+    def _settle(self, link: Link) -> None:
+        error = link.channel.error
+        assert error is not None
+        named = type(error)(f"worker {link.name} is lost: {error}", peer=link.name, status=error.status)
+        self._lost[link.rank] = named
+        self._links.pop(link.rank, None)
+        self.caller.lost(link, named)
+        self.callee.lost(link)
+        self.termination.fail(named)
+        for callback in self._lost_callbacks:
+            callback(link.name, named)
+
+    # -- the end
+
+    def shutdown(self, graceful: bool, timeout: float) -> None:
+        """Leave the group. The local part is always done, whatever is raised."""
+        deadline = time.monotonic() + timeout if timeout else None
+        try:
+            if graceful:
+                self.termination.wait(deadline)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for handle in list(self.handles):
+            handle._alive = False
+        self.garbage.clear()
+        self.device.on_lost = lambda channel: None
+        self.caller.stop()
+        error = PeerLost("RPC was shut down here", peer=self.name)
+        for link in list(self._rows.values()):
+            self.caller.lost(link, error)
+        self.progress.stop()
+        self.device.close()
+        self._rows.clear()
+        self._links.clear()
+
+    _poller_rows = threading.Lock()
+
+
+class Termination:
+    """Graceful shutdown: everybody keeps serving until nobody has anything left to do (rank 0 decides).
+
+    Mattern's four counters ("Algorithms for distributed termination detection", 1987): a worker that is idle reports how
+    many requests it sent and served. When the sums over all workers agree, and are those of the round before, no request
+    is under way.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = weakref.proxy(agent)
+        self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
+        self._last: tuple[int, int] | None = None
+        self._error: RdmaError | None = None
+        self._waiting: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    def report(self, number: int, rank: int, sent: int, served: int) -> torch.futures.Future[bool]:
+        """On rank 0: a worker's counts in round ``number``; completes with whether all is done."""
+        future: torch.futures.Future[bool] = torch.futures.Future()
+        with self._lock:
+            if self._error is not None:
+                future.set_exception(self._error)
+                return future
+            reports = self._reports.setdefault(number, {})
+            reports[rank] = (sent, served, future)
+            if len(reports) < len(self._agent.workers):
+                return future
+            del self._reports[number]
+            totals = sum(item[0] for item in reports.values()), sum(item[1] for item in reports.values())
+            done = totals[0] == totals[1] and totals == self._last
+            self._last = totals
+        for _, _, waiting in reports.values():
+            waiting.set_result(done)
+        return future
+
+    def fail(self, error: RdmaError) -> None:
+        """A worker was lost: no graceful end is possible any more."""
+        with self._lock:
+            self._error = self._error or error
+            reports, self._reports = self._reports, {}
+        for entries in reports.values():
+            for _, _, waiting in entries.values():
+                waiting.set_exception(error)
+        if self._waiting is not None:
+            self._waiting.set()
+
+    def wait(self, deadline: float | None) -> None:
+        """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
+        agent = self._agent
+        gc.collect()
+        for handle in list(agent.handles):
+            handle._forget()
+        agent.collect()
+        leader = agent.workers[0]
+        if agent.me.id == 0:
+            for info in agent.workers[1:]:
+                agent.link(info.id)
+        for number in itertools.count():
+            while any(not pending.control for pending in list(agent.caller.pending.values())) or agent.progress.busy:
+                self._sleep(threading.Event(), deadline, 0.001)
+            arrived = threading.Event()
+            self._waiting = arrived
+            arguments = (number, agent.me.id, agent.caller.sent, agent.callee.served)
+            future = agent.call_async(leader, _report, arguments, None, 0, control=True)
+            future.add_done_callback(lambda _, arrived=arrived: arrived.set())
+            if self._error is not None:
+                raise self._error
+            while not arrived.is_set():
+                self._sleep(arrived, deadline, 0.1)
+            if self._error is not None:
+                raise self._error
+            if future.wait():
+                break
+        agent._meeting.leave(5.0)
+
+    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float) -> None:
+        event.wait(seconds)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TransferTimeout(
+                "not every worker came to shutdown in time", hint="a worker may still be busy; shutdown(timeout=) sets the limit"
+            )
+
+
+def _report(number: int, rank: int, sent: int, served: int) -> Any:
+    return current().termination.report(number, rank, sent, served)
+
+
+_report._wrapped_async_rpc_function = _report  # type: ignore[attr-defined]
+
+_current: Agent | None = None
+
+
+def current() -> Agent:
+    """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
+    return require(_NOT_INITIALIZED)
+
+
+def require(message: str) -> Agent:
+    if _current is None:
+        raise RuntimeError(message)
+    return _current
+
+
+def set_current(agent: Agent | None) -> None:
+    global _current
+    _current = agent

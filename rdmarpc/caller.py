@@ -1,0 +1,364 @@
+"""The calling side: requests out, answers in, and the landing places granted ahead for both.
+
+Grant-ahead: the answer to a call carries the landing place for the arguments of the *next* call of the same signature
+(callee, function, sizes of the large tensors), so that from the second call on they are WRITTEN and the frame only announces
+them. The request likewise carries a place for the result once its sizes are known. A place is always fresh arena memory,
+used once: the receiver may keep what it got for ever.
+
+A call that times out leaves its memory (arguments that may still be read, places that may still be written) in ``_expired``
+until the late answer comes or the peer is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import struct
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import serialize
+from .future import Future, Pending
+from .link import ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
+from .progress import Progress
+from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, unpack
+from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+
+# Flags of requests and responses.
+FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD = 1, 2, 4, 8, 16, 32, 64
+
+# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places. Of a response: grant given, bytes of places.
+REQUEST_HEAD = struct.Struct("<QQQI")
+RESPONSE_HEAD = struct.Struct("<QI")
+_GRANTED_SIGNATURES = 64
+_BYTE = torch.uint8
+_TICK_S, _IDLE_TICK_S = 0.05, 1.0
+
+
+class Room:
+    """Done when a link can take another frame (see ``Caller.send``)."""
+
+    def __init__(self, attempt: Callable[[], bool]) -> None:
+        self._attempt = attempt
+        self._sent = False
+
+    @property
+    def done(self) -> bool:
+        self._sent = self._sent or self._attempt()
+        return self._sent
+
+
+class Grants:
+    """The landing places one peer has granted us, by signature; the least recently used signatures are given back."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[tuple[bytes, tuple[int, ...]], deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
+        self.result_sizes: dict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def take(self, key: tuple[bytes, tuple[int, ...]]) -> tuple[int, list[RemoteRegion]] | None:
+        try:
+            return self._places[key].popleft()
+        except (KeyError, IndexError):
+            return None
+
+    def put(self, key: tuple[bytes, tuple[int, ...]], grant: int, places: list[RemoteRegion]) -> list[int]:
+        """Keep a grant; returns the numbers of grants to give back."""
+        self._places.setdefault(key, deque()).append((grant, places))
+        try:
+            self._places.move_to_end(key)
+            if len(self._places) <= _GRANTED_SIGNATURES:
+                return []
+            old, forgone = self._places.popitem(last=False)
+        except KeyError:  # another thread was faster
+            return []
+        self.result_sizes.pop(old, None)
+        return [number for number, _ in forgone]
+
+
+class Caller:
+    """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
+
+    def __init__(self, device: Device, progress: Progress) -> None:
+        self.device, self.progress = device, progress
+        self.pending: dict[int, Pending] = {}
+        self.futures: dict[int, object] = {}
+        """Those of ``pending`` that users hold futures of."""
+        self.sent = 0
+        """Requests of users so far, for the termination of a graceful shutdown."""
+        self._expired: dict[int, Pending] = {}
+        self._calls = itertools.count(1)
+        self._grants: dict[int, Grants] = {}
+        self._count_lock = threading.Lock()
+        self._ticking = threading.Event()
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called every second or so on the thread of timeouts."""
+        self._stopped = False
+        threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True).start()
+
+    # -- out
+
+    def failed(self, error: RdmaError, timeout: float, *, future: bool) -> Pending:
+        """A call that could not even be sent: its error is raised where the answer is awaited."""
+        pending = Pending(None, 0, timeout)
+        if future:
+            Future.of(self, pending)
+        self._answer(pending, error)
+        return pending
+
+    def request(
+        self,
+        link: Link,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        *,
+        flags: int = 0,
+        rref: int = 0,
+        fork: int = 0,
+        future: bool = False,
+    ) -> Pending:
+        """Send a call. Raises what pickling raises, and ``PeerLost`` if the link is known to be broken."""
+        by_reference = serialize.reference(function)
+        tensors = serialize.flat(args) if by_reference is not None and not kwargs else None
+        if tensors is not None:
+            payload = serialize.dump_flat(args)
+            flags |= FLAT | REFERENCE
+        elif by_reference is not None:
+            payload, tensors = serialize.dumps((args, kwargs or {}))
+            flags |= REFERENCE
+        else:
+            payload, tensors = serialize.dumps((function, args, kwargs or {}))
+        name = by_reference or b""
+        call = next(self._calls)
+        pending = Pending(link, call, timeout)
+        if timeout > 0:
+            pending.deadline = time.monotonic() + timeout
+        pending.control = bool(flags & CONTROL)
+        if future:
+            Future.of(self, pending)
+        if not flags & CONTROL:
+            with self._count_lock:
+                self.sent += 1
+        places_blob, grant, out = b"", 0, NOTHING
+        if tensors:
+            described = describe_all(tensors, self.device)
+            granted = None
+            if described.sizes:
+                granted = self._grants.setdefault(link.rank, Grants()).take((name, described.sizes))
+            out = pack(described, self.device, link.channel, granted[1] if granted else None)
+            grant = granted[0] if granted else 0
+            pending.keep = out.large
+            pending.key = (name, described.sizes)
+        else:
+            pending.key = (name, ())
+        if known := self._grants.get(link.rank):
+            sizes = known.result_sizes.get(pending.key)
+            if sizes:
+                pending.landing = Landing.allocate(self.device, sizes)
+                places_blob = pending.landing.dump(self.device)
+        if grant or places_blob or flags & REMOTE:
+            flags |= HEAD
+            payload = REQUEST_HEAD.pack(grant, rref, fork, len(places_blob)) + places_blob + payload
+        self.pending[call] = pending
+        if future and pending.deadline is not None and not self._ticking.is_set():
+            self._ticking.set()
+        if future and not flags & CONTROL:
+            self.futures[call] = pending
+            self.progress.linger()
+        try:
+            self.send(link, REQUEST, call, flags, out, name, payload, pending)
+        except PeerLost as error:
+            self._answer(pending, error)
+        return pending
+
+    def send(
+        self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
+    ) -> Any:
+        """Send a frame, making progress while the peer's ring is full. A body too large for a frame is left in our memory for
+        the peer to READ; what must then stay alive is returned (and kept by ``keep``)."""
+        table, data, bulk = out.table, out.data, None
+        if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
+            body = b"".join((function, payload, table, data))
+            bulk = self.device.empty(len(body), dtype=_BYTE)
+            memoryview(bulk.numpy())[:] = body
+            lengths = _BULK.pack(len(function), len(payload), len(table), len(data))
+            function, payload, table, data = b"", lengths + self.device.export(bulk), b"", b""
+            flags |= BULK
+            if keep is not None:
+                keep.keep = (keep.keep, bulk)
+        if not link.try_send(kind, call, flags, out.count, function, payload, table, data):
+            attempt = partial(link.try_send, kind, call, flags, out.count, function, payload, table, data)
+            self.progress.wait_for(Room(attempt))
+        return bulk
+
+    # -- in
+
+    def answer(self, frame: Frame) -> None:
+        """A response arrived (called by the holder of the polling role)."""
+        pending = self.pending.pop(frame.call, None)
+        if pending is not None:
+            self._answer(pending, frame)
+            return
+        late = self._expired.pop(frame.call, None)
+        if late is not None:
+            self.progress.jobs.append(partial(self._bury, late, frame))
+
+    def _answer(self, pending: Pending, answer: Frame | Exception) -> None:
+        self.pending.pop(pending.call, None)
+        self.futures.pop(pending.call, None)
+        pending.answers.append(answer)
+        future = pending.future
+        if future is None or pending.waited:
+            pending.done = True
+            self.progress.completed()
+            return
+        plain = isinstance(answer, Frame) and answer.flags & FLAT and not answer.flags & (READS | BULK)
+        if plain and not future._has_callbacks:
+            pending.done = True
+            self.finish(pending)
+            self.progress.completed()
+        else:
+            self.progress.submit(partial(self._finish_elsewhere, pending))
+
+    def _finish_elsewhere(self, pending: Pending) -> None:
+        pending.done = True
+        self.finish(pending)
+        self.progress.completed()
+
+    def finish(self, pending: Pending) -> None:
+        """Decode the answer of a call with a future, once, and complete the future."""
+        try:
+            answer = pending.answers.pop()
+        except IndexError:
+            return
+        future = pending.future
+        assert future is not None
+        try:
+            future.set_result(self.decode(pending, answer))
+        except Exception as error:
+            future.set_exception(error)
+
+    def result(self, pending: Pending) -> Any:
+        """Wait for the answer of a call without a future, and decode it."""
+        if not self.progress.wait_for(pending, pending.deadline):
+            self._give_up(pending)
+        return self.decode(pending, pending.answers.pop())
+
+    def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
+        """The result, or raise the exception. Runs user code (unpickling)."""
+        if isinstance(answer, Exception):
+            raise answer
+        link, device = pending.link, self.device
+        frame = fetch_bulk(answer, device, link)
+        head = frame.function
+        if frame.kind == ERROR:
+            raise rebuild(frame.body[head : head + frame.payload])
+        grant, places_bytes, start = 0, 0, head
+        if frame.flags & HEAD:
+            grant, places_bytes = RESPONSE_HEAD.unpack_from(frame.body, head)
+            start += RESPONSE_HEAD.size
+        places = frame.body[start : start + places_bytes]
+        payload_end = head + frame.payload
+        table_end = payload_end + frame.table
+        payload = frame.body[start + places_bytes : payload_end]
+        grants = self._grants.setdefault(link.rank, Grants()) if grant or frame.tensors else None
+        if frame.tensors:
+            tensors, sizes, was_read = unpack(
+                frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
+            )
+            assert grants is not None
+            grants.result_sizes[pending.key] = sizes
+        else:
+            tensors, was_read = [], False
+        if grant and grants is not None and (forgone := grants.put(pending.key, grant, load_places(places))):
+            self.send(link, FORGO, 0, 0, NOTHING, b"", struct.pack(f"<{len(forgone)}Q", *forgone), None)
+        if was_read or answer.flags & BULK:
+            self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        if frame.flags & FLAT:
+            return serialize.load_flat(payload, tensors)[0]
+        return serialize.loads(payload, tensors)
+
+    # -- giving up
+
+    def _give_up(self, pending: Pending) -> None:
+        if self.pending.pop(pending.call, None) is None:
+            # The answer came at the last moment: it is being entered.
+            self.progress.wait_for(pending)
+            return
+        self._expired[pending.call] = pending
+        error = TransferTimeout(
+            f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) and will now be marked with an error",
+            peer=pending.link.name,
+        )
+        self._answer(pending, error)
+
+    def _bury(self, pending: Pending, frame: Frame) -> None:
+        """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
+        frame = fetch_bulk(frame, self.device, pending.link)
+        if frame.flags & (READS | BULK):
+            self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        if frame.flags & HEAD:
+            grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
+            self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
+
+    def _expire(self) -> None:
+        """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""
+        while not self._stopped:
+            if self._ticking.wait(_IDLE_TICK_S):
+                time.sleep(_TICK_S)
+            self.on_tick()
+            now = time.monotonic()
+            for pending in list(self.pending.values()):
+                # A thread that waits for its call looks at the clock itself.
+                if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
+                    self._give_up(pending)
+            if not self.pending:
+                self._ticking.clear()
+                if self.pending:
+                    self._ticking.set()
+
+    def lost(self, link: Link, error: RdmaError) -> None:
+        """Fail every call that waits for this peer."""
+        self._grants.pop(link.rank, None)
+        for calls in (self.pending, self._expired):
+            for call in [call for call, pending in list(calls.items()) if pending.link is link]:
+                pending = calls.pop(call, None)
+                if pending is not None and calls is self.pending:
+                    self._answer(pending, error)
+        self.progress.interrupt()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._ticking.set()
+
+
+_BULK = struct.Struct("<IIII")
+
+
+def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
+    """The frame with its body, READ from the sender if it did not fit."""
+    if not frame.flags & BULK:
+        return frame
+    function, payload, table, data = _BULK.unpack_from(frame.body)
+    body = device.empty(function + payload + table + data, dtype=_BYTE)
+    link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
+    return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
+
+
+def rebuild(payload: bytes) -> Exception:
+    """The exception a remote function raised: its type where that can be rebuilt from a text, else a ``RuntimeError``."""
+    kind, name, text = pickle.loads(payload)
+    try:
+        error = kind(text)
+        if isinstance(error, Exception):
+            return error
+    except Exception:
+        pass
+    return RuntimeError(f"Exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")

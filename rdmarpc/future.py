@@ -1,0 +1,71 @@
+"""What a caller holds while its call is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .link import Frame, Link
+from .tensors import Landing
+
+if TYPE_CHECKING:
+    from .caller import Caller
+
+
+class Pending:
+    """One outstanding call. Written by the thread that reads the response, or by the one that gives it up."""
+
+    # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
+    deadline: float | None = None
+    control = False
+    done = False
+    """The answer is there (not yet decoded)."""
+    waited = False
+    """Some thread waits in ``Future.wait`` and will decode the answer itself."""
+    future: Future | None = None
+    key: tuple[bytes, tuple[int, ...]] = (b"", ())
+    """The signature: function and sizes of the large arguments."""
+    keep: Any = None
+    """What the callee may still read."""
+    landing: Landing | None = None
+    """Where the callee may still write the result."""
+
+    def __init__(self, link: Link | None, call: int, timeout: float) -> None:
+        self.link, self.call, self.timeout = link, call, timeout
+        self.answers: list[Frame | Exception] = []
+        """At most one; whoever pops it decodes it."""
+
+
+class Future(torch.futures.Future[Any]):
+    """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
+
+    _caller: Caller
+    _pending: Pending
+    _has_callbacks: bool
+
+    @staticmethod
+    def of(caller: Caller, pending: Pending) -> Future:
+        future = Future()
+        future._caller, future._pending, future._has_callbacks = caller, pending, False
+        pending.future = future
+        return future
+
+    def wait(self) -> Any:
+        """The result of the call, or its exception."""
+        pending = self._pending
+        if not super().done():
+            pending.waited = True
+            self._caller.progress.wait_for(pending)
+            self._caller.finish(pending)
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""
+        self._has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[..., Any]) -> None:
+        self._has_callbacks = True
+        super().add_done_callback(callback)

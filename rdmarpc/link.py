@@ -1,0 +1,135 @@
+"""The control connection to one peer: frames in a ring of the receiver's registered memory, written one-sidedly.
+
+A frame is a header of fixed layout, then opaque bytes, padded to 64. The sender composes it in a local mirror of the ring and
+writes it through (``transport.Window``) with notification ``RING``; the number of notifications is the number of frames.
+A frame never wraps: ``WRAP`` fills the rest of a round.
+
+Flow control: every frame carries how many ring bytes its sender has consumed from the other direction, ever (``credit``);
+the sender may be at most one ring ahead of it, less a reserve that only ``CREDIT`` and ``WRAP`` frames may use. A receiver that
+has consumed a quarter of the ring without sending anything sends a ``CREDIT``.
+
+Invariants: (1) bytes ``[written, written + n)`` are free at the peer before they are written: ``written + n - credit <=
+size``; (2) frames are read in the order written, by one thread at a time (the holder of the polling role); (3) a frame's
+bytes are copied out before its ring space is credited.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import NamedTuple
+
+import torch
+
+from .transport import Channel, Device, RemoteRegion, Window
+
+RING = 0
+RING_BYTES = 1 << 20
+_RESERVE = 8192
+MAX_BODY = RING_BYTES // 8
+_ALIGN = 64
+
+# Frame kinds.
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, CREDIT, WRAP = range(1, 8)
+
+_HEADER = struct.Struct("<IBBHQQIIII")
+
+
+class Frame(NamedTuple):
+    """What came: ``body`` is the concatenation of function, payload, table and data, of the lengths given."""
+
+    kind: int
+    flags: int
+    tensors: int
+    call: int
+    function: int
+    payload: int
+    table: int
+    body: bytes
+
+
+class Link:
+    """Any thread sends; one at a time reads. Lives as long as its channel."""
+
+    def __init__(self, device: Device, channel: Channel | None, rank: int) -> None:
+        self.rank = rank
+        self.name = ""
+        self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
+        self._in_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
+        self._out_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
+        self._in = memoryview(self._in_tensor.numpy()).cast("B")
+        self._out = memoryview(self._out_tensor.numpy()).cast("B")
+        self.inbox = device.export(self._in_tensor)
+        self.peer_inbox = b""
+        self._window: Window | None = None
+        self._lock = threading.Lock()
+        self._written = 0
+        self._credit = 0
+        self._read = 0
+        self._told = 0
+        self.sent = 0
+
+    def open(self) -> None:
+        """Resolve the peer's ring. Not from a device's thread."""
+        if self._window is None:
+            self._window = self.channel.window(RemoteRegion.load(self.peer_inbox), self._out_tensor, notify=RING)
+
+    def try_send(
+        self,
+        kind: int,
+        call: int,
+        flags: int = 0,
+        tensors: int = 0,
+        function: bytes = b"",
+        payload: bytes = b"",
+        table: bytes = b"",
+        data: bytes = b"",
+    ) -> bool:
+        """Send one frame if there is room; ``False`` if the peer must consume first. The body is at most ``MAX_BODY``."""
+        used = _HEADER.size + len(function) + len(payload) + len(table) + len(data)
+        length = (used + _ALIGN - 1) // _ALIGN * _ALIGN
+        reserve = 0 if kind == CREDIT else _RESERVE
+        if self._window is None:
+            self.open()
+        window = self._window
+        assert window is not None
+        with self._lock:
+            at = self._written % RING_BYTES
+            room = RING_BYTES - at
+            needed = length if length <= room else room + length
+            if self._written + needed - self._credit > RING_BYTES - reserve:
+                return False
+            told = self._read
+            if length > room:
+                _HEADER.pack_into(self._out, at, room, WRAP, 0, 0, 0, told, 0, 0, 0, 0)
+                window.put(at, _HEADER.size)
+                self._written += room
+                at = 0
+            _HEADER.pack_into(
+                self._out, at, length, kind, flags, tensors, call, told, len(function), len(payload), len(table), len(data)
+            )
+            start = at + _HEADER.size
+            self._out[start : at + used] = b"".join((function, payload, table, data))
+            window.put(at, length)
+            self._written += length
+            self._told = told
+            self.sent += 1
+        return True
+
+    def read(self) -> Frame | None:
+        """The next frame that a notification announced; ``None`` for one that only concerned the ring."""
+        at = self._read % RING_BYTES
+        length, kind, flags, tensors, call, credit, function, payload, table, data = _HEADER.unpack_from(self._in, at)
+        self._credit = credit
+        if kind == WRAP or kind == CREDIT:
+            self._read += length
+            return None
+        start = at + _HEADER.size
+        body = bytes(self._in[start : start + function + payload + table + data])
+        self._read += length
+        return Frame(kind, flags, tensors, call, function, payload, table, body)
+
+    @property
+    def owes_credit(self) -> bool:
+        """Whether the peer should be told how far we have read, for want of anything else to tell it."""
+        return self._read - self._told > RING_BYTES // 4

@@ -1,0 +1,235 @@
+"""Whoever waits, polls: how messages get read and functions get run without handing work from thread to thread.
+
+One thread at a time holds the polling role (the token of ``words``):
+
+* A thread that waits for a result takes the role and reads the rings itself, until its result is there. Requests that it
+  finds meanwhile it leaves to the pool: it must not run a function that may block for what it would do next.
+* When nobody waits, a pool thread has the role. What it reads it runs itself, at once, on the same thread. While a function
+  runs, a waiter may take the role away, and a watchdog does so after a tick (``_TICK_NS``), so that a function that blocks
+  or calls back delays the others by that much only. No thread is woken for a short function.
+
+Order of locks: none. The job queue is a ``deque`` (append and popleft are atomic under the GIL); everything else is words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from . import words
+from .transport import Poller, kernels
+
+_TICK_NS = 200_000
+_IDLE_TICKS = 50
+_SECOND_NS = 1_000_000_000
+_LINE = 8  # int64 words a cache line
+
+Job = Callable[[], None]
+
+
+class Awaited(Protocol):
+    @property
+    def done(self) -> bool: ...
+
+
+class Progress:
+    """``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block.
+    ``threads``: user functions that may run at once."""
+
+    def __init__(self, poller: Poller, read: Callable[[int, int], None], threads: int, name: str) -> None:
+        self._poller, self._read, self._limit, self._name = poller, read, threads, name
+        self.jobs: deque[Job] = deque()
+        self.outstanding: dict[int, object] = {}
+        """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
+        self._words = np.zeros(6 * _LINE, np.int64)
+        base = -(-self._words.ctypes.data // 64) * 64
+        self._token, self._jobs_word, self._events, self._runs, self._asleep = (base + 64 * at for at in range(5))
+        self._bell, self._table = poller.bell_address, poller.address
+        kernels.add(self._bell + 8, 1)  # the free token counts as a sleeper
+        self._numbers = itertools.count(1)
+        self._local = threading.local()
+        self._running: set[int] = set()
+        self._idle: set[int] = set()
+        self._followers: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._spawn_lock = threading.Lock()
+        self._stopping = False
+        for _ in range(2):
+            self._spawn()
+        watchdog = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
+        self._threads.append(watchdog)
+        watchdog.start()
+
+    # -- waiting
+
+    def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
+        """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
+        mine = self._waiter()
+        while not awaited.done:
+            if words.take(self._token, mine, self._bell):
+                try:
+                    self._drive(awaited, mine, deadline)
+                finally:
+                    if not (self.outstanding and words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)):
+                        words.let_go(self._token, mine, self._bell, self._table, self._poller.rows)
+                    if self._followers:
+                        words.event(self._events)
+            else:
+                self._follow(awaited, mine)
+            if deadline is not None and not awaited.done and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _waiter(self) -> int:
+        try:
+            return self._local.waiter
+        except AttributeError:
+            self._local.waiter = 8 * next(self._numbers) + words.WAITER
+            return self._local.waiter
+
+    def linger(self) -> None:
+        """The caller will come back for an answer soon: take the role, as if running a function. So the answers that come in
+        between wake nobody, unless the caller stays away for longer than a tick."""
+        words.linger(self._token, self._waiter() - 2, self._bell, self._runs, self._asleep)
+
+    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
+        token, table, bell, poller = self._token, self._table, self._bell, self._poller
+        spin, limit = kernels.SPIN_NS, kernels.SLICE_NS
+        while not awaited.done:
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, limit)
+            if found >= 0:
+                try:
+                    self._read(found >> 32, found & 0xFFFFFFFF)
+                finally:
+                    kernels.store(token, mine)
+                if self.jobs:
+                    self._call_out()
+            elif deadline is not None:
+                left = int((deadline - time.monotonic()) * 1e9)
+                if left <= 0:
+                    return
+                limit = min(limit, left)
+
+    def _follow(self, awaited: Awaited, mine: int) -> None:
+        seen = kernels.load(self._events)
+        self._followers.add(mine)
+        try:
+            if not awaited.done:
+                words.follow(self._token, self._events, seen, kernels.SPIN_NS, kernels.SLICE_NS // 10)
+        finally:
+            self._followers.discard(mine)
+
+    def completed(self) -> None:
+        """Something that another thread may wait for is done. Cheap when nobody does."""
+        if self._followers:
+            words.event(self._events)
+
+    def interrupt(self) -> None:
+        """Make every waiter look again whether it is done."""
+        words.event(self._events)
+        self._poller.kick()
+
+    # -- running
+
+    def submit(self, job: Job) -> None:
+        """Have the pool run ``job`` soon."""
+        self.jobs.append(job)
+        self._call_out()
+
+    @property
+    def busy(self) -> bool:
+        """Whether functions run or wait to run."""
+        return bool(self.jobs or self._running)
+
+    def _call_out(self) -> None:
+        if not self._idle:
+            self._spawn()
+        words.call_out(self._jobs_word, self._bell)
+
+    def _spawn(self) -> None:
+        with self._spawn_lock:
+            # One more than may run functions: it reads the rings when all others are busy.
+            if self._stopping or len(self._threads) > self._limit + 1:
+                return
+            number = next(self._numbers)
+            thread = threading.Thread(target=self._pool, args=(number,), name=f"{self._name}-{number}", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def _run_one(self, number: int) -> bool:
+        """Run the oldest job, if there is one and the limit allows it."""
+        if not self.jobs or len(self._running) >= self._limit:
+            return False
+        self._running.add(number)
+        try:
+            job = self.jobs.popleft()
+        except IndexError:
+            self._running.discard(number)
+            return False
+        try:
+            job()
+        except BaseException:
+            # Jobs report their errors to whoever waits for them; this is a bug of ours and must not end the thread.
+            traceback.print_exc()
+        finally:
+            self._running.discard(number)
+        return True
+
+    def _pool(self, number: int) -> None:
+        mine = 8 * number + words.POLLING
+        while not self._stopping:
+            seen = kernels.load(self._jobs_word)
+            while self._run_one(number):
+                pass
+            if words.take(self._token, mine, self._bell):
+                self._poll(number, mine)
+                continue
+            self._idle.add(number)
+            words.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+            self._idle.discard(number)
+
+    def _poll(self, number: int, mine: int) -> None:
+        token, table, bell, poller, jobs = self._token, self._table, self._bell, self._poller, self.jobs
+        held, running = mine + words.HOLDING, mine + words.RUNNING
+        while not self._stopping:
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN_NS, _SECOND_NS)
+            if found == kernels.CHANGED:
+                return
+            if found == kernels.TIMEOUT:
+                continue
+            self._read(found >> 32, found & 0xFFFFFFFF)
+            while jobs and len(self._running) < self._limit:
+                words.start_run(token, held, running, self._runs, self._asleep)
+                self._run_one(number)
+                if not kernels.swap_if(token, running, held):
+                    return
+            kernels.store(token, mine)
+        words.let_go(token, mine, bell, table, poller.rows)
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            freed = words.watch(
+                self._token, self._runs, self._asleep, self._bell, self._table, self._poller.rows, _TICK_NS, _IDLE_TICKS
+            )
+            if freed and not self._idle:
+                self._spawn()
+
+    def stop(self) -> None:
+        """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user
+        function cannot be ended (it is a daemon)."""
+        self._stopping = True
+        kernels.store(self._asleep, 0)
+        deadline = time.monotonic() + 1.0
+        for thread in list(self._threads):
+            while thread is not threading.current_thread() and thread.is_alive() and time.monotonic() < deadline:
+                words.call_out(self._jobs_word, self._bell)
+                words.event(self._events)
+                words.event(self._asleep)
+                thread.join(0.01)

@@ -1,0 +1,378 @@
+"""The ``tcp`` device: processes of any host that can reach each other by TCP.
+
+Segments are private memory; payload travels between the two tensors and the sockets without a copy in between.
+
+Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, and one short-lived
+thread per incoming connection during its handshake, so that a silent stranger blocks nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+
+from . import auth, kernels
+from .arena import Segment
+from .channel import Channel
+from .device import Device, OnConnect, anonymous
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .notify import BELL_BYTES, BELLS
+from .tcp_channel import TcpChannel
+
+_SETUP = struct.Struct("<QII")  # uid, epoch, length of the hello that follows
+_MAX_HELLO = 64 << 10
+_HANDSHAKE_TIMEOUT = 5.0
+_MAX_HANDSHAKES = 128
+_LINGER = 1.0
+_SIOCGIFADDR = 0x8915
+_IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
+
+
+def routed_address() -> str:
+    """The local address of the default route: where other hosts reach this one. Loopback if there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table (address reserved for documentation)
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of a network interface, ``None`` if there is no such interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """``ADDRESS``, ``ADDRESS:PORT``, ``[v6]:PORT`` or an interface's name -> (address or name, port or 0)."""
+    host, colon, port = place.rpartition(":")
+    if place.startswith("[") and place.endswith("]"):
+        host, port = place, ""
+    elif not colon or (":" in host and not host.startswith("[")):
+        host, port = place, ""  # no port; or a bare IPv6 address
+    if port and not port.isdigit():
+        raise ValueError(f"tcp://{place}: {port!r} is not a port")
+    return host.strip("[]"), int(port or 0)
+
+
+class TcpDevice(Device):
+    """See ``Device``.
+
+    ``place`` says where to listen: an address or interface name, with or without ``:PORT``. Without it the device listens on
+    loopback only if there is no ``secret``, and with a secret on the address by which other hosts reach this one. A device
+    without a secret cannot listen anywhere else than on loopback. ``peer_timeout`` (seconds): a peer that the network cut off
+    is lost after that time; a peer whose process ends is lost at once.
+    """
+
+    def __init__(
+        self,
+        place: str = "",
+        *,
+        secret: bytes = b"",
+        arena_limit: int | None = None,
+        on_connect: OnConnect | None = None,
+        peer_timeout: float = 10.0,
+    ) -> None:
+        super().__init__("tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect)
+        self._peer_timeout = peer_timeout
+        self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
+        self.bells = self._bells_memory.ctypes.data
+        self._listener = self._listen(place)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, _IN)
+        self._epoll.register(self._woken, _IN)
+        self._by_fd: dict[int, TcpChannel] = {}
+        self._handshakes: dict[socket.socket, float] = {}  # with the time when patience ends
+        self._stop_at = 0.0
+        self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
+        self._io.start()
+
+    def _listen(self, place: str) -> socket.socket:
+        host, port = split_place(place)
+        self._chosen = "asked for"
+        if not host:
+            host = routed_address() if self.secret else "127.0.0.1"
+            self._chosen = "address of the default route" if self.secret else "loopback, because there is no secret"
+        host = interface_address(host) or host
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except OSError as error:
+            raise NotSupported(f"no address or interface {host!r} here: {error}", device="tcp") from None
+        self._loopback = ipaddress.ip_address(where[0]).is_loopback
+        if not self.secret and not self._loopback:
+            raise NotSupported(
+                f"tcp on {where[0]} without a secret would let anybody in",
+                device="tcp",
+                hint="give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1",
+            )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise NotSupported(f"cannot listen on {where[0]}:{port}: {error}", device="tcp") from None
+        listener.setblocking(False)
+        bound, self._port = listener.getsockname()[:2]
+        self._host = routed_address() if ipaddress.ip_address(bound).is_unspecified else bound
+        return listener
+
+    @property
+    def address(self) -> bytes:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp:{host}:{self._port}:{self.uid:016x}".encode()
+
+    def explain(self) -> str:
+        try:
+            with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+                mode = file.read().split("[")[1].split("]")[0]
+        except (OSError, IndexError):
+            mode = "unknown"
+        pages = "2 MiB where possible" if mode in ("madvise", "always") else "4 KiB only"
+        limits = []
+        for name in ("tcp_wmem", "tcp_rmem"):
+            with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
+                limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
+        known = "every peer proves the job secret" if self.secret else "none (loopback only)"
+        return "\n".join(
+            (
+                f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
+                f"  authentication {known}; what travels is not encrypted",
+                f"  buffers        {', '.join(limits) or 'unknown'}",
+                f"  death          an ended process at once, a cut-off peer after {self._peer_timeout:g} s",
+                f"  pages          {pages} (transparent_hugepage/enabled is {mode})",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
+                f"  waiting        spins {kernels.SPIN_NS // 1000} us, then a futex; one I/O thread",
+            )
+        )
+
+    def counters(self) -> dict[str, int]:
+        """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that
+        were copied because the socket was full."""
+        with self._lock:
+            inlined = sum(channel.inlined for channel in self._channels if isinstance(channel, TcpChannel))
+            return {**super().counters(), "bytes_inlined": inlined + self._inlined_before}
+
+    _inlined_before = 0
+
+    # -- connections
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+        self._check()
+        kind, _, rest = peer.decode("ascii", "replace").partition(":")
+        where, _, uid = rest.rpartition(":")
+        host, _, port = where.rpartition(":")
+        if kind != "tcp" or not port.isdigit():
+            raise NotSupported(f"tcp cannot reach {peer!r}", device="tcp", hint="an address looks like tcp:HOST:PORT:ID")
+        deadline = time.monotonic() + timeout
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
+        except TimeoutError:
+            raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="tcp") from None
+        except OSError as error:
+            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp") from None
+        try:
+            with self._patience(sock, deadline):
+                auth.authenticate(sock, self.secret, initiator=True)
+                self._send_setup(sock, hello)
+                channel = self._receive_setup(sock)
+            if f"{channel.peer_uid:016x}" != uid:
+                raise PeerLost("another device listens there now", peer=where, device="tcp", status="STALE_ADDRESS")
+            if not self._adopt(channel):
+                raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
+        except (OSError, RdmaError, ValueError) as error:
+            sock.close()
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="tcp") from None
+            if isinstance(error, OSError):
+                raise PeerLost(f"the connection broke: {error}", peer=where, device="tcp") from None
+            raise
+        return channel
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        adopted = False
+        try:
+            with self._patience(sock, time.monotonic() + _HANDSHAKE_TIMEOUT):
+                auth.authenticate(sock, self.secret, initiator=False)
+                channel = self._receive_setup(sock)
+                # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
+                self._send_setup(sock, self._on_connect(channel))
+            adopted = self._adopt(channel)
+            if adopted:
+                self._welcomed(channel)
+        except (RdmaError, OSError):
+            pass
+        finally:
+            if not adopted:
+                sock.close()
+
+    @contextlib.contextmanager
+    def _patience(self, sock: socket.socket, deadline: float):  # type: ignore[no-untyped-def]
+        """The I/O thread hangs up when the deadline passes, however slowly the peer trickles."""
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        with self._lock:
+            self._handshakes[sock] = deadline
+        self._wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._handshakes.pop(sock, None)
+
+    def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
+        if len(hello) > _MAX_HELLO:
+            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+        sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello)) + hello)
+
+    def _receive_setup(self, sock: socket.socket) -> TcpChannel:
+        uid, epoch, length = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+        if length > _MAX_HELLO:
+            raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
+        return TcpChannel(self, sock, (uid, epoch), auth.receive_exactly(sock, length))
+
+    def _adopt(self, channel: TcpChannel) -> bool:
+        """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
+        sock = channel.sock
+        sock.setblocking(False)
+        milliseconds = max(int(self._peer_timeout * 1000), 1000)
+        for level, option, value in (
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(milliseconds // 4000, 1)),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(milliseconds // 4000, 1)),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds),
+        ):
+            sock.setsockopt(level, option, value)
+        with self._lock:
+            if self.closed or channel.error is not None:
+                return False
+            self._channels.add(channel)
+            self._by_fd[sock.fileno()] = channel
+            self._epoll.register(sock, _IN)
+        channel.adopt()
+        return True
+
+    # -- memory
+
+    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        return anonymous(nbytes), -1
+
+    def _announce_segment(self, segment: Segment) -> None:
+        """Nothing to do: every frame is checked against our regions when it comes."""
+
+    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        if nbytes == 0:
+            with self._lock:
+                channels = list(self._by_fd.values())
+            for channel in channels:
+                channel.revoke(number)
+
+    # -- the I/O thread
+
+    def on_io_thread(self) -> bool:
+        return threading.current_thread() is self._io
+
+    def watch(self, channel: TcpChannel, *, writable: bool) -> None:
+        """Have ``channel.flush`` called when its socket has room. Called under the channel's send lock."""
+        if not channel.gone.is_set():
+            self._epoll.modify(channel.sock, _INOUT if writable else _IN)
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._woken >= 0:
+                os.eventfd_write(self._woken, 1)
+
+    def _serve(self) -> None:
+        listener = self._listener.fileno()
+        while not self._stop_at or (self._by_fd and time.monotonic() < self._stop_at):
+            pause = 0.05 if self._stop_at else 0.5 if self._handshakes else None
+            for fd, events in self._epoll.poll(pause):
+                if fd == listener:
+                    self._accept_one()
+                elif fd == self._woken:
+                    os.eventfd_read(self._woken)
+                elif (channel := self._by_fd.get(fd)) is not None:
+                    self._hear(channel, events)
+            self._hang_up_on_the_slow()
+        for channel in list(self._by_fd.values()):
+            self._drop(channel)
+        with self._lock:
+            self._epoll.close()
+            self._listener.close()
+            os.close(self._woken)
+            self._woken = -1
+
+    def _hear(self, channel: TcpChannel, events: int) -> None:
+        if events & select.EPOLLOUT:
+            channel.flush()
+        if events & ~select.EPOLLOUT and (error := channel.receive()) is not None:
+            broke = channel.end(error)
+            self._drop(channel)
+            if broke:
+                self.on_lost(channel)
+
+    def _drop(self, channel: TcpChannel) -> None:
+        with self._lock:
+            del self._by_fd[channel.sock.fileno()]
+            self._retire(channel)
+            self._inlined_before += channel.inlined
+            self._epoll.unregister(channel.sock)
+        channel.release()
+
+    def _accept_one(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._handshakes) >= _MAX_HANDSHAKES:
+            sock.close()
+            return
+        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+
+    def _hang_up_on_the_slow(self) -> None:
+        if not self._handshakes:
+            return
+        now = time.monotonic()
+        with self._lock:
+            late = [sock for sock, deadline in self._handshakes.items() if now > deadline]
+        for sock in late:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _forked(self) -> None:
+        for channel in self._by_fd.values():
+            channel.sock.close()
+        for sock in self._handshakes:
+            sock.close()
+        self._epoll.close()
+        self._listener.close()
+
+    def _shut(self) -> None:
+        with self._lock:
+            strangers = list(self._handshakes)
+        for sock in strangers:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._stop_at = time.monotonic() + _LINGER
+        self._wake()
+        if not self.on_io_thread():
+            self._io.join(timeout=5.0)

@@ -1,0 +1,470 @@
+"""The connection between two processes over one TCP stream.
+
+Both ends receive on their device's I/O thread: it looks a region up before it takes payload, and receives straight into it;
+payload it refuses is read and thrown away, and the channel goes on. Posting threads send directly from where the tensors lie;
+what the socket does not take at once is left to the I/O thread, so two ends that send huge data to each other both progress.
+
+Locks: ``_receiving`` (held by the I/O thread while it handles what came) before ``_sending``. Neither is held across a wait.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import kernels
+from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
+from .device import anonymous
+from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .notify import MAX_NOTIFY, RECORD_BYTES
+from .region import RemoteRegion
+from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork
+from .tcp_wire import (
+    ACK,
+    BYE,
+    CHECK,
+    DATA,
+    HEADER,
+    LAST,
+    MAX_COPIES,
+    MAX_REASON,
+    NOTIFY,
+    READ,
+    REFUSED,
+    SILENT,
+    WRITE,
+    memory_at,
+)
+
+if TYPE_CHECKING:
+    from .tcp import TcpDevice
+
+_TURN_BYTES = 4 << 20  # what one channel sends or receives before it is another's turn
+_MAX_BUFFERS = 512  # below IOV_MAX
+_CLOSE_TIMEOUT = 1.0
+_CHECK_TIMEOUT = 5.0
+_ENDED = 1 << 62  # added to the answers when the channel ends, so that every wait on them returns
+
+
+class TcpChannel(Channel):
+    """See the contract in ``channel``. A WRITE's ``Work`` is done when the peer has the data; a descriptor that the peer
+    refuses is a ``RemoteAccessError`` from ``Work.wait`` and the channel stays usable. ``close`` first lets what was posted
+    finish, for at most a second."""
+
+    device: TcpDevice
+
+    def __init__(self, device: TcpDevice, sock: socket.socket, identity: tuple[int, int], hello: bytes) -> None:
+        super().__init__(device)
+        host, port = sock.getpeername()[:2]
+        self.sock = sock
+        self.peer, self.peer_hello = f"{host}:{port}", hello
+        self.peer_uid, self.peer_epoch = identity
+        self.gone = threading.Event()  # set when the socket is closed
+        # One record more than the notifications: the answers, as many as the last post that was answered.
+        self._records = anonymous((MAX_NOTIFY + 1) * RECORD_BYTES)
+        self._inbox = torch.frombuffer(self._records, dtype=torch.uint8, count=1).data_ptr()
+        self.answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
+        self.answered = 0
+        self._sending, self._receiving = threading.RLock(), threading.RLock()
+        self._adopted = False
+        self._seq = 0
+        self._pending: dict[int, TcpWork] = {}
+        self._outbox: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
+        self._posts = self._bytes = self.inlined = 0
+        # Of the frame that is coming in:
+        self._header = bytearray(HEADER.size)
+        self._header_got = 0
+        self._frame: tuple[int, ...] = ()
+        self._left = 0
+        self._target: memoryview | None = None
+        self._target_region = 0
+        self._reason = bytearray(MAX_REASON)
+        self._scratch = memoryview(bytearray(64 << 10))
+        # Of the post that is coming in:
+        self._refusal = ""
+        self._answered_by_data = False
+        self._ack_due = 0
+
+    # -- copies
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        self._check()
+        check_notify(notify)
+        if len(pairs) > MAX_COPIES:
+            raise ValueError(f"at most {MAX_COPIES} copies in one transfer, got {len(pairs)}")
+        sides = [sort_pair(dst, src) for dst, src in pairs]
+        for remote, _, _ in sides:
+            self._check_owner(remote)
+        return TcpTransfer(self, sides, notify)
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self._check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        self._check_owner(remote)
+        work = TcpWork(self, (), {}, None)
+        with self._sending:
+            seq = self._enlist(work)
+            self._transmit(
+                [HEADER.pack(CHECK, LAST, 0, 0, seq, remote.region, remote.key, remote.offset, remote.nbytes)]
+            )
+        work.wait(_CHECK_TIMEOUT)
+        return TcpWindow(self, remote, local, notify)
+
+    def record(self, imm: int) -> int:
+        check_notify(imm)
+        return self._inbox + imm * RECORD_BYTES
+
+    def post(self, transfer: TcpTransfer, work: TcpWork) -> None:
+        """Send the frames of a transfer; ``work`` is answered later."""
+        with self._sending:
+            seq = self._enlist(work)
+            self._posts += 1
+            self._bytes += transfer.nbytes
+            self._transmit(transfer.frames(seq))
+
+    def post_notify(self, imm: int | None) -> None:
+        """Send a notification alone (``None``: an empty transfer, nothing to send)."""
+        with self._sending:
+            self._check()
+            self._posts += 1
+            if imm is not None:
+                self._transmit([HEADER.pack(NOTIFY, LAST | SILENT, 0, imm + 1, self._seq, 0, 0, 0, 0)])
+
+    def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
+        """One unacknowledged frame. When this returns, the bytes of ``view`` are with the kernel, or copied."""
+        with self._sending:
+            self._check()
+            self._seq += 1
+            self._posts += 1
+            self._bytes += place[3]
+            self._transmit([HEADER.pack(op, flags, 0, imm, self._seq, *place), view], keep=False)
+
+    def _enlist(self, work: TcpWork) -> int:
+        self._check()
+        self._seq += 1
+        work.seq = self._seq
+        self._pending[work.seq] = work
+        return work.seq
+
+    def _check_owner(self, remote: RemoteRegion) -> None:
+        if remote.nbytes and (remote.owner != self.peer_uid or remote.epoch != self.peer_epoch):
+            why = "the descriptor was exported by another device, or in an earlier life of this one"
+            raise self._refused(why)
+
+    def _refused(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(why, peer=self.peer, device="tcp", status="REM_ACCESS_ERR")
+
+    def _check(self) -> None:
+        super()._check()
+        if os.getpid() != self.device._pid:
+            raise RdmaError("a channel cannot be used in a forked child", device="tcp", hint="fork first, or use spawn")
+
+    def _stats(self) -> tuple[int, int]:
+        return self._posts, self._bytes
+
+    # -- sending
+
+    def adopt(self) -> None:
+        """From here on the I/O thread serves this channel; what was posted before goes out now."""
+        with self._sending:
+            self._adopted = True
+            if self._outbox:
+                self._flush()
+            self._await_room()
+
+    def flush(self) -> None:
+        """Send some of what is left over (I/O thread, when the socket has room)."""
+        with self._sending:
+            self._flush()
+            if not self._outbox:
+                self._await_room()
+
+    def _transmit(self, parts: Buffers, *, region: int = 0, keep: bool = True) -> None:
+        """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
+        not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
+        idle = not self._outbox
+        self._outbox.extend((memoryview(part), region) for part in parts)
+        if idle and self._adopted:
+            self._flush()
+        if self._outbox:
+            if not keep:
+                # Its owner may overwrite it now: go on with a copy.
+                view, region = self._outbox.pop()
+                self.inlined += len(view)
+                self._outbox.append((memoryview(bytes(view)), region))
+            if idle and self._adopted:
+                self._await_room()
+
+    def _flush(self) -> None:
+        room = _TURN_BYTES
+        while self._outbox and room > 0:
+            batch: list[memoryview] = []
+            size = 0
+            for view, _ in self._outbox:
+                batch.append(view[: room - size])
+                size += len(batch[-1])
+                if size >= room or len(batch) == _MAX_BUFFERS:
+                    break
+            try:
+                sent = self.sock.sendmsg(batch, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                # The I/O thread sees the broken connection too, takes what came before, and ends the channel.
+                self._outbox.clear()
+                return
+            room -= sent
+            short = sent < size
+            while sent:
+                view, region = self._outbox.popleft()
+                if len(view) > sent:
+                    self._outbox.appendleft((view[sent:], region))
+                    break
+                sent -= len(view)
+            while self._outbox and not len(self._outbox[0][0]):
+                self._outbox.popleft()
+            if short:
+                return
+
+    def _await_room(self) -> None:
+        self.device.watch(self, writable=bool(self._outbox))
+
+    def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
+        nbytes = sum(len(part) for part in parts)
+        with self._sending:
+            self._transmit([HEADER.pack(op, flags, index, 0, seq, 0, 0, 0, nbytes), *parts], region=region)
+
+    # -- receiving (I/O thread)
+
+    def receive(self) -> RdmaError | None:
+        """Take what has come. Returns why the stream is over, or ``None``."""
+        with self._receiving:
+            room = _TURN_BYTES
+            try:
+                while room > 0:
+                    wanted, got = self._receive_some()
+                    if got == 0:
+                        return PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
+                    room -= got
+                    if got < wanted:
+                        break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                return PeerLost(f"the connection broke: {error}", peer=self.peer, device="tcp", status="BROKEN")
+            except RdmaError as error:
+                return error
+            self._send_ack()
+        return None
+
+    def _receive_some(self) -> tuple[int, int]:
+        """One system call: payload straight into its place, and the next header behind it."""
+        if self.error is not None:
+            return len(self._scratch), self.sock.recv_into(self._scratch)
+        header = memoryview(self._header)[self._header_got :]
+        if not self._left:
+            got = self.sock.recv_into(header)
+            self._take_header(got)
+            return len(header), got
+        if self._target is not None:
+            wanted = self._left + len(header)
+            got = self.sock.recvmsg_into([self._target, header])[0]
+        else:
+            wanted = min(self._left, len(self._scratch))
+            got = self.sock.recv_into(self._scratch[:wanted])
+        payload = min(got, self._left)
+        self._left -= payload
+        if self._target is not None:
+            self._target = self._target[payload:]
+        if not self._left and got:
+            self._end_frame()
+            self._take_header(got - payload)
+        return wanted, got
+
+    def _take_header(self, got: int) -> None:
+        self._header_got += got
+        if self._header_got == HEADER.size:
+            self._header_got = 0
+            self._frame = HEADER.unpack(self._header)
+            self._target, self._target_region = None, 0
+            self._begin_frame(*self._frame)
+            if not self._left:
+                self._end_frame()
+
+    def _begin_frame(
+        self, op: int, flags: int, index: int, imm: int, seq: int, region: int, key: int, offset: int, nbytes: int
+    ) -> None:
+        if op == WRITE:
+            self._left = nbytes
+            self._target = self._look_up(region, key, offset, nbytes)
+            self._target_region = region
+        elif op in (READ, CHECK):
+            view = self._look_up(region, key, offset, nbytes)
+            if op == READ and not self._refusal and view is not None:
+                self._send_ack()
+                self._answered_by_data = bool(flags & LAST)
+                self._answer(DATA, seq, [view], region=region, index=index, flags=flags & LAST)
+        elif op == DATA:
+            work = self._pending.get(seq)
+            self._target = None if work is None else work.reads.pop(index, None)
+            self._left = nbytes
+            if self._target is None or len(self._target) != nbytes:
+                raise self._malformed("data that nobody asked for")
+        elif op == REFUSED:
+            if nbytes > MAX_REASON:
+                raise self._malformed("an overlong reason")
+            self._left, self._target = nbytes, memoryview(self._reason)[:nbytes]
+        elif op not in (NOTIFY, ACK, BYE):
+            raise self._malformed(f"operation {op}")
+        if imm > MAX_NOTIFY or (op in (ACK, DATA, REFUSED) and seq > self._seq):
+            raise self._malformed("a number out of range")
+
+    def _end_frame(self) -> None:
+        op, flags, _, imm, seq, _, _, _, nbytes = self._frame
+        self._target, self._target_region = None, 0
+        if op in (WRITE, READ, CHECK, NOTIFY):
+            if imm and not self._refusal:
+                kernels.signal(self.record(imm - 1), self.device.bells)
+            if flags & LAST:
+                self._end_post(flags, seq)
+        elif op == ACK or (op == DATA and flags & LAST):
+            self._answer_came(seq)
+        elif op == REFUSED:
+            self._refusal_came(seq, self._refused(self._reason[:nbytes].decode("utf-8", "replace")))
+        elif op == BYE:
+            raise PeerLost("the peer closed the channel", peer=self.peer, device="tcp", status="CLOSED")
+
+    def _end_post(self, flags: int, seq: int) -> None:
+        if self._refusal:
+            self._send_ack()
+            self._answer(REFUSED, seq, [self._refusal.encode()[:MAX_REASON]])
+        elif not self._answered_by_data and not flags & SILENT:
+            self._ack_due = seq
+        self._refusal, self._answered_by_data = "", False
+
+    def _send_ack(self) -> None:
+        if self._ack_due:
+            due, self._ack_due = self._ack_due, 0
+            self._answer(ACK, due, [])
+
+    def _look_up(self, region: int, key: int, offset: int, nbytes: int) -> memoryview | None:
+        """Our memory that a peer names, or ``None`` with the reason in ``_refusal``."""
+        if nbytes == 0:
+            return memoryview(b"")
+        address, size, right_key = self.device._regions.get(region, (0, 0, 0))
+        if not size:
+            self._refusal = self._refusal or f"region {region} is not registered (any more)"
+        elif key != right_key:
+            self._refusal = self._refusal or f"wrong key for region {region}"
+        elif offset + nbytes > size:
+            self._refusal = self._refusal or f"bytes {offset}:{offset + nbytes} of a region of {size} bytes"
+        else:
+            return memory_at(address + offset, nbytes)
+        return None
+
+    def _answer_came(self, seq: int) -> None:
+        with self._sending:
+            while self._pending:
+                first = next(iter(self._pending))
+                if first > seq:
+                    break
+                work = self._pending.pop(first)
+                work.keep = ()
+                if work.error is not None:
+                    continue
+                if work.reads:
+                    raise self._malformed("an answer without the data")
+                if work.imm is not None:
+                    self.post_notify(work.imm)
+        if (fresh := seq - self.answered) > 0:
+            self.answered = seq
+            kernels.add(self.answers, fresh - 1)
+            kernels.signal(self.answers, self.device.bells)
+
+    def _refusal_came(self, seq: int, error: RemoteAccessError) -> None:
+        work = self._pending.get(seq)
+        if work is None:
+            raise error
+        work.error = error
+        self._answer_came(seq)
+
+    def _malformed(self, what: str) -> PeerLost:
+        return PeerLost(f"the peer sent {what}", peer=self.peer, device="tcp", status="PROTOCOL")
+
+    # -- the end
+
+    def revoke(self, region: int) -> None:
+        """No byte of this region is touched for this channel after the return."""
+        with self._receiving:
+            if self._target_region == region and self._left:
+                self._target = None
+                self._refusal = self._refusal or f"region {region} was closed during the copy"
+            with self._sending:
+                for at, (view, source) in enumerate(self._outbox):
+                    if source == region:
+                        self.inlined += len(view)
+                        self._outbox[at] = (memoryview(bytes(view)), 0)
+
+    def end(self, error: RdmaError) -> bool:
+        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``False`` if it had
+        ended before."""
+        with self._receiving, self._sending:
+            if self.error is not None:
+                return False
+            self.error = error
+            self._outbox.clear()
+            self._pending.clear()
+            self._target, self._left = None, 0
+        kernels.add(self.answers, _ENDED - 1)
+        kernels.signal(self.answers, self.device.bells)
+        return True
+
+    def abort(self, timeout: float = 5.0) -> None:
+        if os.getpid() != self.device._pid:
+            return
+        unanswered = self._seq > self.answered
+        self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
+        self._hang_up()
+        # The peer ends too when it has read our end of stream: then none of our bytes can land there any more.
+        if not self._adopted or self.device.on_io_thread() or self.gone.wait(timeout):
+            return
+        if unanswered:
+            raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
+
+    def close(self) -> None:
+        if os.getpid() != self.device._pid:
+            return
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        while (self._pending or self._outbox) and self.error is None and not self.device.on_io_thread():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.0005)
+        with self._sending:
+            if self.error is None and not self._outbox:
+                self._transmit([HEADER.pack(BYE, 0, 0, 0, 0, 0, 0, 0, 0)])
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"))
+        self._hang_up()
+
+    def release(self) -> None:
+        """Close the socket (I/O thread, when nothing can come or go any more)."""
+        with self._sending:
+            self.gone.set()
+            self.sock.close()
+
+    def _hang_up(self) -> None:
+        """Send the end of the stream; the I/O thread closes the socket when the peer's has come."""
+        with self._sending:
+            if self.gone.is_set():
+                return
+            try:
+                self.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # it is broken already, which the I/O thread sees too
