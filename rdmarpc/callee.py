@@ -215,7 +215,7 @@ class Callee:
         with self._lock:
             self._landings[link.rank, number] = landing
             self._granted += total
-        return number, landing.dump(self.device)
+        return number, landing.places
 
     def _take_landing(self, link: Link, number: int) -> Landing | None:
         with self._lock:

@@ -162,7 +162,7 @@ class Caller:
             sizes = known.result_sizes.get(pending.key)
             if sizes:
                 pending.landing = Landing.allocate(self.device, sizes)
-                places_blob = pending.landing.dump(self.device)
+                places_blob = pending.landing.places
         if grant or places_blob or flags & REMOTE:
             flags |= HEAD
             payload = REQUEST_HEAD.pack(grant, rref, fork, len(places_blob)) + places_blob + payload

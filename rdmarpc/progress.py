@@ -101,7 +101,7 @@ class Progress:
 
     def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
         token, table, bell, poller = self._token, self._table, self._bell, self._poller
-        spin, limit = kernels.SPIN_NS, kernels.SLICE_NS
+        spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
             found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, limit)
             if found >= 0:
@@ -122,7 +122,7 @@ class Progress:
         self._followers.add(mine)
         try:
             if not awaited.done:
-                words.follow(self._token, self._events, seen, kernels.SPIN_NS, kernels.SLICE_NS // 10)
+                words.follow(self._token, self._events, seen, kernels.SPIN_MIN_NS, kernels.SLICE_NS // 10)
         finally:
             self._followers.discard(mine)
 
@@ -199,7 +199,7 @@ class Progress:
         token, table, bell, poller, jobs = self._token, self._table, self._bell, self._poller, self.jobs
         held, running = mine + words.HOLDING, mine + words.RUNNING
         while not self._stopping:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN_NS, _SECOND_NS)
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS)
             if found == kernels.CHANGED:
                 return
             if found == kernels.TIMEOUT:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,21 +90,20 @@ def shaped(run: torch.Tensor, what: Description) -> torch.Tensor:
 
 
 class Landing(NamedTuple):
-    """Fresh arena memory promised to a sender, by sizes in bytes."""
+    """Fresh arena memory promised to a sender, by sizes in bytes. ``places``: the descriptors to hand out, joined."""
 
     runs: list[torch.Tensor]
     sizes: tuple[int, ...]
+    places: bytes
 
     @staticmethod
-    def allocate(device: Device, sizes: Sequence[int]) -> Landing:
-        return Landing([device.empty(size, dtype=torch.uint8) for size in sizes], tuple(sizes))
-
-    def dump(self, device: Device) -> bytes:
-        return b"".join([device.export(run) for run in self.runs])
+    def allocate(device: Device, sizes: tuple[int, ...]) -> Landing:
+        made = [device.landing(size) for size in sizes]
+        return Landing([run for run, _ in made], sizes, b"".join([place for _, place in made]))
 
 
 def load_places(blob: bytes) -> list[RemoteRegion]:
-    """Inverse of ``Landing.dump``."""
+    """``Landing.places``, parsed."""
     size = RemoteRegion.WIRE_SIZE
     return [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
 

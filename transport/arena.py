@@ -69,7 +69,10 @@ def parse_bytes(text: str) -> int:
 def default_limit() -> int:
     """``RDMARPC_ARENA_LIMIT`` if set, else half of this host's memory (bytes)."""
     if text := os.environ.get("RDMARPC_ARENA_LIMIT"):
-        return parse_bytes(text)
+        try:
+            return parse_bytes(text)
+        except ValueError:
+            raise ValueError(f"RDMARPC_ARENA_LIMIT={text!r} is not a size; 512MiB or 8g would be") from None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -132,19 +135,26 @@ class Arena:
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
+        return self._lease(nbytes, dtype, count)[0].view(tuple(shape))
+
+    def run(self, nbytes: int) -> tuple[torch.Tensor, Block]:
+        """As ``tensor``, of ``nbytes`` > 0 bytes, and the block it lies in."""
+        return self._lease(nbytes, torch.uint8, nbytes)
+
+    def _lease(self, nbytes: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, Block]:
         block = self.allocate(nbytes)
         view = block.segment.view[block.offset : block.offset + nbytes]
         lease = _Lease(view, self._expired)
         lease.block = block
         self._leases[id(lease)] = lease
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
-        return torch.frombuffer(view, dtype=dtype, count=count).view(tuple(shape))
+        return torch.frombuffer(view, dtype=dtype, count=count), block
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment and offset where these local bytes lie, or ``None`` if they are not (all) in the arena."""
         for segment in self.segments:
             offset = address - segment.address
-            if 0 <= offset and offset + nbytes <= segment.nbytes:
+            if offset >= 0 and offset + nbytes <= segment.nbytes:
                 return segment, offset
         return None
 

@@ -32,20 +32,20 @@ def _word(builder: Any, address: Any) -> Any:
 
 
 @intrinsic
-def load_acquire(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+def load_acquire(typingctx: Any, address: Any) -> Any:
     """``load_acquire(address) -> int64``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
 
     return i64(i64), codegen
 
 
 @intrinsic
-def store_release(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
     """``store_release(address, value)``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
         return context.get_dummy_value()
 
@@ -53,20 +53,20 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG
 
 
 @intrinsic
-def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
     """``fetch_add(address, value) -> int64`` before the addition."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
 
     return i64(i64, i64), codegen
 
 
 @intrinsic
-def compare_exchange(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:  # noqa: ARG001
+def compare_exchange(typingctx: Any, address: Any, expected: Any, desired: Any) -> Any:
     """``compare_exchange(address, expected, desired) -> int64``: 1 if the word held ``expected``, else 0."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
         return builder.zext(builder.extract_value(pair, 1), _I64)
 
@@ -74,10 +74,10 @@ def compare_exchange(typingctx: Any, address: Any, expected: Any, desired: Any) 
 
 
 @intrinsic
-def fence(typingctx: Any) -> Any:  # noqa: ARG001
+def fence(typingctx: Any) -> Any:
     """Full fence: stores before it are visible before loads after it."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -85,10 +85,10 @@ def fence(typingctx: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def pause(typingctx: Any) -> Any:  # noqa: ARG001
+def pause(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _ARM:
             kind, name, operands = ir.FunctionType(ir.VoidType(), [_I32]), "llvm.aarch64.hint", [ir.Constant(_I32, 1)]
         else:
@@ -100,10 +100,10 @@ def pause(typingctx: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def now(typingctx: Any) -> Any:  # noqa: ARG001
+def now(typingctx: Any) -> Any:
     """``now() -> int64``: CLOCK_MONOTONIC in nanoseconds (no system call: vDSO)."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
         kind = ir.FunctionType(_I32, [_I32, _I64])
         call = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
@@ -116,8 +116,8 @@ def now(typingctx: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def futex(typingctx: Any, address: Any, operation: Any, value: Any, timeout_ns: Any) -> Any:  # noqa: ARG001
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+def futex(typingctx: Any, address: Any, operation: Any, value: Any, timeout_ns: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, operation, value, timeout_ns = args
         billion = ir.Constant(_I64, 1_000_000_000)
         spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -143,10 +143,10 @@ __all__ = [
     "FUTEX_WAIT",
     "FUTEX_WAKE",
     "WAKE_ALL",
-    "futex",
     "compare_exchange",
     "fence",
     "fetch_add",
+    "futex",
     "load_acquire",
     "memcpy",
     "now",

@@ -89,9 +89,19 @@ class Device(abc.ABC):
         address, nbytes = local_bytes(tensor)
         if nbytes and self.arena.find(address, nbytes) is None:
             raise RegistrationError(
-                "this tensor is not in the arena", device=self.name, hint="make it with device.empty(), or keep device.register(tensor)"
+                "this tensor is not in the arena",
+                device=self.name,
+                hint="make it with device.empty(), or keep device.register(tensor)",
             )
         return self.register(tensor).export()
+
+    def landing(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Fresh arena memory (``nbytes`` > 0, uint8) and its descriptor: ``empty`` and ``export`` in one quick step."""
+        self._check()
+        run, block = self.arena.run(nbytes)
+        segment = block.segment
+        place = RemoteRegion(self.uid, self.epoch, segment.number, segment.key, block.offset, nbytes)
+        return run, place.dump()
 
     def lend(self, tensor: torch.Tensor) -> RemoteRegion:
         """A descriptor by which peers may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and

@@ -9,9 +9,7 @@ class RdmaError(RuntimeError):
     ``peer``, ``device`` and ``status`` are also attributes, for programs that react to them.
     """
 
-    def __init__(
-        self, message: str, *, peer: str = "", device: str = "", status: str = "", hint: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, peer: str = "", device: str = "", status: str = "", hint: str = "") -> None:
         where = ", ".join(f"{k}={v}" for k, v in (("peer", peer), ("device", device), ("status", status)) if v)
         text = message + (f" [{where}]" if where else "") + (f"\n  hint: {hint}" if hint else "")
         super().__init__(text)

@@ -17,12 +17,15 @@ Invariants (C11 order):
    of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. Whoever aborts stores ``closed`` or disarms; fence;
    waits for ``inflight`` == 0.
 
-Waits spin for ``SPIN_NS`` (first with pause, then giving the core away between looks, so that two workers on one core
-progress), then sleep in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled.
+Waits spin (first with pause, then giving the core away between looks, so that two workers on one core progress), then sleep
+in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled. How long they spin adapts: a
+wait that had to sleep but ended within ``SPIN_MAX_NS`` sets the budget to that, because the sleep and the wake-up cost more
+than the spinning would have; a longer wait sets it back to ``SPIN_MIN_NS``.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 from numba.types import int64 as i64
 
@@ -42,9 +45,13 @@ from .atomics import (
     store_release,
 )
 
-SPIN_NS = 50_000
+SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 400_000
 SLICE_NS = 100_000_000
 _PAUSES = 64  # looks with pause before the core is given away between looks: about 3 us
+
+_budget = np.full(1, SPIN_MIN_NS, np.int64)
+SPIN = _budget.ctypes.data
+"""Address of this process's spin budget (ns). A hint: threads may overwrite each other's."""
 
 OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
 
@@ -152,7 +159,7 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
 
 
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
-def wait_count(record: int, target: int, spin_ns: int, slice_ns: int) -> int:
+def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
     a signal). One waiter a record at a time may be relied on to see every change."""
     for _ in range(_PAUSES):
@@ -160,6 +167,7 @@ def wait_count(record: int, target: int, spin_ns: int, slice_ns: int) -> int:
             return OK
         pause()
     start = now()
+    spin_ns = min(load_acquire(budget), slice_ns)
     while now() - start < spin_ns:
         if load_acquire(record) >= target:
             return OK
@@ -170,6 +178,7 @@ def wait_count(record: int, target: int, spin_ns: int, slice_ns: int) -> int:
     if seen < target:
         futex(record, FUTEX_WAIT, seen & 0xFFFFFFFF, slice_ns)
     fetch_add(record + 8, -1)
+    store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     return OK if load_acquire(record) >= target else TIMEOUT
 
 
@@ -196,7 +205,7 @@ def _claim(table: int, found: int, word: int, expected: int) -> int:
 
 
 @njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
-def wait_any(table: int, rows: int, bell: int, word: int, expected: int, spin_ns: int, slice_ns: int) -> int:
+def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget: int, slice_ns: int) -> int:
     """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen).
 
     Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
@@ -210,6 +219,7 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, spin_ns
             return CHANGED
         pause()
     start = now()
+    spin_ns = min(load_acquire(budget), slice_ns)
     while now() - start < spin_ns:
         found = _scan(table, rows)
         if found >= 0:
@@ -225,6 +235,7 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, spin_ns
         futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, slice_ns)
         found = _scan(table, rows)
     fetch_add(bell + 8, -1)
+    store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     if found >= 0:
         return _claim(table, found, word, expected)
     return TIMEOUT if word == 0 or load_acquire(word) == expected else CHANGED

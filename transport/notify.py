@@ -59,7 +59,7 @@ class Expectation:
         state = self._count
         target = state.consumed + self.count
         limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
-        if kernels.wait_count(self._record, target, min(kernels.SPIN_NS, limit), limit) != kernels.OK:
+        if kernels.wait_count(self._record, target, kernels.SPIN, limit) != kernels.OK:
             self._wait_on(target, timeout)
         state.consumed = target
 
@@ -82,7 +82,7 @@ class Expectation:
                         hint="the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does",
                     )
                 limit = min(kernels.SLICE_NS, int(left * 1e9))
-            kernels.wait_count(self._record, target, 0, limit)
+            kernels.wait_count(self._record, target, kernels.SPIN, limit)
 
 
 class Poller:
@@ -135,8 +135,7 @@ class Poller:
         while True:
             left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
             limit = max(0, min(kernels.SLICE_NS, left))
-            spin = min(limit, kernels.SPIN_NS)
-            found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, spin, limit)
+            found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, kernels.SPIN, limit)
             if found >= 0:
                 return found >> 32, found & 0xFFFFFFFF
             if deadline is not None and time.monotonic() >= deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,32 +16,35 @@ _WIRE = struct.Struct("<4sBQIIQQQ")
 _MAGIC, _VERSION = b"RRGN", 1
 
 
-@dataclass(frozen=True, slots=True)
 class RemoteRegion:
-    """What ``Region.export`` becomes at a peer: plain numbers of fixed layout, no code.
+    """What ``Region.export`` becomes at a peer: plain numbers of fixed layout, no code. Treat it as immutable.
 
     ``owner`` and ``epoch`` name the device life that exported it, ``region`` and ``key`` the registered memory,
     ``offset`` and ``nbytes`` the range inside. Copies between a ``RemoteRegion`` and local memory need equal sizes; use
     slices for parts: ``remote[lo:hi]`` (bytes). Holding one keeps nothing alive at the owner.
     """
 
-    owner: int
-    epoch: int
-    region: int
-    key: int
-    offset: int
-    nbytes: int
+    __slots__ = ("epoch", "key", "nbytes", "offset", "owner", "region")
+
+    def __init__(self, owner: int, epoch: int, region: int, key: int, offset: int, nbytes: int) -> None:
+        self.owner, self.epoch, self.region = owner, epoch, region
+        self.key, self.offset, self.nbytes = key, offset, nbytes
 
     def __getitem__(self, part: slice) -> RemoteRegion:
         start, stop, step = part.indices(self.nbytes)
-        if step != 1 or stop < start or (part.stop is not None and part.stop > self.nbytes):
+        outside = any(end is not None and abs(end) > self.nbytes for end in (part.start, part.stop))
+        if step != 1 or stop < start or outside:
             raise RemoteAccessError(f"bytes {part.start}:{part.stop} are not inside a region of {self.nbytes} bytes")
-        return replace(self, offset=self.offset + start, nbytes=stop - start)
+        return RemoteRegion(self.owner, self.epoch, self.region, self.key, self.offset + start, stop - start)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteRegion) and self.dump() == other.dump()
+
+    def __hash__(self) -> int:
+        return hash(self.dump())
 
     def dump(self) -> bytes:
-        return _WIRE.pack(
-            _MAGIC, _VERSION, self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes
-        )
+        return _WIRE.pack(_MAGIC, _VERSION, self.owner, self.epoch, self.region, self.key, self.offset, self.nbytes)
 
     @staticmethod
     def load(blob: bytes | bytearray | memoryview) -> RemoteRegion:

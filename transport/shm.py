@@ -43,9 +43,7 @@ class ShmDevice(Device):
     """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
     allows that."""
 
-    def __init__(
-        self, *, secret: bytes = b"", arena_limit: int | None = None, on_connect: OnConnect | None = None
-    ) -> None:
+    def __init__(self, *, secret: bytes = b"", arena_limit: int | None = None, on_connect: OnConnect | None = None) -> None:
         super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect)
         self._bells_memory, self._bells_fd = _memfd("rdmarpc-bells", BELLS * BELL_BYTES)
         self.bells = address_of(self._bells_memory)
@@ -81,7 +79,7 @@ class ShmDevice(Device):
                 f"  pages          {pages} (transparent_hugepage/shmem_enabled is {mode})",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 f"  other memory   cross-memory attach: {cma}",
-                f"  waiting        spins {kernels.SPIN_NS // 1000} us, then a futex; {cores} core(s) usable",
+                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
             )
         )
 

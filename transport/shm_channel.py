@@ -227,7 +227,9 @@ class ShmChannel(Channel):
             return remote.offset, False
         table, entry = self._look_up(remote.region)
         if entry is None:
-            self._ask(SYNC, next(self._questions))  # announcements are ordered: after the answer we know all that the descriptor's owner knew
+            self._ask(
+                SYNC, next(self._questions)
+            )  # announcements are ordered: after the answer we know all that the descriptor's owner knew
             table, entry = self._look_up(remote.region)
         if entry is None:
             raise self._refuse(f"region {remote.region} is not registered (any more)")

@@ -150,6 +150,7 @@ class TcpDevice(Device):
         for name in ("tcp_wmem", "tcp_rmem"):
             with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
                 limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
+        limit = f"{self.arena.limit / 2**30:.1f} GiB"
         known = "every peer proves the job secret" if self.secret else "none (loopback only)"
         return "\n".join(
             (
@@ -158,8 +159,8 @@ class TcpDevice(Device):
                 f"  buffers        {', '.join(limits) or 'unknown'}",
                 f"  death          an ended process at once, a cut-off peer after {self._peer_timeout:g} s",
                 f"  pages          {pages} (transparent_hugepage/enabled is {mode})",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
-                f"  waiting        spins {kernels.SPIN_NS // 1000} us, then a futex; one I/O thread",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, then a futex; one I/O thread",
             )
         )
 

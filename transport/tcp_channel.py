@@ -112,9 +112,7 @@ class TcpChannel(Channel):
         work = TcpWork(self, (), {}, None)
         with self._sending:
             seq = self._enlist(work)
-            self._transmit(
-                [HEADER.pack(CHECK, LAST, 0, 0, seq, remote.region, remote.key, remote.offset, remote.nbytes)]
-            )
+            self._transmit([HEADER.pack(CHECK, LAST, 0, 0, seq, remote.region, remote.key, remote.offset, remote.nbytes)])
         work.wait(_CHECK_TIMEOUT)
         return TcpWindow(self, remote, local, notify)
 

@@ -38,7 +38,6 @@ class TcpWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        spin = kernels.SPIN_NS
         while not self.done():
             left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
             if left <= 0:
@@ -48,9 +47,7 @@ class TcpWork(Work):
                     device="tcp",
                     hint="a timeout ends the wait, not the copy: channel.abort() does",
                 )
-            limit = min(left, kernels.SLICE_NS)
-            kernels.wait_count(self._channel.answers, self.seq, min(spin, limit), limit)
-            spin = 0
+            kernels.wait_count(self._channel.answers, self.seq, kernels.SPIN, min(left, kernels.SLICE_NS))
         if (error := self.exception()) is not None:
             raise error
 
@@ -73,9 +70,7 @@ class TcpTransfer(Transfer):
 
     __slots__ = ("_channel", "_imm", "_live", "_pieces", "nbytes")
 
-    def __init__(
-        self, channel: TcpChannel, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None
-    ) -> None:
+    def __init__(self, channel: TcpChannel, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._imm = channel, imm
         self._pieces = [_Piece(index, *side) for index, side in enumerate(sides)]
         self._live = [piece for piece in self._pieces if piece.remote.nbytes]
@@ -100,9 +95,7 @@ class TcpTransfer(Transfer):
             if piece is last:
                 flags, imm = LAST, self._imm + 1 if inline and self._imm is not None else 0
             remote = piece.remote
-            parts.append(
-                HEADER.pack(op, flags, piece.index, imm, seq, remote.region, remote.key, remote.offset, remote.nbytes)
-            )
+            parts.append(HEADER.pack(op, flags, piece.index, imm, seq, remote.region, remote.key, remote.offset, remote.nbytes))
             if piece.write:
                 parts.append(piece.view)
         return parts
