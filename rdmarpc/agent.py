@@ -43,6 +43,7 @@ class Agent:
         meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
         self.me = WorkerInfo(name, meeting.rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        self._ready = threading.Event()  # peers may connect before we are complete
         secret = meeting.secret(options.secret)
         host = host_id()
         kind = options.transport
@@ -77,7 +78,6 @@ class Agent:
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
-        self._ready = threading.Event()
 
     # -- for the layers above
 
@@ -182,27 +182,28 @@ class Agent:
     def link(self, rank: int) -> Link:
         """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
         with self._connect_locks[rank]:
-            found = self._links.get(rank)
-            if found is not None:
-                return found
-            if rank in self._lost:
-                raise self._lost[rank]
-            self._connecting.add(rank)
+            with self._link_lock:
+                found = self._links.get(rank)
+                if found is not None:
+                    return found
+                if rank in self._lost:
+                    raise self._lost[rank]
+                self._connecting.add(rank)
             link = Link(self.device, None, rank)
             hello = _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
             try:
                 channel = self.device.connect(self._addresses[rank], hello=hello, timeout=_CONNECT_TIMEOUT_S)
             except PeerLost:
-                # Both ends connected at once, and the other one's connection counts (``_on_connect``).
-                self._connecting.discard(rank)
                 with self._link_lock:
-                    if rank not in self._connecting and self._link_lock.wait_for(lambda: rank in self._links, timeout=0.5):
+                    self._connecting.discard(rank)
+                    # Both ends connected at once, and the other one's connection counts (``_on_connect``).
+                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=0.5):
                         return self._links[rank]
                 raise
-            finally:
-                self._connecting.discard(rank)
             link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
-            self._enter(link, serve_only=False)
+            with self._link_lock:
+                self._connecting.discard(rank)
+                self._enter(link, serve_only=False)
             return link
 
     def _on_connect(self, channel: Channel) -> bytes:
@@ -223,15 +224,13 @@ class Agent:
         return _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
 
     def _enter(self, link: Link, *, serve_only: bool) -> None:
+        """With ``_link_lock`` held."""
         link.name = link.channel.peer = self.workers[link.rank].name
-        with self._link_lock:
-            # Row numbers are given out by the poller: enter the link before anything can be read from it.
-            with self._poller_rows:
-                row = self._poller.add(link.channel, RING)
-                self._rows[row] = link
-            if not serve_only:
-                self._links[link.rank] = link
-            self._link_lock.notify_all()
+        row = self._poller.add(link.channel, RING)
+        self._rows[row] = link
+        if not serve_only:
+            self._links[link.rank] = link
+        self._link_lock.notify_all()
 
     def _read(self, row: int, fresh: int) -> None:
         """Read the frames that were announced (holder of the polling role)."""
@@ -302,8 +301,6 @@ class Agent:
         self.device.close()
         self._rows.clear()
         self._links.clear()
-
-    _poller_rows = threading.Lock()
 
 
 class Termination:

@@ -186,8 +186,11 @@ class Progress:
         mine = 8 * number + words.POLLING
         while not self._stopping:
             seen = kernels.load(self._jobs_word)
-            while self._run_one(number):
-                pass
+            while self.jobs:
+                if not self._idle:
+                    self._spawn()  # somebody has to look after the rings, and the next job, meanwhile
+                if not self._run_one(number):
+                    break
             if words.take(self._token, mine, self._bell):
                 self._poll(number, mine)
                 continue

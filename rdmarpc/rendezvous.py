@@ -94,10 +94,18 @@ class Rendezvous:
         return records
 
     def leave(self, timeout: float) -> None:
-        """The last thing a worker does. Rank 0 stays until all have left, because it may host the store."""
-        self._store.add("left", 1)
+        """The last thing a worker does: nobody closes its connections before all have come here, and rank 0, which may host
+        the store, stays until all others have seen that."""
         deadline = time.monotonic() + timeout
-        while self.rank == 0 and self._store.add("left", 0) < self.world_size and time.monotonic() < deadline:
+        self._store.add("left", 1)
+        self._wait_count("left", self.world_size, deadline)
+        if self.rank != 0:
+            self._store.add("gone", 1)
+        else:
+            self._wait_count("gone", self.world_size - 1, deadline)
+
+    def _wait_count(self, key: str, count: int, deadline: float) -> None:
+        while self._store.add(key, 0) < count and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _wait(self, keys: list[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from . import agent as _agent
 from . import serialize
 from .functions import async_execution
 from .options import WorkerInfo
+from .transport import PeerLost
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -89,6 +90,8 @@ class RRef(Generic[T]):
         if creation is not None and creation.future is not None and creation.future.done():
             try:
                 creation.future.value()
+            except PeerLost:
+                raise
             except Exception as error:
                 raise RuntimeError(
                     "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."

@@ -1,0 +1,102 @@
+"""Run one scenario in several worker processes, and collect what each returned or raised."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "rdmarpc"])
+
+
+@dataclass
+class Outcome:
+    """What became of one worker: its result, or its exception as type name and text, or neither if it was killed."""
+
+    result: Any = None
+    error: str = ""
+    text: str = ""
+    exit_code: int | None = None
+
+
+def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, options: dict[str, Any], pipe: Any) -> None:
+    import torch
+
+    import rdmarpc as rpc
+
+    torch.set_num_threads(1)
+    try:
+        name = options.pop("name", None) or f"worker{rank}"
+        plan = rpc.RpcBackendOptions(**{"init_method": f"file://{place}", "rpc_timeout": 20, **options})
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=plan)
+        pipe.send(("result", scenario(rank)))
+    except BaseException as error:
+        pipe.send(("error", (type(error).__name__, str(error) + "\n" + traceback.format_exc())))
+    pipe.close()
+
+
+def run_group(
+    scenario: Callable[[int], Any],
+    size: int = 2,
+    *,
+    timeout: float = 40.0,
+    ranks: list[int] | None = None,
+    each: dict[int, dict[str, Any]] | None = None,
+    **options: Any,
+) -> list[Outcome]:
+    """``scenario(rank)`` runs in each worker after ``init_rpc`` and has to shut down itself. ``options`` go to
+    ``RpcBackendOptions`` (``each``: per rank, also ``name``). ``ranks``: start only these. Fails if a worker hangs."""
+    outcomes = [Outcome() for _ in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "store")
+        running = []
+        for rank in ranks if ranks is not None else range(size):
+            ours, theirs = _context.Pipe(duplex=False)
+            mine = {**options, **(each or {}).get(rank, {})}
+            process = _context.Process(target=_main, args=(scenario, rank, size, place, mine, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running.append((rank, process, ours))
+        deadline = time.monotonic() + timeout
+        try:
+            for rank, process, pipe in running:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError(f"worker {rank} hangs")
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "killed", None
+                if kind == "result":
+                    outcomes[rank].result = value
+                elif kind == "error":
+                    outcomes[rank].error, outcomes[rank].text = value
+                process.join(max(0.1, deadline - time.monotonic()))
+                outcomes[rank].exit_code = process.exitcode
+                assert process.exitcode is not None, f"worker {rank} does not exit"
+        finally:
+            for _, process, pipe in running:
+                if process.is_alive():
+                    process.kill()
+                process.join(5)
+                pipe.close()
+    return outcomes
+
+
+def results(outcomes: list[Outcome]) -> list[Any]:
+    """The results of workers that must all have succeeded."""
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.error, f"worker {rank}: {outcome.error}: {outcome.text}"
+        assert outcome.exit_code == 0, f"worker {rank} exited with {outcome.exit_code}"
+    return [outcome.result for outcome in outcomes]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
