@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from . import serialize
-from .caller import CONTROL, FLAT, HEAD, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .caller import CONTROL, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
 from .link import ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_store import RRefStore
-from .tensors import NOTHING, Landing, describe_all, load_places, pack, unpack
+from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import ArenaFull, Device, PeerLost
 
 _PICKLER_HINT = (
@@ -106,12 +106,14 @@ class Callee:
         payload = body[at + places_bytes : table_at]
         sizes: tuple[int, ...] = ()
         tensors: list[torch.Tensor] = []
-        if frame.tensors:
+        if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
             tensors, sizes, _ = unpack(
                 body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing
             )
         try:
+            if frame.flags & LONE:
+                return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
             if frame.flags & FLAT:
                 args, kwargs = serialize.load_flat(payload, tensors), {}
                 function = self._function(body[:start])
@@ -150,13 +152,18 @@ class Callee:
             result = None
         flags = control
         try:
-            tensors = serialize.flat((result,))
-            if tensors is not None:
+            tensors: list[torch.Tensor] | None = None
+            out = NOTHING
+            if type(result) is torch.Tensor and (lone := pack_lone(result)):
+                flags |= LONE | FLAT
+                payload, out = b"", Outgoing(lone[0], lone[1], 1, [], False)
+            elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat((result,))
             else:
                 payload, tensors = serialize.dumps(result)
-            out = pack(describe_all(tensors, self.device), self.device, link.channel, places) if tensors else NOTHING
+            if tensors:
+                out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.read else 0
             del result, tensors
             grant, blob = self._grant(link, sizes) if sizes else (0, b"")
@@ -168,6 +175,8 @@ class Callee:
             bulk = self.caller.send(link, RESPONSE, call, flags, out, b"", payload, None)
             if bulk is not None:
                 self._sources[link.rank, call] = (out.large, bulk)
+            if grant:
+                self.caller.stock.refill(sizes)
         except PeerLost:
             pass
         except BaseException as error:
@@ -208,7 +217,7 @@ class Callee:
         if not total or self._granted + total > self.device.arena.limit // 4:
             return 0, b""
         try:
-            landing = Landing.allocate(self.device, sizes)
+            landing = self.caller.stock.take(sizes)
         except ArenaFull:
             return 0, b""
         number = next(self._grants)

@@ -16,7 +16,6 @@ import pickle
 import struct
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,16 +26,15 @@ from . import serialize
 from .future import Future, Pending
 from .link import ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, unpack
+from .tensors import NOTHING, Outgoing, Stock, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
-FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD = 1, 2, 4, 8, 16, 32, 64
+FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128
 
 # With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places. Of a response: grant given, bytes of places.
 REQUEST_HEAD = struct.Struct("<QQQI")
 RESPONSE_HEAD = struct.Struct("<QI")
-_GRANTED_SIGNATURES = 64
 _BYTE = torch.uint8
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 
@@ -54,33 +52,6 @@ class Room:
         return self._sent
 
 
-class Grants:
-    """The landing places one peer has granted us, by signature; the least recently used signatures are given back."""
-
-    def __init__(self) -> None:
-        self._places: OrderedDict[tuple[bytes, tuple[int, ...]], deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
-        self.result_sizes: dict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = {}
-
-    def take(self, key: tuple[bytes, tuple[int, ...]]) -> tuple[int, list[RemoteRegion]] | None:
-        try:
-            return self._places[key].popleft()
-        except (KeyError, IndexError):
-            return None
-
-    def put(self, key: tuple[bytes, tuple[int, ...]], grant: int, places: list[RemoteRegion]) -> list[int]:
-        """Keep a grant; returns the numbers of grants to give back."""
-        self._places.setdefault(key, deque()).append((grant, places))
-        try:
-            self._places.move_to_end(key)
-            if len(self._places) <= _GRANTED_SIGNATURES:
-                return []
-            old, forgone = self._places.popitem(last=False)
-        except KeyError:  # another thread was faster
-            return []
-        self.result_sizes.pop(old, None)
-        return [number for number, _ in forgone]
-
-
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
@@ -91,9 +62,9 @@ class Caller:
         """Those of ``pending`` that users hold futures of."""
         self.sent = 0
         """Requests of users so far, for the termination of a graceful shutdown."""
+        self.stock = Stock(device)
         self._expired: dict[int, Pending] = {}
         self._calls = itertools.count(1)
-        self._grants: dict[int, Grants] = {}
         self._count_lock = threading.Lock()
         self._ticking = threading.Event()
         self.on_tick: Callable[[], None] = lambda: None
@@ -126,15 +97,22 @@ class Caller:
     ) -> Pending:
         """Send a call. Raises what pickling raises, and ``PeerLost`` if the link is known to be broken."""
         by_reference = serialize.reference(function)
-        tensors = serialize.flat(args) if by_reference is not None and not kwargs else None
-        if tensors is not None:
+        tensors: list[torch.Tensor] | None = None
+        lone = None
+        if by_reference is None:
+            payload, tensors = serialize.dumps((function, args, kwargs or {}))
+        elif kwargs:
+            payload, tensors = serialize.dumps((args, kwargs))
+            flags |= REFERENCE
+        elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
+            payload = b""
+            flags |= LONE | FLAT | REFERENCE
+        elif (tensors := serialize.flat(args)) is not None:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
-        elif by_reference is not None:
-            payload, tensors = serialize.dumps((args, kwargs or {}))
-            flags |= REFERENCE
         else:
-            payload, tensors = serialize.dumps((function, args, kwargs or {}))
+            payload, tensors = serialize.dumps((args, {}))
+            flags |= REFERENCE
         name = by_reference or b""
         call = next(self._calls)
         pending = Pending(link, call, timeout)
@@ -151,18 +129,19 @@ class Caller:
             described = describe_all(tensors, self.device)
             granted = None
             if described.sizes:
-                granted = self._grants.setdefault(link.rank, Grants()).take((name, described.sizes))
+                granted = link.grants.take((name, described.sizes))
             out = pack(described, self.device, link.channel, granted[1] if granted else None)
             grant = granted[0] if granted else 0
             pending.keep = out.large
             pending.key = (name, described.sizes)
         else:
+            if lone is not None:
+                out = Outgoing(lone[0], lone[1], 1, [], False)
             pending.key = (name, ())
-        if known := self._grants.get(link.rank):
-            sizes = known.result_sizes.get(pending.key)
-            if sizes:
-                pending.landing = Landing.allocate(self.device, sizes)
-                places_blob = pending.landing.places
+        sizes = link.grants.result_sizes.get(pending.key)
+        if sizes:
+            pending.landing = self.stock.take(sizes)
+            places_blob = pending.landing.places
         if grant or places_blob or flags & REMOTE:
             flags |= HEAD
             payload = REQUEST_HEAD.pack(grant, rref, fork, len(places_blob)) + places_blob + payload
@@ -176,6 +155,8 @@ class Caller:
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
             self._answer(pending, error)
+        if sizes:
+            self.stock.refill(sizes)
         return pending
 
     def send(
@@ -268,16 +249,17 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
-        grants = self._grants.setdefault(link.rank, Grants()) if grant or frame.tensors else None
+        if frame.flags & LONE:
+            return unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
         if frame.tensors:
             tensors, sizes, was_read = unpack(
                 frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
             )
-            assert grants is not None
-            grants.result_sizes[pending.key] = sizes
+            if sizes:
+                link.grants.result_sizes[pending.key] = sizes
         else:
             tensors, was_read = [], False
-        if grant and grants is not None and (forgone := grants.put(pending.key, grant, load_places(places))):
+        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places))):
             self.send(link, FORGO, 0, 0, NOTHING, b"", struct.pack(f"<{len(forgone)}Q", *forgone), None)
         if was_read or answer.flags & BULK:
             self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
@@ -326,7 +308,6 @@ class Caller:
 
     def lost(self, link: Link, error: RdmaError) -> None:
         """Fail every call that waits for this peer."""
-        self._grants.pop(link.rank, None)
         for calls in (self.pending, self._expired):
             for call in [call for call, pending in list(calls.items()) if pending.link is link]:
                 pending = calls.pop(call, None)

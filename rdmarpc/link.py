@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from .grants import Grants
 from .transport import Channel, Device, RemoteRegion, Window
 
 RING = 0
@@ -68,6 +69,7 @@ class Link:
         self._read = 0
         self._told = 0
         self.sent = 0
+        self.grants = Grants()
 
     def open(self) -> None:
         """Resolve the peer's ring. Not from a device's thread."""

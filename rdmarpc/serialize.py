@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
-_DENSE = (torch.Tensor, torch.nn.Parameter)
+_QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
 
 class _Incoming(threading.local):
@@ -63,7 +63,7 @@ def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
 
 def travels(tensor: torch.Tensor) -> bool:
     """Whether a tensor goes out of band: dense, on the CPU, not quantised."""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype not in _QUANTISED
 
 
 def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -100,10 +100,13 @@ def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
 
 
 _TENSOR = "\0tensor"
+_EMPTY = pickle.dumps((), 5)
 
 
 def dump_flat(values: tuple[Any, ...]) -> bytes:
     """A tuple for which ``flat`` gave tensors: they are replaced by a mark."""
+    if not values:
+        return _EMPTY
     return pickle.dumps(tuple(_TENSOR if type(value) is torch.Tensor else value for value in values), 5)
 
 

@@ -9,16 +9,19 @@ than half of the run it spans is compacted first (a staging copy, counted).
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import struct
 from typing import NamedTuple
 
 import torch
 
-from .transport import Channel, Device, RemoteRegion
+from .serialize import travels
+from .transport import ArenaFull, Channel, Device, RemoteRegion
 
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
+_STOCK_BYTES, _STOCK_ENTRIES = 16 << 20, 32
 INLINE, WRITTEN, READ = 0, 1, 2
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
@@ -102,10 +105,41 @@ class Landing(NamedTuple):
         return Landing([run for run, _ in made], sizes, b"".join([place for _, place in made]))
 
 
+class Stock:
+    """One landing of each size in use, made while there was nothing better to do. Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._landings: dict[tuple[int, ...], Landing] = {}
+
+    def take(self, sizes: tuple[int, ...]) -> Landing:
+        """A landing for these sizes. Raises ``ArenaFull``."""
+        return self._landings.pop(sizes, None) or Landing.allocate(self._device, sizes)
+
+    def refill(self, sizes: tuple[int, ...]) -> None:
+        """The same sizes will be wanted again."""
+        if sizes in self._landings or sum(sizes) > _STOCK_BYTES:
+            return
+        if len(self._landings) >= _STOCK_ENTRIES:
+            self._landings.clear()
+        try:
+            self._landings[sizes] = Landing.allocate(self._device, sizes)
+        except ArenaFull:
+            self._landings.clear()
+
+
+_places: dict[bytes, list[RemoteRegion]] = {}
+
+
 def load_places(blob: bytes) -> list[RemoteRegion]:
-    """``Landing.places``, parsed."""
-    size = RemoteRegion.WIRE_SIZE
-    return [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+    """``Landing.places``, parsed. Memory comes round again, so the same places do: they are parsed once."""
+    found = _places.get(blob)
+    if found is None:
+        if len(_places) >= _MAX_CACHE:
+            _places.clear()
+        size = RemoteRegion.WIRE_SIZE
+        found = _places[blob] = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+    return found
 
 
 class Described(NamedTuple):
@@ -141,7 +175,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
         if nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL and tensor.is_contiguous():
             key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
             text = _encoded.get(key) or _encode(key)
-            runs.append((None, text, _raw(tensor)))
+            runs.append((None, text, _raw(tensor) if nbytes else b""))
             inline += nbytes
             continue
         run, text = describe(tensor, device)
@@ -150,18 +184,31 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
     return Described(runs, tuple(sizes))
 
 
+def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
+    """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
+    nbytes = tensor.nbytes
+    if not 0 < nbytes <= INLINE_BYTES or not travels(tensor) or not tensor.is_contiguous():
+        return None
+    key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
+    return _encoded.get(key) or _encode(key), _raw(tensor)
+
+
+def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
+    what = _decoded.get(text) or decode(text)
+    return shaped(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
+
+
 def _raw(tensor: torch.Tensor) -> bytes:
-    try:
-        return tensor.numpy().tobytes()
-    except (RuntimeError, TypeError):  # requires grad, conjugated, or a dtype numpy lacks
-        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    # A third of the cost of going through numpy, and every dtype has it.
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
     """Move the large tensors to ``places`` if these fit; otherwise give out descriptors that the receiver may READ."""
     table, data, large = [], [], []
-    fits = places is not None and tuple(place.nbytes for place in places) == described.sizes
+    fits = places is not None and tuple([place.nbytes for place in places]) == described.sizes
     remaining = iter(places if places is not None and fits else ())
     for run, text, raw in described.runs:
         if run is None:

@@ -54,7 +54,7 @@ class Block:
     nbytes: int
 
 
-class _Lease(weakref.ref):  # type: ignore[type-arg]
+class _Lease(weakref.ref):
     __slots__ = ("block",)
     block: Block
 

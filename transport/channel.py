@@ -8,6 +8,8 @@ Contract, for every device:
   order-free; copies of one call are not ordered among each other.
 * A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps it alive
   and unchanged. A timeout ends the wait, not the copy.
+* A descriptor that gives no access is a ``RemoteAccessError``, from ``prepare`` where this side can tell, else from
+  ``Work.wait``. Nothing is notified then, and the channel goes on.
 * ``abort`` returns when no copy of either side is under way and none can start: then all buffers are safe again.
 * Any number of threads may copy through one channel. After an error ``channel.error`` is set for good and every later
   call raises it.
@@ -63,7 +65,7 @@ class Transfer(abc.ABC):
     It keeps its local tensors alive. One thread at a time; the previous post must be done.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ()
 
     @abc.abstractmethod
     def post(self) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import logging
 import mmap
 import os
 import queue
@@ -218,6 +219,13 @@ class Device(abc.ABC):
         """The handshake of a channel that a peer opened is complete."""
         if self._keep_accepted:
             self._accepted.put(channel)
+
+    def _tell_lost(self, channel: Channel) -> None:
+        try:
+            self.on_lost(channel)
+        except Exception:
+            # The thread that calls serves all channels: it must survive.
+            logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
 
     def _retire(self, channel: Channel) -> None:
         """An ended channel lives on in the totals only."""

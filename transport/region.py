@@ -24,11 +24,13 @@ class RemoteRegion:
     slices for parts: ``remote[lo:hi]`` (bytes). Holding one keeps nothing alive at the owner.
     """
 
-    __slots__ = ("epoch", "key", "nbytes", "offset", "owner", "region")
+    __slots__ = ("epoch", "key", "nbytes", "offset", "owner", "region", "resolved")
 
     def __init__(self, owner: int, epoch: int, region: int, key: int, offset: int, nbytes: int) -> None:
         self.owner, self.epoch, self.region = owner, epoch, region
         self.key, self.offset, self.nbytes = key, offset, nbytes
+        self.resolved: tuple[object, int] | None = None
+        """A channel's note to itself: that it has checked this range, and where it is mapped."""
 
     def __getitem__(self, part: slice) -> RemoteRegion:
         start, stop, step = part.indices(self.nbytes)

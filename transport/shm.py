@@ -79,7 +79,7 @@ class ShmDevice(Device):
                 f"  pages          {pages} (transparent_hugepage/shmem_enabled is {mode})",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 f"  other memory   cross-memory attach: {cma}",
-                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
+                f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
             )
         )
 
@@ -196,7 +196,7 @@ class ShmDevice(Device):
         try:
             channel.send(*message)
         except PeerLost as error:
-            channel.end(error)
+            channel.lose(error)
 
     # -- the service thread
 
@@ -221,11 +221,12 @@ class ShmDevice(Device):
         try:
             alive = channel.receive()
         except RdmaError as error:
-            channel.end(error)
+            channel.lose(error)
             alive = False
         if not alive:
             self.forget(channel)
-            self.on_lost(channel)
+            if channel.broke:
+                self._tell_lost(channel)
 
     def forget(self, channel: ShmChannel) -> None:
         """Stop watching a channel that has ended, and close its socket."""

@@ -89,7 +89,7 @@ class ShmTransfer(_Closable, Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         address, nbytes = local_bytes(tensor)
-        remote, old, write = self._sides[index]
+        remote, _, write = self._sides[index]
         at = kernels.WR_HEAD + 3 * index
         if nbytes != self._block[at + 2]:
             raise ValueError(f"copy {index} was prepared for {self._block[at + 2]} bytes, got {nbytes}")
@@ -100,7 +100,7 @@ class ShmTransfer(_Closable, Transfer):
 class CmaTransfer(Transfer):
     """Some remote side is memory of the peer that cannot be mapped: copied by the kernel, one call a pair."""
 
-    __slots__ = ("_channel", "_imm", "_pairs")
+    __slots__ = ("__weakref__", "_channel", "_imm", "_pairs")
 
     def __init__(self, channel: ShmChannel, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._pairs, self._imm = channel, pairs, imm
@@ -174,6 +174,7 @@ class ShmChannel(Channel):
         self._questions = itertools.count()
         self._end_lock = threading.Lock()
         self.socket_open = True
+        self.broke = False
         self._single = _Closable(self, None, ())
 
     # -- copies
@@ -196,8 +197,16 @@ class ShmChannel(Channel):
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
         remote, tensor, write = sort_pair(dst, src)
-        address, mapped = self.resolve(remote)
-        if notify is not None or not mapped:
+        known = remote.resolved
+        if known is not None and known[0] is self:
+            address = known[1]
+        else:
+            address, mapped = self.resolve(remote)
+            if not mapped:
+                return self.prepare([(dst, src)], notify=notify).post()
+            # Segments stay mapped for the channel's life, so the answer holds as long.
+            remote.resolved = (self, address)
+        if notify is not None:
             return self.prepare([(dst, src)], notify=notify).post()
         local = tensor.data_ptr()
         if kernels.put(self._single._address, *((address, local) if write else (local, address)), remote.nbytes):
@@ -288,10 +297,10 @@ class ShmChannel(Channel):
         except BlockingIOError:
             return True
         except OSError as error:
-            self.end(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
+            self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
             return False
         if len(data) != MESSAGE.size:
-            self.end(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
+            self.lose(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
             return False
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
         if kind == SEGMENT and fds:
@@ -310,7 +319,7 @@ class ShmChannel(Channel):
             if event := self._acks.get((kind, number)):
                 event.set()
         elif kind == BYE:
-            self.end(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
+            self.lose(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
             return False
         for fd in fds:
             os.close(fd)
@@ -340,6 +349,11 @@ class ShmChannel(Channel):
         for event in list(self._acks.values()):
             event.set()
         return True
+
+    def lose(self, error: RdmaError) -> None:
+        """``end``, not because somebody here wanted it."""
+        if self.end(error):
+            self.broke = True
 
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device._pid:

@@ -9,7 +9,7 @@ thread per incoming connection during its handshake, so that a silent stranger b
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import ipaddress
 import mmap
 import os
@@ -28,46 +28,15 @@ from .device import Device, OnConnect, anonymous
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .notify import BELL_BYTES, BELLS
 from .tcp_channel import TcpChannel
+from .tcp_place import interface_address, routed_address, split_place
 
 _SETUP = struct.Struct("<QII")  # uid, epoch, length of the hello that follows
 _MAX_HELLO = 64 << 10
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
-_LINGER = 1.0
-_SIOCGIFADDR = 0x8915
+_CLOSE_TIMEOUT = 1.0  # for what was posted to finish, for one channel or for all channels of a device
+_LINGER = 1.0  # then, for the peers to hang up too
 _IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
-
-
-def routed_address() -> str:
-    """The local address of the default route: where other hosts reach this one. Loopback if there is no route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table (address reserved for documentation)
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
-def interface_address(name: str) -> str | None:
-    """The IPv4 address of a network interface, ``None`` if there is no such interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def split_place(place: str) -> tuple[str, int]:
-    """``ADDRESS``, ``ADDRESS:PORT``, ``[v6]:PORT`` or an interface's name -> (address or name, port or 0)."""
-    host, colon, port = place.rpartition(":")
-    if place.startswith("[") and place.endswith("]"):
-        host, port = place, ""
-    elif not colon or (":" in host and not host.startswith("[")):
-        host, port = place, ""  # no port; or a bare IPv6 address
-    if port and not port.isdigit():
-        raise ValueError(f"tcp://{place}: {port!r} is not a port")
-    return host.strip("[]"), int(port or 0)
 
 
 class TcpDevice(Device):
@@ -99,7 +68,7 @@ class TcpDevice(Device):
         self._epoll.register(self._woken, _IN)
         self._by_fd: dict[int, TcpChannel] = {}
         self._handshakes: dict[socket.socket, float] = {}  # with the time when patience ends
-        self._stop_at = 0.0
+        self._stop_at = self._close_by = 0.0
         self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
         self._io.start()
 
@@ -287,6 +256,15 @@ class TcpDevice(Device):
             for channel in channels:
                 channel.revoke(number)
 
+    # -- the end of channels
+
+    def close_deadline(self) -> float:
+        """Until when a channel that is being closed may wait for what was posted on it."""
+        if not self.closed:
+            return time.monotonic() + _CLOSE_TIMEOUT
+        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT
+        return self._close_by
+
     # -- the I/O thread
 
     def on_io_thread(self) -> bool:
@@ -329,7 +307,7 @@ class TcpDevice(Device):
             broke = channel.end(error)
             self._drop(channel)
             if broke:
-                self.on_lost(channel)
+                self._tell_lost(channel)
 
     def _drop(self, channel: TcpChannel) -> None:
         with self._lock:
@@ -342,22 +320,27 @@ class TcpDevice(Device):
     def _accept_one(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.02)  # out of descriptors: the stranger stays in the queue, and must not make us spin
             return
         if len(self._handshakes) >= _MAX_HANDSHAKES:
             sock.close()
             return
-        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+        try:
+            threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+        except RuntimeError:  # no more threads
+            sock.close()
 
     def _hang_up_on_the_slow(self) -> None:
         if not self._handshakes:
             return
         now = time.monotonic()
         with self._lock:
-            late = [sock for sock, deadline in self._handshakes.items() if now > deadline]
-        for sock in late:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            for sock, deadline in self._handshakes.items():
+                if now > deadline:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
 
     def _forked(self) -> None:
         for channel in self._by_fd.values():

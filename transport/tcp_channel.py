@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _TURN_BYTES = 4 << 20  # what one channel sends or receives before it is another's turn
 _MAX_BUFFERS = 512  # below IOV_MAX
-_CLOSE_TIMEOUT = 1.0
 _CHECK_TIMEOUT = 5.0
 _ENDED = 1 << 62  # added to the answers when the channel ends, so that every wait on them returns
 
@@ -440,15 +439,15 @@ class TcpChannel(Channel):
     def close(self) -> None:
         if os.getpid() != self.device._pid:
             return
-        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        deadline = self.device.close_deadline()
         while (self._pending or self._outbox) and self.error is None and not self.device.on_io_thread():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.0005)
-        with self._sending:
-            if self.error is None and not self._outbox:
+        with self._receiving, self._sending:
+            whole = not self._outbox  # no frame is half sent: a goodbye can follow
+            if self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED")) and whole:
                 self._transmit([HEADER.pack(BYE, 0, 0, 0, 0, 0, 0, 0, 0)])
-        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"))
         self._hang_up()
 
     def release(self) -> None:

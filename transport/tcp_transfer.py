@@ -68,7 +68,7 @@ class _Piece:
 class TcpTransfer(Transfer):
     """One WRITE frame a copy, sent from where the tensor lies; one READ frame a copy, answered into where it lies."""
 
-    __slots__ = ("_channel", "_imm", "_live", "_pieces", "nbytes")
+    __slots__ = ("__weakref__", "_channel", "_imm", "_live", "_pieces", "nbytes")
 
     def __init__(self, channel: TcpChannel, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._imm = channel, imm

@@ -1,0 +1,118 @@
+"""The owner's side of ``wrap``: which models have parts in this process, and how parts travel here.
+
+Modules are pickled without the data of their tensors; that goes beside them, as tensors of the call.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import agent as _agent
+from .agent import Agent
+from .graph.host import Host
+from .graph.layout import dense, strides
+from .transport import NotSupported, RdmaError
+
+_hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.WeakKeyDictionary()
+
+
+class Packed:
+    """Modules ready to travel: ``blob`` (pickle), ``tensors`` (contiguous, sharing memory with the modules) and for each
+    its (shape, memory order, is a parameter, requires_grad)."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        try:
+            pickler.dump(dict(modules))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise NotSupported(
+                f"the part(s) {', '.join(map(repr, modules))} cannot be pickled, so they cannot move: {error}",
+                hint="define their classes and functions at the top level of a module that every worker can import",
+            ) from error
+        self.blob, self.tensors, self.specs = stream.getvalue(), pickler.tensors, pickler.specs
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self.specs: list[tuple[tuple[int, ...], int, bool, bool]] = []
+        self._seen: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided or obj.is_quantized:
+            return None
+        if id(obj) not in self._seen:
+            plain = obj.detach()
+            view, order = dense(plain) or (plain.contiguous(), 0)
+            self._seen[id(obj)] = len(self.tensors)
+            self.tensors.append(view)
+            self.specs.append((tuple(obj.shape), order, isinstance(obj, nn.Parameter), obj.requires_grad))
+        return self._seen[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, blob: bytes, tensors: list[torch.Tensor], specs: list[tuple[tuple[int, ...], int, bool, bool]]) -> None:
+        super().__init__(io.BytesIO(blob))
+        self._tensors, self._specs = tensors, specs
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        if pid not in self._made:
+            shape, order, parameter, requires_grad = self._specs[pid]
+            # A received tensor is ours to keep, so the part lives in the arena from the start.
+            tensor = self._tensors[pid].as_strided(shape, strides(shape, order))
+            self._made[pid] = nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+        return self._made[pid]
+
+
+def _table(agent: Agent) -> dict[str, tuple[str, Host]]:
+    if agent not in _hosts:
+        _hosts[agent] = {}
+        table = _hosts[agent]
+
+        def lost(worker: str, error: RdmaError) -> None:
+            for model, (caller, host) in list(table.items()):
+                host.lost(worker, error)
+                if worker == caller:
+                    table.pop(model, None)
+
+        agent.on_peer_lost(lost)
+    return _hosts[agent]
+
+
+def open_model(
+    model: str,
+    caller: str,
+    blob: bytes,
+    tensors: list[torch.Tensor],
+    specs: list[tuple[tuple[int, ...], int, bool, bool]],
+    timeout: float,
+) -> None:
+    """Called at an owner: take these parts in."""
+    agent = _agent.current()
+    parts = _Unpickler(blob, tensors, specs).load()
+    _table(agent)[model] = (caller, Host(agent.name, agent.device, agent.channel, parts, timeout))
+
+
+def ask_model(model: str, method: str, args: tuple[Any, ...]) -> Any:
+    """Called at an owner: a method of its ``Host``."""
+    found = _table(_agent.current()).get(model)
+    if found is None:
+        raise RdmaError("this model is not (or no longer) known here", peer=_agent.current().name)
+    return getattr(found[1], method)(*args)
+
+
+def close_model(model: str) -> None:
+    """Called at an owner: give everything back. Idempotent."""
+    found = _table(_agent.current()).pop(model, None)
+    if found is not None:
+        found[1].close()

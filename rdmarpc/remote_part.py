@@ -1,0 +1,111 @@
+"""What is left here of a module that lives at another worker: its names, its flags, and the way to its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .transport import NotSupported
+
+if TYPE_CHECKING:
+    from .wrap import Session
+
+
+class RemotePart(nn.Module):
+    """Mirrors one module (and has a mirror for each of its children), with a ``RemoteParameter`` for each parameter.
+
+    ``train``, ``eval`` and ``requires_grad_`` work as ever and travel with the next step. ``entries`` are the shapes of what
+    this very module contributes to ``state_dict``.
+    """
+
+    def __init__(self, original: nn.Module, session: Session, worker: str, path: str) -> None:
+        super().__init__()
+        self.training = original.training
+        self._version = original._version
+        self._kind, self._session, self._worker, self._path = type(original).__name__, session, worker, path
+        skipped = original._non_persistent_buffers_set
+        tensors = {**original._parameters, **{k: v for k, v in original._buffers.items() if k not in skipped}}
+        self._entries = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refuse("call the whole model; a single part cannot be called from here")
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The owner's values, as of all the steps before."""
+        destination = {} if destination is None else destination
+        for key, value in self._session.ask_owner(self._worker, "state", self._path).items():
+            destination[prefix + key] = value
+        if hasattr(destination, "_metadata"):
+            for name, module in self.named_modules():
+                destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
+        return destination
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        entries = {}
+        for name, shape in self._entries.items():
+            value = state_dict.get(prefix + name)
+            if value is None:
+                if strict:
+                    missing_keys.append(prefix + name)
+            elif tuple(value.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {self._worker!r}"
+                )
+            else:
+                entries[name] = value.detach()
+        if strict:
+            known = {*self._entries, *self._modules}
+            for key in state_dict:
+                if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
+                    unexpected_keys.append(key)
+        if entries and not error_msgs:
+            self._session.ask_owner(self._worker, "load", self._path, entries)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:  # type: ignore[override]
+        """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""
+        self._session.ask_owner(self._worker, "call", self._path, "apply", (fn,))
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        raise self._refuse("it cannot be converted or moved from here; do that before wrap()")
+
+    def _get_name(self) -> str:
+        return f"Remote{self._kind}"
+
+    def extra_repr(self) -> str:
+        return f"on {self._worker!r}"
+
+    def _refuse(self, why: str) -> NotSupported:
+        return NotSupported(f"{self._path!r} lives on worker {self._worker!r}: {why}", peer=self._worker)
+
+
+def mirror(original: nn.Module, session: Session, worker: str, path: str, made: dict[int, Any]) -> RemotePart:
+    """The stand-in of a module tree. ``made`` maps what was mirrored already: shared modules and parameters stay shared."""
+    part = RemotePart(original, session, worker, path)
+    made[id(original)] = part
+    for name, parameter in original._parameters.items():
+        if parameter is None:
+            part.register_parameter(name, None)
+            continue
+        if id(parameter) not in made:
+            made[id(parameter)] = session.new_parameter(parameter, worker, f"{path}.{name}")
+        part.register_parameter(name, made[id(parameter)])
+    for name, child in original._modules.items():
+        if child is None:
+            part._modules[name] = None
+        else:
+            found = made.get(id(child)) or mirror(child, session, worker, f"{path}.{name}", made)
+            part._modules[name] = found
+    return part

@@ -1,0 +1,333 @@
+"""``wrap``: one model, its parts at several workers, trained as if it were here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import agent as _agent
+from . import parts as _parts
+from . import remote_optimizer
+from .agent import Agent
+from .graph.analyze import TransferGraph, analyze
+from .graph.caller import Caller
+from .graph.capture import TensorSpec, capture, skeleton
+from .graph.host import Mode
+from .graph.program import Machine
+from .remote_parameter import RemoteParameter
+from .remote_part import RemotePart, mirror
+from .transport import NotSupported, RdmaError
+
+
+def wrap(
+    net: nn.Module, placement: Mapping[str, str], *, depth: int = 2, timeout: float = 60.0, plans: int = 16
+) -> WrappedModel:
+    """Move the top-level parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
+
+    ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
+    placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
+    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
+
+    The forward that joins the parts is captured at the first call with new input shapes: parts may contain any code, but what
+    joins them must not depend on the values of tensors. Dropout and other random parts draw from their worker's generator.
+
+    Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is moved.
+    """
+    agent = _agent.current()
+    _check(net, placement, agent)
+    remote_optimizer.install()
+    return WrappedModel(net, placement, Session(net, placement, agent, depth, timeout, plans))
+
+
+def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
+    known = [name for name, child in net.named_children()]
+    for name in placement:
+        if name not in known:
+            raise ValueError(
+                f"placement names part {name!r}, which {type(net).__name__} does not have; its top-level parts are "
+                + ", ".join(map(repr, known))
+            )
+    workers = agent.worker_names()
+    for name, worker in placement.items():
+        if worker not in workers:
+            raise ValueError(
+                f"placement puts {name!r} on worker {worker!r}, which is not in this group; its workers are "
+                + ", ".join(map(repr, workers))
+            )
+    homes: dict[int, tuple[str, str]] = {}
+    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
+        worker = placement.get(name.split(".")[0], agent.name)
+        first, home = homes.setdefault(id(tensor), (name, worker))
+        if home != worker:
+            raise NotSupported(
+                f"{first!r} and {name!r} are one tensor, but their parts go to {home!r} and {worker!r}",
+                hint="place parts that share parameters on the same worker",
+            )
+
+
+class Session:
+    """The caller's connection to all owners of one model: what its stand-ins and optimizers talk to."""
+
+    def __init__(
+        self, net: nn.Module, placement: Mapping[str, str], agent: Agent, depth: int, timeout: float, plans: int
+    ) -> None:
+        self.agent, self.timeout = agent, timeout
+        self.key = uuid.uuid4().hex
+        self.in_step = False
+        self.closed = False
+        self.placement = dict(placement)
+        self._uncounted = 0
+        remote: dict[str, dict[str, nn.Module]] = {}
+        for name, child in net.named_children():
+            worker = placement.get(name, agent.name)
+            if worker != agent.name:
+                remote.setdefault(worker, {})[name] = child
+        packed = {worker: _parts.Packed(modules) for worker, modules in remote.items()}
+        self._caller: Caller | None = None
+        self._count = dict.fromkeys(remote, 0)
+        made: dict[int, Any] = {}
+        self.stand_ins: dict[str, RemotePart] = {}
+        self._modules: dict[str, list[nn.Module]] = {}
+        self._parameters: dict[str, list[nn.Parameter]] = {}
+        for worker, modules in remote.items():
+            for name, module in modules.items():
+                self.stand_ins[name] = made.get(id(module)) or mirror(module, self, worker, name, made)
+            holder = nn.Module()
+            for name in modules:
+                holder._modules[name] = self.stand_ins[name]
+            self._modules[worker] = list(holder.modules())[1:]
+            self._parameters[worker] = list(holder.parameters())
+        self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
+        self._open(packed)
+        # The names of the modules it runs are looked up here: those that stayed.
+        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path))
+        self._constants: dict[str, torch.Tensor] = {}
+        try:
+            self._caller = Caller(
+                agent.name,
+                agent.device,
+                agent.channel,
+                self.ask,
+                self._count,
+                machine,
+                depth=depth,
+                timeout=timeout,
+                plans=plans,
+            )
+        except BaseException:
+            self._close_parts()
+            raise
+        agent.on_peer_lost(self._caller.station.lost)
+
+    @property
+    def caller(self) -> Caller:
+        if self._caller is None:
+            raise RdmaError("the model is not set up")
+        return self._caller
+
+    @property
+    def backwards(self) -> int:
+        return self._caller.backwards if self._caller is not None else 0
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that have remote parts."""
+        return list(self._count)
+
+    def new_parameter(self, like: nn.Parameter, worker: str, name: str) -> RemoteParameter:
+        position = self._count[worker]
+        self._count[worker] += 1
+        return RemoteParameter(like, self, worker, name, position)
+
+    def zero(self, worker: str, position: int, how: int) -> None:
+        self.caller.zero(worker, position, how)
+
+    # -- set-up calls, none of them in the steady state
+
+    def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """A method of the host at several workers at once."""
+        return self._call_all(_parts.ask_model, {worker: (self.key, method, more) for worker, more in args.items()})
+
+    def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
+        """A method of one host, after everything that was asked for before."""
+        commands = self.caller.sync()
+        return self.ask(method, {worker: (*args, commands)})[worker]
+
+    def _call_all(self, function: Any, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        agent, answers, error = self.agent, {}, None
+        futures = {}
+        for worker, more in args.items():
+            futures[worker] = agent.call_async(agent.resolve(worker), function, more, None, self.timeout)
+        for worker, future in futures.items():
+            try:
+                answers[worker] = future.wait()
+            except Exception as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+        return answers
+
+    def _open(self, packed: Mapping[str, _parts.Packed]) -> None:
+        name = self.agent.name
+        try:
+            self._call_all(
+                _parts.open_model,
+                {w: (self.key, name, p.blob, p.tensors, p.specs, self.timeout) for w, p in packed.items()},
+            )
+        except BaseException:
+            self._close_parts()
+            raise
+
+    def _close_parts(self) -> None:
+        for worker in self.workers:
+            try:
+                self._call_all(_parts.close_model, {worker: (self.key,)})
+            except Exception:
+                continue  # lost, or shut down: nothing of ours is left there
+
+    # -- modes
+
+    def mode(self) -> int:
+        """The number of the present training and requires_grad flags; a new one is told to the owners once."""
+        with torch._C.DisableTorchFunctionSubclass():
+            flags = tuple(
+                (
+                    worker,
+                    tuple([module.training for module in self._modules[worker]]),
+                    tuple([parameter.requires_grad for parameter in self._parameters[worker]]),
+                )
+                for worker in self._modules
+            )
+        number = self._modes.get(flags)
+        if number is None:
+            number = len(self._modes) + 1
+            self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
+            self._modes[flags] = number
+        return number
+
+    # -- counters
+
+    def counters(self, everywhere: bool) -> dict[str, int]:
+        totals = {"rpc_messages": 0, **self.agent.counters()}
+        totals["rpc_messages"] -= self._uncounted
+        totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        if everywhere and not self.closed:
+            before = self.agent.counters()["rpc_messages"]
+            for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
+                for key, value in counts.items():
+                    totals[key] = totals.get(key, 0) + value
+            self._uncounted += self.agent.counters()["rpc_messages"] - before
+        return totals
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._close_parts()
+            self.caller.close()
+
+
+class WrappedModel(nn.Module):
+    """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
+    ``named_parameters`` and ``state_dict`` have the same keys."""
+
+    def __init__(self, net: nn.Module, placement: Mapping[str, str], session: Session) -> None:
+        super().__init__()
+        self.training = net.training
+        # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
+        self.__dict__["_rdmarpc"] = session
+        self.__dict__["_original"] = net
+        self.__dict__["_shape"] = skeleton(net)
+        for name, child in net._modules.items():
+            self._modules[name] = session.stand_ins.get(name, child)
+        for name, parameter in net._parameters.items():
+            self._parameters[name] = parameter
+        for name, buffer in net._buffers.items():
+            self._buffers[name] = buffer
+        self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
+        self.__dict__["_everything"] = list(self.parameters())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        session: Session = self.__dict__["_rdmarpc"]
+        session.in_step = False
+        if torch.is_autocast_enabled("cpu"):
+            raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+            leaves, tree = pytree.tree_flatten((args, kwargs))
+        else:
+            leaves, tree = list(args), None
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        mode = session.mode()
+        grads = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass():
+            signature = (
+                self.training,
+                tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors]),
+                tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
+                constants,
+                tree,
+            )
+        try:
+            plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
+        return session.caller.forward(plan, tensors, mode)
+
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+        session: Session = self.__dict__["_rdmarpc"]
+        shape: nn.Module = self.__dict__["_shape"]
+        here = dict(self.named_modules(remove_duplicate=False))
+        for name, module in shape.named_modules(remove_duplicate=False):
+            module.training = here[name].training
+        flags = dict(self.named_parameters(remove_duplicate=False))
+        for name, parameter in shape.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(flags[name].requires_grad)
+
+        def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            left = iter(given)
+            filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+
+        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        found = capture(shape, specs, join)
+        session._constants.update(found.constants)
+        here_name = session.agent.name
+        graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
+        graph.constants = {}  # they stay here
+        return graph
+
+    def placement_table(self) -> str:
+        """What crosses, for each set of input shapes that is set up; empty before the first step."""
+        return "\n\n".join(str(placement) for placement in self.__dict__["_rdmarpc"].caller.placements())
+
+    def counters(self, everywhere: bool = True) -> dict[str, int]:
+        """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
+        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``."""
+        return self.__dict__["_rdmarpc"].counters(everywhere)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""
+        for halves in remote_optimizer.attach(optimizer):
+            halves.ensure()
+
+    def close(self) -> None:
+        """Free the parts and slots at every worker. Idempotent."""
+        self.__dict__["_rdmarpc"].close()
+
+
+def _attribute(constants: Mapping[str, torch.Tensor], net: nn.Module, path: str) -> Any:
+    if path in constants:
+        return constants[path]
+    found: Any = net
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

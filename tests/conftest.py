@@ -1,0 +1,48 @@
+"""For every test: nothing may be left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Processes of Python's own that live as long as the test run."""
+
+lasting: set[int] = set()
+"""Processes that a fixture of wider scope keeps."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: needs seconds, or gigabytes")
+
+
+def _children() -> dict[int, str]:
+    """Our living descendants, without the helpers and what lasts on purpose."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            helper = any(name in command for name in HELPERS) and process.ppid() == os.getpid()
+        except psutil.Error:
+            continue
+        if not helper and process.pid not in lasting:
+            found[process.pid] = command
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    processes, shared = set(_children()), set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 3.0  # a process that was told to end may need a moment
+    while (left := {pid: name for pid, name in _children().items() if pid not in processes}) and (time.monotonic() < deadline):
+        time.sleep(0.02)
+    assert not left, f"processes left behind: {left}"
+    appeared = set(os.listdir("/dev/shm")) - shared
+    assert not appeared, f"left in /dev/shm: {appeared}"

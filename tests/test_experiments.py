@@ -1,0 +1,160 @@
+"""The training job as a user starts it: processes of its own, judged by what they leave behind, never by a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRAIN = [sys.executable, "-m", "experiments.train"]
+QUICK = ["epochs=2"]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_nothing_new(before: set[str]) -> None:
+    """Other programs come and go in /dev/shm too, so what is new has a moment to go."""
+    wait_for(lambda: shared_memory() <= before, 5, f"left in /dev/shm: {shared_memory() - before}")
+
+
+def train(*overrides: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    """A job from start to end; it must not leave shared memory behind."""
+    before = shared_memory()
+    done = subprocess.run([*TRAIN, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    assert_nothing_new(before)
+    return done
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def assert_steady(result: dict[str, Any]) -> None:
+    """From the second step on nothing is registered or staged, and the losses are those of a single process."""
+    assert result["counters"]["steps"] > 0
+    assert result["counters"]["registrations"] == 0
+    assert result["counters"]["bytes_staged"] == 0
+    assert result["counters"]["bytes_direct"] > 0
+    assert result["equal_to_single_process"]["rdmarpc"]
+
+
+def test_default_job_learns_and_shows_it(tmp_path: Path) -> None:
+    done = train(f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    result = result_in(tmp_path)
+    assert result["accuracy"] >= 0.97
+    assert_steady(result)
+    assert {"single_process", "rdmarpc", "torch_rpc"} == set(result["step_ms"])
+    assert (tmp_path / "placement.txt").read_text().strip()
+    assert (tmp_path / "comm_comp.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob(".meeting-*"))
+
+
+def test_other_device_workers_and_model(tmp_path: Path) -> None:
+    done = train("device=tcp", "workers=3", "model=mlp", "torch_rpc=false", *QUICK, f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    result = result_in(tmp_path)
+    assert_steady(result)
+    assert result["config"]["device"] == "tcp"
+    assert set(result["config"]["placement"].values()) == {"worker0", "worker1", "worker2"}
+    assert set(result["step_ms"]) == {"single_process", "rdmarpc"}
+
+
+def test_multirun(tmp_path: Path) -> None:
+    done = train("-m", "seed=0,1", "torch_rpc=false", "epochs=1", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    first, second = result_in(tmp_path / "0"), result_in(tmp_path / "1")
+    assert first["losses"]["rdmarpc"] != second["losses"]["rdmarpc"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["workers=7"], "not for 7"),
+        (["batch_size=100000"], "batch_size=100000"),
+        (["epochs=0"], "epochs=0"),
+        (["device=carrier-pigeon", "torch_rpc=false"], "carrier-pigeon"),
+    ],
+)
+def test_bad_config_is_a_clear_error(overrides: list[str], says: str, tmp_path: Path) -> None:
+    done = train(*overrides, f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def start_endless_job(tmp_path: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """A launcher in a process group of its own, as a shell starts it, and its workers, in the middle of training."""
+    log = tmp_path / "stdout"
+    with log.open("w") as stdout:
+        launcher = subprocess.Popen(
+            [*TRAIN, "epochs=100000", "torch_rpc=false", f"hydra.run.dir={tmp_path}"],
+            cwd=ROOT,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: launcher.poll() is not None or "epoch 1:" in log.read_text(), 60, "no epoch within 60 s")
+        assert launcher.poll() is None, log.read_text()
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(children) >= 2
+    except BaseException:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        raise
+    return launcher, children
+
+
+def workers_among(children: list[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("everybody", [True, False], ids=["ctrl-c", "launcher-only"])
+def test_interrupt_ends_everything(everybody: bool, tmp_path: Path) -> None:
+    before = shared_memory()
+    launcher, children = start_endless_job(tmp_path)
+    if everybody:
+        os.killpg(launcher.pid, signal.SIGINT)
+    else:
+        launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=10) == 130
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert_nothing_new(before)
+    assert not list(tmp_path.glob(".meeting-*"))
+
+
+def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+    before = shared_memory()
+    launcher, children = start_endless_job(tmp_path)
+    launcher.kill()
+    launcher.wait()
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert_nothing_new(before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
+    before = shared_memory()
+    launcher, children = start_endless_job(tmp_path)
+    victim = sorted(workers_among(children), key=lambda child: child.create_time())[rank]
+    victim.kill()
+    assert launcher.wait(timeout=10) == 1
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert "worker" in (tmp_path / "stdout").read_text().splitlines()[-1]
+    assert_nothing_new(before)

@@ -1,0 +1,526 @@
+"""The contract of ``Channel`` and ``Device``, sentence by sentence, for every device; both ends in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from transport_peer import C, Pair, S, all_are, altered, filled
+
+from rdmarpc.transport import (
+    ArenaFull,
+    Device,
+    NotSupported,
+    RegistrationError,
+    RemoteAccessError,
+    RemoteRegion,
+    TransferTimeout,
+)
+
+SIZES = (0, 1, 3, 63, 64 * 1024 + 1, 9 * 2**20 + 7)
+T = 10.0
+"""Longest wait, in seconds, for what comes at once on a machine that is not overloaded."""
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_write_then_read_back(pair: Pair, nbytes: int) -> None:
+    ours, theirs = filled(pair.a, nbytes, C), filled(pair.b, nbytes, S)
+    remote = pair.remote(theirs)
+    back = filled(pair.a, nbytes, 0)
+    pair.ab.memcpy(back, remote).wait(T)
+    assert all_are(back, S) and all_are(theirs, S)
+    pair.ab.memcpy(remote, ours).wait(T)
+    assert all_are(theirs, C) and all_are(ours, C)
+    pair.ab.memcpy(back, remote).wait(T)
+    assert all_are(back, C)
+
+
+def test_write_from_the_accepting_side(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 1000, C), filled(pair.b, 1000, S)
+    pair.ba.memcpy(RemoteRegion.load(pair.a.export(ours)), theirs, notify=3).wait(T)
+    pair.ab.expect(3).wait(T)
+    assert all_are(ours, S) and all_are(theirs, S)
+
+
+def test_both_directions_at_once_with_more_than_any_buffer_holds(pair: Pair) -> None:
+    size = 24 << 20
+    a_out, a_in = filled(pair.a, size, C), filled(pair.a, size, 0)
+    b_out, b_in = filled(pair.b, size, S), filled(pair.b, size, 0)
+    works = [
+        pair.ab.memcpy(pair.remote(b_in), a_out),
+        pair.ba.memcpy(RemoteRegion.load(pair.a.export(a_in)), b_out),
+    ]
+    for work in works:
+        work.wait(T)
+    assert all_are(a_in, S) and all_are(b_in, C)
+
+
+@pytest.mark.slow
+def test_more_than_a_gibibyte(pair: Pair) -> None:
+    size = 2**30 + 13
+    if psutil.virtual_memory().available < 8 * 2**30:
+        pytest.skip("needs 8 GiB of free memory")
+    ours, theirs = filled(pair.a, size, C), filled(pair.b, size, 0)
+    ours[-1] = 1
+    remote = pair.remote(theirs)
+    pair.ab.memcpy(remote, ours).wait(60.0)
+    assert theirs[0] == C and theirs[2**30 - 1] == C and theirs[-1] == 1 and torch.equal(ours, theirs)
+    theirs[2**30 :] = S
+    pair.ab.memcpy(ours, remote).wait(60.0)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 1), (1, 0), (3, 7), (63, 64), (4095, 4097)])
+@pytest.mark.parametrize("nbytes", [1, 5, 4096, 70_001])
+def test_any_alignment_and_nothing_beside_it(pair: Pair, here: int, there: int, nbytes: int) -> None:
+    ours, theirs = filled(pair.a, 100_000, C), filled(pair.b, 100_000, S)
+    remote = pair.remote(theirs)
+    pair.ab.memcpy(remote[there : there + nbytes], ours[here : here + nbytes]).wait(T)
+    assert all_are(theirs[there : there + nbytes], C)
+    assert all_are(theirs[:there], S) and all_are(theirs[there + nbytes :], S)
+    theirs[there : there + nbytes] = 1
+    pair.ab.memcpy(ours[here : here + nbytes], remote[there : there + nbytes]).wait(T)
+    assert all_are(ours[here : here + nbytes], 1)
+    assert all_are(ours[:here], C) and all_are(ours[here + nbytes :], C)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_any_dtype_and_shape(pair: Pair, dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (3, 5), (2, 0, 4)):
+        ours = pair.a.empty(shape, dtype=dtype)
+        ours.copy_(torch.randint(0, 2, shape))
+        theirs = pair.b.empty(shape, dtype=dtype).zero_()
+        assert ours.shape == torch.Size(shape) and ours.dtype == dtype
+        pair.ab.memcpy(pair.remote(theirs), ours).wait(T)
+        assert torch.equal(ours, theirs)
+
+
+def test_local_side_may_lie_anywhere(pair: Pair) -> None:
+    theirs = filled(pair.b, 40, S)
+    plain = torch.arange(10, dtype=torch.float32)
+    pair.ab.memcpy(pair.remote(theirs), plain).wait(T)
+    assert torch.equal(theirs.view(torch.float32), plain)
+    leaf = torch.zeros(10, requires_grad=True)
+    pair.ab.memcpy(leaf, pair.remote(theirs)).wait(T)
+    assert torch.equal(leaf.detach(), plain)
+    pair.ab.memcpy(pair.a.register(plain), pair.remote(theirs)).wait(T)
+
+
+# -- prepared transfers
+
+
+def test_a_list_with_reads_and_writes_and_one_notification(pair: Pair) -> None:
+    outs = [filled(pair.a, size, C) for size in (1, 0, 100_000, 7)]
+    ins = [filled(pair.b, size, 0) for size in (1, 0, 100_000, 7)]
+    source, sink = filled(pair.b, 5000, S), filled(pair.a, 5000, 0)
+    pairs: list = [(pair.remote(there), here) for here, there in zip(outs, ins)]
+    transfer = pair.ab.prepare([*pairs, (sink, pair.remote(source))], notify=9)
+    expectation = pair.ba.expect(9)
+    for _ in range(3):
+        work = transfer.post()
+        expectation.wait(T)
+        assert all(all_are(there, C) for there in ins)
+        assert all_are(sink, S)
+        work.wait(T)
+        assert work.done() and work.exception() is None
+        for tensor in (*ins, sink):
+            tensor.zero_()
+    assert not expectation.done()
+
+
+def test_many_copies_in_one_transfer(pair: Pair) -> None:
+    ours = torch.randint(0, 255, (2000, 3), dtype=torch.uint8)
+    theirs = filled(pair.b, 6000, 0)
+    remote = pair.remote(theirs)
+    pair.ab.prepare([(remote[3 * i : 3 * i + 3], ours[i]) for i in range(2000)], notify=1).post().wait(T)
+    pair.ba.expect(1).wait(T)
+    assert torch.equal(theirs, ours.flatten())
+
+
+def test_a_transfer_keeps_its_tensors_alive(pair: Pair) -> None:
+    theirs = filled(pair.b, 1 << 16, 0)
+    transfer = pair.ab.prepare([(pair.remote(theirs), filled(pair.a, 1 << 16, C))])
+    assert pair.a.counters()["arena_used"] >= 1 << 16
+    filled(pair.a, 1 << 16, 1)
+    transfer.post().wait(T)
+    assert all_are(theirs, C)
+
+
+def test_rebind(pair: Pair) -> None:
+    first, second = filled(pair.a, 100, 1), filled(pair.a, 100, 2)
+    theirs = filled(pair.b, 200, 0)
+    remote = pair.remote(theirs)
+    into = filled(pair.a, 0, 0)
+    transfer = pair.ab.prepare([(remote[0:0], into), (remote[:100], first), (remote[100:], first)])
+    transfer.post().wait(T)
+    transfer.rebind(2, second)
+    transfer.rebind(0, filled(pair.a, 0, 1))
+    transfer.post().wait(T)
+    assert all_are(theirs[:100], 1) and all_are(theirs[100:], 2)
+    for wrong in (filled(pair.a, 99, 3), torch.zeros(10, 20, dtype=torch.uint8)[:, ::2]):
+        with pytest.raises(ValueError):
+            transfer.rebind(1, wrong)
+    reading = pair.ab.prepare([(first, remote[100:])])
+    reading.rebind(0, into := filled(pair.a, 100, 0))
+    reading.post().wait(T)
+    assert all_are(into, 2) and all_are(first, 1)
+
+
+def test_empty_transfers(pair: Pair) -> None:
+    pair.ab.prepare([]).post().wait(T)
+    pair.ab.prepare([], notify=4).post().wait(T)
+    pair.ba.expect(4).wait(T)
+
+
+# -- notifications
+
+
+def test_notifications_count_and_do_not_depend_on_order(pair: Pair) -> None:
+    for imm in (5, 6, 5, 65535, 0, 5):
+        pair.ab.notify(imm)
+    for imm, count in ((65535, 1), (0, 1), (5, 2), (6, 1), (5, 1)):
+        pair.ba.expect(imm, count).wait(T)
+    assert not pair.ba.expect(5).done()
+    for wrong in (-1, 65536):
+        with pytest.raises(ValueError, match="65535"):
+            pair.ab.notify(wrong)
+        with pytest.raises(ValueError, match="65535"):
+            pair.ba.expect(wrong)
+
+
+def test_a_timeout_consumes_nothing(pair: Pair) -> None:
+    expectation = pair.ba.expect(1, count=2)
+    pair.ab.notify(1)
+    pair.ba.expect(2).done()
+    with pytest.raises(TransferTimeout, match=r"0\.05 s"):
+        expectation.wait(0.05)
+    with pytest.raises(TransferTimeout):
+        expectation.wait(0)
+    pair.ab.notify(1)
+    expectation.wait(T)
+    assert not expectation.done()
+
+
+def test_the_data_is_there_before_its_notification(pair: Pair) -> None:
+    theirs = pair.b.empty(64, dtype=torch.int64).zero_()
+    ours = pair.a.empty(64, dtype=torch.int64)
+    transfer = pair.ab.prepare([(pair.remote(theirs), ours)], notify=1)
+    expectation = pair.ba.expect(1)
+    for turn in range(200):
+        ours.fill_(turn)
+        work = transfer.post()
+        expectation.wait(T)
+        assert bool((theirs == turn).all())
+        work.wait(T)
+
+
+def test_a_waiter_sleeps_and_is_woken(pair: Pair) -> None:
+    done: list[bool] = []
+
+    def wait() -> None:
+        pair.ba.expect(8).wait(T)
+        done.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not done
+    pair.ab.notify(8)
+    thread.join(T)
+    assert done
+
+
+def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> None:
+    third = open_device(kind)
+    cb = third.connect(pair.b.address)
+    bc = pair.b.accept(timeout=5.0)
+    poller = pair.b.poller()
+    assert poller.wait(0.01) is None
+    first, second, third_row = poller.add(pair.ba, 1), poller.add(pair.ba, 2), poller.add(bc, 1)
+    assert len({first, second, third_row, poller.KICK}) == 4
+    pair.ab.notify(1)
+    assert poller.wait(T) == (first, 1)
+    cb.notify(1)
+    assert poller.wait(T) == (third_row, 1)
+    pair.ab.notify(2)
+    pair.ab.notify(2)
+    fresh = 0
+    while fresh < 2:
+        news = poller.wait(T)
+        assert news is not None and news[0] == second
+        fresh += news[1]
+    assert poller.wait(0) is None
+    threading.Timer(0.15, poller.kick).start()
+    assert poller.wait(T) == (poller.KICK, 1)
+    threading.Timer(0.15, cb.notify, (1,)).start()
+    assert poller.wait(T) == (third_row, 1)
+    poller.drop(third_row)
+    cb.notify(1)
+    assert poller.wait(0.05) is None
+    pair.ab.notify(1)
+    assert poller.wait(T) == (first, 1)
+    poller.close()
+
+
+# -- windows
+
+
+def test_window(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 1 << 20, C), filled(pair.b, 1 << 20, S)
+    window = pair.ab.window(pair.remote(theirs), ours, notify=11)
+    expectation = pair.ba.expect(11)
+    window.put(10, 20)
+    expectation.wait(T)
+    assert all_are(theirs[10:30], C) and all_are(theirs[:10], S) and all_are(theirs[30:], S)
+    window.put(5, 0)
+    expectation.wait(T)
+    assert all_are(theirs[:10], S)
+
+
+def test_bytes_put_may_be_overwritten_at_once(pair: Pair) -> None:
+    """Also when a copy larger than any buffer is on its way before them."""
+    bulk, landing = filled(pair.a, 16 << 20, 1), filled(pair.b, 16 << 20, 0)
+    ours, theirs = filled(pair.a, 50_000, 0), filled(pair.b, 50_000, 0)
+    window = pair.ab.window(pair.remote(theirs), ours, notify=2)
+    works = [pair.ab.memcpy(pair.remote(landing), bulk) for _ in range(2)]
+    for at in range(50):
+        ours.fill_(at)
+        window.put(at * 1000, 1000)
+    ours.fill_(255)
+    pair.ba.expect(2, 50).wait(T)
+    assert torch.equal(theirs.view(50, 1000)[:, 0], torch.arange(50, dtype=torch.uint8))
+    assert torch.equal(theirs.view(50, 1000)[:, 999], torch.arange(50, dtype=torch.uint8))
+    for work in works:
+        work.wait(T)
+
+
+def test_window_of_wrong_size_or_place(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 100, C), filled(pair.b, 200, S)
+    with pytest.raises(ValueError, match="sizes differ"):
+        pair.ab.window(pair.remote(theirs), ours, notify=1)
+    with pytest.raises(RemoteAccessError):
+        pair.ab.window(altered(pair.remote(theirs[:100]), key=1), ours, notify=1)
+    pair.ab.window(pair.remote(theirs[:100]), ours, notify=1)
+
+
+# -- sides that do not fit
+
+
+def test_sides_that_do_not_fit(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 100, C), filled(pair.b, 100, S)
+    remote = pair.remote(theirs)
+    wrong = [
+        (remote, remote),
+        (ours, ours),
+        (remote, filled(pair.a, 99, C)),
+        (remote[:50], ours),
+        (remote, torch.zeros(10, 20, dtype=torch.uint8)[:, ::2]),
+        (remote, torch.zeros(5, 20, dtype=torch.uint8).t()),
+        (remote, torch.zeros(100, dtype=torch.uint8, device="meta")),
+        (remote, torch.eye(5).to_sparse()),
+        (remote, b"x" * 100),
+        (remote, None),
+    ]
+    for dst, src in wrong:
+        with pytest.raises(ValueError):
+            pair.ab.memcpy(dst, src)  # type: ignore[arg-type]
+        with pytest.raises(ValueError):
+            pair.ab.prepare([(remote, ours), (dst, src)])  # type: ignore[list-item]
+    assert all_are(theirs, S)
+    pair.ab.memcpy(remote, ours).wait(T)
+    assert all_are(theirs, C)
+
+
+# -- descriptors
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_bad_descriptors_are_refused_and_the_channel_goes_on(pair: Pair, write: bool) -> None:
+    ours, theirs = filled(pair.a, 100_000, C), filled(pair.b, 100_000, S)
+    good = pair.remote(theirs)
+    bad = [
+        altered(good, key=good.key ^ 1),
+        altered(good, region=good.region + 77),
+        altered(good, offset=1 << 40),
+        altered(good, offset=(1 << 64) - 8),
+        altered(good, owner=good.owner ^ 1),
+        altered(good, epoch=good.epoch ^ 1),
+        RemoteRegion.load(pair.a.export(ours)),
+    ]
+    for remote in bad:
+        with pytest.raises(RemoteAccessError) as caught:
+            pair.ab.memcpy(*((remote, ours) if write else (ours, remote)), notify=1).wait(T)
+        assert pair.ab.peer in str(caught.value)
+    assert all_are(theirs, S) and all_are(ours, C)
+    assert not pair.ba.expect(1).done()
+    assert pair.ab.error is None
+    pair.ab.memcpy(good, ours, notify=1).wait(T)
+    pair.ba.expect(1).wait(T)
+    assert all_are(theirs, C)
+    assert not pair.ba.expect(1).done()
+
+
+def test_one_bad_copy_in_a_list_means_no_notification(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 1000, C), filled(pair.b, 1000, S)
+    good = pair.remote(theirs)
+    bad = altered(good, key=0)
+    for order in ([good, bad], [bad, good], [good, bad, good]):
+        with pytest.raises(RemoteAccessError):
+            pair.ab.prepare([(remote, ours) for remote in order], notify=1).post().wait(T)
+    pair.ab.notify(2)
+    pair.ba.expect(2).wait(T)
+    assert not pair.ba.expect(1).done()
+
+
+def test_garbage_is_no_descriptor(pair: Pair) -> None:
+    good = pair.b.export(filled(pair.b, 10, S))
+    for blob in (b"", good[:-1], good + b"\0", b"XXXX" + good[4:], good[:4] + b"\x09" + good[5:], b"\0" * len(good)):
+        with pytest.raises(RemoteAccessError):
+            RemoteRegion.load(blob)
+
+
+# -- memory of others
+
+
+def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> None:
+    if getattr(pair.ab, "no_cma", ""):
+        pytest.skip("this system does not allow cross-memory attach")
+    foreign = torch.full((200_000,), S, dtype=torch.uint8)
+    before = pair.b.counters()["registrations"]
+    with pair.b.register(foreign) as region:
+        assert pair.b.counters()["registrations"] == before + 1
+        remote = RemoteRegion.load(region.export())
+        ours = filled(pair.a, 200_000, 0)
+        pair.ab.memcpy(ours, remote).wait(T)
+        assert all_are(ours, S)
+        ours.fill_(C)
+        pair.ab.memcpy(remote[7:], ours[7:], notify=1).wait(T)
+        pair.ba.expect(1).wait(T)
+        assert all_are(foreign[:7], S) and all_are(foreign[7:], C)
+        transfer = pair.ab.prepare([(remote, ours)])
+    with pytest.raises(RemoteAccessError):
+        transfer.post().wait(T)
+    with pytest.raises(RemoteAccessError):
+        pair.ab.memcpy(remote, ours).wait(T)
+    assert all_are(foreign[:7], S)
+    region.close()
+    assert pair.ab.error is None
+
+
+def test_register_is_free_for_arena_memory(pair: Pair) -> None:
+    tensor = filled(pair.b, 1000, S)
+    before = pair.b.counters()["registrations"]
+    part = pair.b.register(tensor[100:300])
+    assert pair.b.counters()["registrations"] == before
+    part.close()
+    ours = filled(pair.a, 200, C)
+    pair.ab.memcpy(part.remote, ours).wait(T)
+    assert all_are(tensor[100:300], C) and all_are(tensor[:100], S) and all_are(tensor[300:], S)
+    with pytest.raises(RegistrationError, match="arena"):
+        pair.b.export(torch.zeros(3))
+    with pytest.raises(ValueError, match="contiguous"):
+        pair.b.register(torch.zeros(4, 4).t())
+
+
+# -- the arena, through the device
+
+
+def test_arena_memory_returns_when_the_last_view_dies(pair: Pair) -> None:
+    tensor = pair.a.empty((256, 1024))
+    where = tensor.data_ptr()
+    view = tensor.t()[3:, 5:].detach()
+    del tensor
+    other = pair.a.empty((256, 1024))
+    assert other.data_ptr() != where
+    del view
+    assert pair.a.empty((256, 1024)).data_ptr() == where
+
+
+def test_a_full_arena_names_the_limit_and_the_option(kind: str, open_device: Callable[..., Device]) -> None:
+    device = open_device(kind, arena_limit=1 << 20)
+    kept = device.empty(900_000, dtype=torch.uint8)
+    with pytest.raises(ArenaFull, match=r"1048576(.|\n)*arena_limit(.|\n)*RDMARPC_ARENA_LIMIT"):
+        device.empty(900_000, dtype=torch.uint8)
+    del kept
+    device.empty(900_000, dtype=torch.uint8)
+
+
+def test_growth_is_reachable_at_once(pair: Pair) -> None:
+    """A segment made after the connection can be named by the next descriptor."""
+    big = filled(pair.b, 80 << 20, 0)
+    pair.ab.memcpy(pair.remote(big)[-5:], filled(pair.a, 5, C)).wait(T)
+    assert all_are(big[-5:], C)
+
+
+# -- counters, text
+
+
+def test_counters(pair: Pair) -> None:
+    ours, theirs = filled(pair.a, 1000, C), filled(pair.b, 1000, S)
+    transfer = pair.ab.prepare([(pair.remote(theirs), ours), (ours[:10], pair.remote(theirs)[:10])], notify=1)
+    before = pair.a.counters()
+    for _ in range(5):
+        transfer.post().wait(T)
+        pair.ba.expect(1).wait(T)
+    after = pair.a.counters()
+    assert after["bytes_direct"] - before["bytes_direct"] == 5 * 1010
+    assert after["posts"] - before["posts"] >= 5
+    assert after["bytes_staged"] == 0 and after["registrations"] == before["registrations"]
+    assert after["channels"] == 1 and after["segments"] == 1 and after["arena_bytes"] >= after["arena_used"] >= 1000
+    pair.a.count_staged(7)
+    assert pair.a.counters()["bytes_staged"] == 7
+    pair.ab.close()
+    ended = pair.a.counters()
+    assert ended["channels"] == 0 and ended["bytes_direct"] == after["bytes_direct"] and ended["posts"] >= after["posts"]
+
+
+def test_text_for_people(pair: Pair, kind: str) -> None:
+    assert pair.a.explain().startswith(f"{kind}: ") and "arena" in pair.a.explain()
+    assert "open" in repr(pair.ab)
+    assert pair.a.address.decode().isprintable() and pair.a.address.startswith(kind.encode() + b":")
+    assert pair.ba.peer_hello == b"from a" and pair.ab.peer_hello == b""
+
+
+# -- threads
+
+
+def test_threads_share_a_channel(pair: Pair) -> None:
+    theirs = filled(pair.b, 8 * 30_000, 0)
+    remote = pair.remote(theirs)
+    errors: list[BaseException] = []
+
+    def run(lane: int) -> None:
+        try:
+            part = remote[lane * 30_000 : (lane + 1) * 30_000]
+            ours, back = filled(pair.a, 30_000, 0), filled(pair.a, 30_000, 0)
+            for turn in range(20):
+                ours.fill_(lane * 20 + turn)
+                pair.ab.memcpy(part, ours, notify=lane).wait(T)
+                pair.ab.memcpy(back, part).wait(T)
+                assert torch.equal(ours, back)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(lane,)) for lane in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not errors
+    for lane in range(8):
+        pair.ba.expect(lane, 20).wait(T)
+        assert all_are(theirs[lane * 30_000 : (lane + 1) * 30_000], lane * 20 + 19)
+
+
+def test_unknown_devices() -> None:
+    from rdmarpc import transport
+
+    for name in ("", "infiniband", "shm://here", "verbs"):
+        with pytest.raises(NotSupported, match="shm"):
+            transport.open_device(name)

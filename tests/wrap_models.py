@@ -1,0 +1,190 @@
+"""Models for the tests of ``wrap``: top-level classes, so that they can travel."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(inplace=True), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.classifier = nn.Linear(8 * 16, 10)
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.classifier(torch.flatten(F.relu(self.middle(x)), 1))
+
+
+class Skip(nn.Module):
+    """``a`` feeds ``b`` and ``c``; the caller's scale comes between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        z = torch.tanh(self.b(y)) * self.scale
+        return self.c(z + y)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(20, 8), nn.Linear(20, 6)
+
+    def forward(self, x, y):
+        left = torch.relu(self.left(x))
+        return left, {"right": self.right(y), "both": (left.sum(1), 3)}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(14, 4)
+
+    def forward(self, pair):
+        left, rest = pair
+        return self.out(torch.cat([left, rest["right"]], 1)) * rest["both"][1] + rest["both"][0][:, None]
+
+
+class TuplesAndInputs(nn.Module):
+    """Two tensor inputs, one by name; a part that gives a nested structure; two outputs in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.join = Pair(), Join()
+
+    def forward(self, x, *, y, double=False):
+        made = self.pair(x, y)
+        out = self.join(made)
+        return {"out": out * 2 if double else out, "left": made[0]}
+
+
+class PingPong(nn.Module):
+    """Remote, caller, remote, caller; and ``first`` is used by ``third`` past the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, x):
+        a = torch.tanh(self.first(x))
+        b = torch.tanh(self.second(a))
+        c = torch.tanh(self.third(a + b))
+        return self.fourth(c)[:, :4]
+
+
+class Forked(nn.Module):
+    """Two outputs, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.two = nn.Linear(20, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = torch.tanh(self.trunk(x))
+        return self.one(y), self.two(y)
+
+
+class Failing(nn.Module):
+    """Raises in its forward or backward when the input says so (its first element)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 4)
+
+    def forward(self, x):
+        if x[0, 0] == 100:
+            raise KeyError("the forward of this part fails")
+        return Fuse.apply(self.layer(x), bool(x[0, 0] == 200))
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, blow):
+        ctx.blow = blow
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.blow:
+            raise ZeroDivisionError("the backward of this part fails")
+        return grad, None
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds: float = 0.03) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(20, 4), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.layer(x)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(20, 4)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else x
+
+
+class Selecting(nn.Module):
+    """Its output's shape depends on data."""
+
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Keeping(nn.Module):
+    """Keeps its last input: the slot must not be overwritten under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 4)
+        self.kept = None
+
+    def forward(self, x):
+        if self.kept is not None and not torch.equal(self.kept, self.copy):
+            raise AssertionError("an input that was kept has changed")
+        self.kept, self.copy = x, x.detach().clone()
+        return self.layer(x)
+
+
+class Positional(nn.Module):
+    """The gradient of ``shift`` is the very tensor that came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8, 20))
+
+    def forward(self, x):
+        return x + self.shift.unsqueeze(0).squeeze(0)
+
+
+class SharedInPlace(nn.Module):
+    """``b`` writes into what ``c`` reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(20, 20), nn.ReLU(inplace=True), nn.Linear(20, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y)[:, :4] + self.c(y)

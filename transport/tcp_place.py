@@ -1,0 +1,41 @@
+"""Where a ``tcp`` device listens."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def routed_address() -> str:
+    """The local address of the default route: where other hosts reach this one. Loopback if there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table (address reserved for documentation)
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of a network interface, ``None`` if there is no such interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """``ADDRESS``, ``ADDRESS:PORT``, ``[v6]:PORT`` or an interface's name -> (address or name, port or 0)."""
+    host, colon, port = place.rpartition(":")
+    if place.startswith("[") and place.endswith("]"):
+        host, port = place, ""
+    elif not colon or (":" in host and not host.startswith("[")):
+        host, port = place, ""  # no port; or a bare IPv6 address
+    if port and not port.isdigit():
+        raise ValueError(f"tcp://{place}: {port!r} is not a port")
+    return host.strip("[]"), int(port or 0)
