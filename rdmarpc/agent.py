@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import struct
 import threading
@@ -13,17 +12,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .callee import Callee
-from .caller import CONTROL, REMOTE, Caller
+from .caller import REMOTE, Caller
 from .future import Future, Pending
-from .link import CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
+from .link import CONTROL, CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .rendezvous import Record, Rendezvous
 from .rref_store import RRefStore
-from .transport import Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
+from .termination import Termination
+from .transport import Channel, PeerLost, Poller, RdmaError, host_id, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 _HELLO = struct.Struct("<4sI")
 _HELLO_MAGIC = b"rpc1"
 _CONNECT_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 5.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -103,7 +102,7 @@ class Agent:
         return {
             **self.device.counters(),
             "rpc_messages": sum(link.sent for link in links),
-            "rpc_calls": self.caller.sent,
+            "rpc_calls": sum(link.requests for link in links),
             "rrefs": len(self.rrefs),
         }
 
@@ -140,9 +139,7 @@ class Agent:
             return self.caller.failed(error, limit, future=more.get("future", False))
         return self.caller.request(link, function, tuple(args or ()), kwargs, limit, **more)
 
-    def call(
-        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
-    ) -> Any:
+    def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
         return self.caller.result(self._start(to, function, args, kwargs, timeout, flags=CONTROL if control else 0))
 
@@ -279,12 +276,27 @@ class Agent:
 
     # -- the end
 
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is outstanding here, and no function runs."""
+        return not self.progress.busy and all(pending.control for pending in list(self.caller.pending.values()))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests of users sent, and answered, ever."""
+        links = list(self._rows.values())
+        return sum(link.requests for link in links), sum(link.answers for link in links)
+
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
         deadline = time.monotonic() + timeout if timeout else None
         try:
             if graceful:
+                for handle in list(self.handles):
+                    handle._forget()
+                self.collect()
                 self.termination.wait(deadline)
+                self._meeting.leave(_LEAVE_TIMEOUT_S)
         finally:
             self.close()
 
@@ -302,95 +314,6 @@ class Agent:
         self._rows.clear()
         self._links.clear()
 
-
-class Termination:
-    """Graceful shutdown: everybody keeps serving until nobody has anything left to do (rank 0 decides).
-
-    Mattern's four counters ("Algorithms for distributed termination detection", 1987): a worker that is idle reports how
-    many requests it sent and served. When the sums over all workers agree, and are those of the round before, no request
-    is under way.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = weakref.proxy(agent)
-        self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
-        self._last: tuple[int, int] | None = None
-        self._error: RdmaError | None = None
-        self._waiting: threading.Event | None = None
-        self._lock = threading.Lock()
-
-    def report(self, number: int, rank: int, sent: int, served: int) -> torch.futures.Future[bool]:
-        """On rank 0: a worker's counts in round ``number``; completes with whether all is done."""
-        future: torch.futures.Future[bool] = torch.futures.Future()
-        with self._lock:
-            if self._error is not None:
-                future.set_exception(self._error)
-                return future
-            reports = self._reports.setdefault(number, {})
-            reports[rank] = (sent, served, future)
-            if len(reports) < len(self._agent.workers):
-                return future
-            del self._reports[number]
-            totals = sum(item[0] for item in reports.values()), sum(item[1] for item in reports.values())
-            done = totals[0] == totals[1] and totals == self._last
-            self._last = totals
-        for _, _, waiting in reports.values():
-            waiting.set_result(done)
-        return future
-
-    def fail(self, error: RdmaError) -> None:
-        """A worker was lost: no graceful end is possible any more."""
-        with self._lock:
-            self._error = self._error or error
-            reports, self._reports = self._reports, {}
-        for entries in reports.values():
-            for _, _, waiting in entries.values():
-                waiting.set_exception(error)
-        if self._waiting is not None:
-            self._waiting.set()
-
-    def wait(self, deadline: float | None) -> None:
-        """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
-        agent = self._agent
-        gc.collect()
-        for handle in list(agent.handles):
-            handle._forget()
-        agent.collect()
-        leader = agent.workers[0]
-        if agent.me.id == 0:
-            for info in agent.workers[1:]:
-                agent.link(info.id)
-        for number in itertools.count():
-            while any(not pending.control for pending in list(agent.caller.pending.values())) or agent.progress.busy:
-                self._sleep(threading.Event(), deadline, 0.001)
-            arrived = threading.Event()
-            self._waiting = arrived
-            arguments = (number, agent.me.id, agent.caller.sent, agent.callee.served)
-            future = agent.call_async(leader, _report, arguments, None, 0, control=True)
-            future.add_done_callback(lambda _, arrived=arrived: arrived.set())
-            if self._error is not None:
-                raise self._error
-            while not arrived.is_set():
-                self._sleep(arrived, deadline, 0.1)
-            if self._error is not None:
-                raise self._error
-            if future.wait():
-                break
-        agent._meeting.leave(5.0)
-
-    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float) -> None:
-        event.wait(seconds)
-        if deadline is not None and time.monotonic() > deadline:
-            raise TransferTimeout(
-                "not every worker came to shutdown in time", hint="a worker may still be busy; shutdown(timeout=) sets the limit"
-            )
-
-
-def _report(number: int, rank: int, sent: int, served: int) -> Any:
-    return current().termination.report(number, rank, sent, served)
-
-
-_report._wrapped_async_rpc_function = _report  # type: ignore[attr-defined]
 
 _current: Agent | None = None
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from . import serialize
-from .caller import CONTROL, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
-from .link import ERROR, RESPONSE, Frame, Link
+from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_store import RRefStore
 from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
@@ -32,8 +32,6 @@ class Callee:
 
     def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefStore) -> None:
         self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
-        self.served = 0
-        """Requests of users answered so far, for the termination of a graceful shutdown."""
         self._functions: dict[bytes, Any] = {}
         self._landings: dict[tuple[int, int], Landing] = {}
         self._granted = 0
@@ -159,7 +157,7 @@ class Callee:
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [], False)
             elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
-                payload = serialize.dump_flat((result,))
+                payload = serialize.dump_flat_one(result)
             else:
                 payload, tensors = serialize.dumps(result)
             if tensors:
@@ -182,7 +180,6 @@ class Callee:
         except BaseException as error:
             self._fail(link, call, control, error, None)
             return
-        self._count(control)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
@@ -202,12 +199,6 @@ class Callee:
             self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
         except PeerLost:
             pass
-        self._count(control)
-
-    def _count(self, control: int) -> None:
-        if not control:
-            with self._lock:
-                self.served += 1
 
     # -- landing places
 
@@ -232,4 +223,3 @@ class Callee:
             if landing is not None:
                 self._granted -= sum(landing.sizes)
         return landing
-

@@ -24,15 +24,17 @@ import torch
 
 from . import serialize
 from .future import Future, Pending
-from .link import ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
+from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
 from .tensors import NOTHING, Outgoing, Stock, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
-FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128
+FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # and link.CONTROL, 32
+_PLAIN = FLAT | READS | BULK
 
-# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places. Of a response: grant given, bytes of places.
+# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places;
+# of a response: grant given, bytes of places.
 REQUEST_HEAD = struct.Struct("<QQQI")
 RESPONSE_HEAD = struct.Struct("<QI")
 _BYTE = torch.uint8
@@ -60,12 +62,9 @@ class Caller:
         self.pending: dict[int, Pending] = {}
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
-        self.sent = 0
-        """Requests of users so far, for the termination of a graceful shutdown."""
         self.stock = Stock(device)
         self._expired: dict[int, Pending] = {}
         self._calls = itertools.count(1)
-        self._count_lock = threading.Lock()
         self._ticking = threading.Event()
         self.on_tick: Callable[[], None] = lambda: None
         """Called every second or so on the thread of timeouts."""
@@ -78,7 +77,7 @@ class Caller:
         """A call that could not even be sent: its error is raised where the answer is awaited."""
         pending = Pending(None, 0, timeout)
         if future:
-            Future.of(self, pending)
+            pending.future = Future(self, pending)
         self._answer(pending, error)
         return pending
 
@@ -120,10 +119,7 @@ class Caller:
             pending.deadline = time.monotonic() + timeout
         pending.control = bool(flags & CONTROL)
         if future:
-            Future.of(self, pending)
-        if not flags & CONTROL:
-            with self._count_lock:
-                self.sent += 1
+            pending.future = Future(self, pending)
         places_blob, grant, out = b"", 0, NOTHING
         if tensors:
             described = describe_all(tensors, self.device)
@@ -192,21 +188,21 @@ class Caller:
             self.progress.jobs.append(partial(self._bury, late, frame))
 
     def _answer(self, pending: Pending, answer: Frame | Exception) -> None:
-        self.pending.pop(pending.call, None)
-        self.futures.pop(pending.call, None)
-        pending.answers.append(answer)
         future = pending.future
+        if future is not None:
+            self.futures.pop(pending.call, None)
+            if answer.__class__ is Frame and answer.flags & _PLAIN == FLAT and not (future._has_callbacks or pending.waited):
+                # No user code is needed to read it back, and none waits to run: complete it here and now.
+                self._complete(future, pending, answer)
+                pending.done = True
+                self.progress.completed()
+                return
+        pending.answers.append(answer)
         if future is None or pending.waited:
             pending.done = True
             self.progress.completed()
             return
-        plain = isinstance(answer, Frame) and answer.flags & FLAT and not answer.flags & (READS | BULK)
-        if plain and not future._has_callbacks:
-            pending.done = True
-            self.finish(pending)
-            self.progress.completed()
-        else:
-            self.progress.submit(partial(self._finish_elsewhere, pending))
+        self.progress.submit(partial(self._finish_elsewhere, pending))
 
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True
@@ -219,10 +215,12 @@ class Caller:
             answer = pending.answers.pop()
         except IndexError:
             return
-        future = pending.future
-        assert future is not None
+        assert pending.future is not None
+        self._complete(pending.future, pending, answer)
+
+    def _complete(self, future: Future, pending: Pending, answer: Frame | Exception) -> None:
         try:
-            future.set_result(self.decode(pending, answer))
+            torch._C.Future.set_result(future, self.decode(pending, answer))
         except Exception as error:
             future.set_exception(error)
 
@@ -264,7 +262,7 @@ class Caller:
         if was_read or answer.flags & BULK:
             self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
         if frame.flags & FLAT:
-            return serialize.load_flat(payload, tensors)[0]
+            return serialize.load_flat_one(payload, tensors)
         return serialize.loads(payload, tensors)
 
     # -- giving up
@@ -276,7 +274,8 @@ class Caller:
             return
         self._expired[pending.call] = pending
         error = TransferTimeout(
-            f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) and will now be marked with an error",
+            f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) "
+            "and will now be marked with an error",
             peer=pending.link.name,
         )
         self._answer(pending, error)

@@ -41,25 +41,24 @@ class Pending:
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
-    _caller: Caller
-    _pending: Pending
-    _has_callbacks: bool
+    _has_callbacks = False
 
-    @staticmethod
-    def of(caller: Caller, pending: Pending) -> Future:
-        future = Future()
-        future._caller, future._pending, future._has_callbacks = caller, pending, False
-        pending.future = future
-        return future
+    def __init__(self, caller: Caller, pending: Pending) -> None:
+        # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
+        torch._C.Future.__init__(self, [])
+        self._caller, self._pending = caller, pending
 
     def wait(self) -> Any:
         """The result of the call, or its exception."""
-        pending = self._pending
-        if not super().done():
+        if not self.done():
+            pending = self._pending
             pending.waited = True
             self._caller.progress.wait_for(pending)
             self._caller.finish(pending)
-        return super().wait()
+        return torch._C.Future.wait(self)
+
+    def done(self) -> bool:
+        return torch._C.Future.done(self)
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""

@@ -33,6 +33,9 @@ _ALIGN = 64
 # Frame kinds.
 REQUEST, RESPONSE, ERROR, RELEASE, FORGO, CREDIT, WRAP = range(1, 8)
 
+# The one flag that matters here: a message of our own, not of a user.
+CONTROL = 32
+
 _HEADER = struct.Struct("<IBBHQQIIII")
 
 
@@ -69,6 +72,9 @@ class Link:
         self._read = 0
         self._told = 0
         self.sent = 0
+        self.requests = 0
+        """Requests of users sent, and (``answers``) those of the peer answered, ever: what a graceful shutdown compares."""
+        self.answers = 0
         self.grants = Grants()
 
     def open(self) -> None:
@@ -116,6 +122,11 @@ class Link:
             self._written += length
             self._told = told
             self.sent += 1
+            if not flags & CONTROL:
+                if kind == REQUEST:
+                    self.requests += 1
+                elif kind <= ERROR:
+                    self.answers += 1
         return True
 
     def read(self) -> Frame | None:

@@ -94,7 +94,8 @@ class RRef(Generic[T]):
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+                    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+                    "does not exist."
                 ) from error
 
     def _text(self, rref: str, fork: str) -> str:

@@ -20,7 +20,8 @@ _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 
 class _Incoming(threading.local):
-    tensors: list[torch.Tensor] = []
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
 
 
 _incoming = _Incoming()
@@ -112,11 +113,26 @@ def dump_flat(values: tuple[Any, ...]) -> bytes:
 
 def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Inverse of ``dump_flat``."""
+    if payload == _EMPTY:
+        return ()
     values = pickle.loads(payload)
     if not tensors:
         return values
     remaining = iter(tensors)
     return tuple(next(remaining) if value == _TENSOR and type(value) is str else value for value in values)
+
+
+_NONE = pickle.dumps((None,), 5)
+
+
+def dump_flat_one(value: Any) -> bytes:
+    """``dump_flat`` of one value."""
+    return _NONE if value is None else dump_flat((value,))
+
+
+def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Inverse of ``dump_flat_one``."""
+    return None if payload == _NONE else load_flat(payload, tensors)[0]
 
 
 _references: dict[Any, bytes] = {}

@@ -186,8 +186,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
 
 def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
-    nbytes = tensor.nbytes
-    if not 0 < nbytes <= INLINE_BYTES or not travels(tensor) or not tensor.is_contiguous():
+    if not travels(tensor) or not 0 < (nbytes := tensor.nbytes) <= INLINE_BYTES or not tensor.is_contiguous():
         return None
     key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
     return _encoded.get(key) or _encode(key), _raw(tensor)

@@ -146,13 +146,12 @@ def watch(token: int, runs: int, asleep: int, bell: int, table: int, rows: int, 
         futex(asleep, FUTEX_WAIT, 0, tick_ns)
         current = load_acquire(runs)
         held = load_acquire(token)
-        if (held & 7) == RUNNING and current == last:
-            if compare_exchange(token, held, 0) == 1:
-                fetch_add(bell + 8, 1)
-                fence()
-                fetch_add(bell, 1)
-                futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
-                return 1
+        if (held & 7) == RUNNING and current == last and compare_exchange(token, held, 0) == 1:
+            fetch_add(bell + 8, 1)
+            fence()
+            fetch_add(bell, 1)
+            futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+            return 1
         quiet = quiet + 1 if current == last else 0
         last = current
     return 0

@@ -33,8 +33,8 @@ def wrap(
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
     their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
 
-    The forward that joins the parts is captured at the first call with new input shapes: parts may contain any code, but what
-    joins them must not depend on the values of tensors. Dropout and other random parts draw from their worker's generator.
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with new
+    input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their worker's generator.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is moved.
     """

@@ -109,7 +109,7 @@ def unawaited(rank):
 
 
 def test_graceful_shutdown_waits_for_calls_nobody_waits_for():
-    assert sum(map(list, results(run_group(unawaited, 3))), []) == [20]
+    assert [seen for hops in results(run_group(unawaited, 3)) for seen in hops] == [20]
 
 
 def killed_peer(rank):
@@ -150,14 +150,14 @@ def never_comes(rank):
     if rank == 1:
         time.sleep(3.0)
         rpc.shutdown(graceful=False)
-        return None
+        return
     start = time.monotonic()
     with pytest.raises(rpc.TransferTimeout, match="shutdown"):
         rpc.shutdown(timeout=1.0)
     assert time.monotonic() - start < 2.5
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
         rpc.get_worker_info()
-    return None
+    return
 
 
 def test_shutdown_has_a_limit():

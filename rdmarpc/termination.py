@@ -1,0 +1,103 @@
+"""Graceful shutdown: how a group finds out that nothing is left to do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from .functions import async_execution
+from .transport import RdmaError, TransferTimeout
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+
+class Termination:
+    """Graceful shutdown: everybody keeps serving until nobody has anything left to do (rank 0 decides).
+
+    Mattern's four counters ("Algorithms for distributed termination detection", 1987): a worker that is idle reports how
+    many requests it sent and answered. When the sums over all workers agree, and are those of the round before, no request
+    is under way.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = weakref.proxy(agent)
+        self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
+        self._last: tuple[int, int] | None = None
+        self._error: RdmaError | None = None
+        self._waiting: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    def report(self, number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+        """On rank 0: a worker's counts in round ``number``; completes with whether all is done."""
+        future: torch.futures.Future[bool] = torch.futures.Future()
+        with self._lock:
+            if self._error is not None:
+                future.set_exception(self._error)
+                return future
+            reports = self._reports.setdefault(number, {})
+            reports[rank] = (sent, answered, future)
+            if len(reports) < len(self._agent.workers):
+                return future
+            del self._reports[number]
+            totals = sum(item[0] for item in reports.values()), sum(item[1] for item in reports.values())
+            done = totals[0] == totals[1] and totals == self._last
+            self._last = totals
+        for _, _, waiting in reports.values():
+            waiting.set_result(done)
+        return future
+
+    def fail(self, error: RdmaError) -> None:
+        """A worker was lost: no graceful end is possible any more."""
+        with self._lock:
+            self._error = self._error or error
+            reports, self._reports = self._reports, {}
+        for entries in reports.values():
+            for _, _, waiting in entries.values():
+                waiting.set_exception(error)
+        if self._waiting is not None:
+            self._waiting.set()
+
+    def wait(self, deadline: float | None) -> None:
+        """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
+        agent = self._agent
+        leader = agent.workers[0]
+        if agent.me.id == 0:
+            for info in agent.workers[1:]:
+                agent.link(info.id)
+        for number in itertools.count():
+            while not agent.idle:
+                self._sleep(threading.Event(), deadline, 0.001)
+            arrived = threading.Event()
+            self._waiting = arrived
+            arguments = (number, agent.me.id, *agent.counts)
+            future = agent.call_async(leader, _report, arguments, None, 0, control=True)
+            future.add_done_callback(lambda _, arrived=arrived: arrived.set())
+            if self._error is not None:
+                raise self._error
+            while not arrived.is_set():
+                self._sleep(arrived, deadline, 0.1)
+            if self._error is not None:
+                raise self._error
+            if future.wait():
+                return
+
+    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float) -> None:
+        event.wait(seconds)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TransferTimeout(
+                "not every worker came to shutdown in time",
+                hint="a worker may still be busy; shutdown(timeout=) sets the limit",
+            )
+
+
+@async_execution
+def _report(number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+    from . import agent
+
+    return agent.current().termination.report(number, rank, sent, answered)
