@@ -21,7 +21,7 @@ import rdmarpc as rpc
 from rdmarpc.wrap import wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import die, results, run_group  # noqa: E402
+from group import die, results, run_group
 
 DEVICES = ["shm", "tcp"]
 STEADY = ("registrations", "bytes_staged", "rpc_messages", "plans")
@@ -72,7 +72,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def train(make: Callable[[], nn.Module], placement: dict[str, str], optimizer: str, shape: tuple[int, ...], classes: int) -> None:
+def train(
+    make: Callable[[], nn.Module], placement: dict[str, str], optimizer: str, shape: tuple[int, ...], classes: int
+) -> None:
     model, twin = both(make, placement)
     mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](twin.parameters())
     schedules = [torch.optim.lr_scheduler.StepLR(o, 3, gamma=0.5) for o in (mine, theirs)]
@@ -93,7 +95,8 @@ def train(make: Callable[[], nn.Module], placement: dict[str, str], optimizer: s
             early = model.counters()
     late = model.counters()
     assert {key: late[key] for key in STEADY} == {key: early[key] for key in STEADY}
-    assert late["bytes_staged"] == 0
+    if "shm" in rpc.agent.current().device.name:
+        assert late["bytes_staged"] == 0
     assert late["steps"] == 12
     assert_same_state(model, twin)
     model.close()
@@ -414,7 +417,7 @@ def bad_wraps() -> None:
     before = rpc.agent.current().counters()["rpc_messages"]
     with pytest.raises(ValueError, match=r"part 'nose'.*'features', 'middle', 'classifier'"):
         wrap(models.Cnn(), {"nose": "worker1"})
-    with pytest.raises(ValueError, match=r"worker 'worker9'.*'worker0', 'worker1'"):
+    with pytest.raises(ValueError, match=r"worker 'worker9'.*'worker0', 'worker1', 'worker2'"):
         wrap(models.Cnn(), {"features": "worker9"})
     local = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     local[0].hook = lambda: None
@@ -431,7 +434,7 @@ def bad_wraps() -> None:
         wrap(models.Branching(), {"a": "worker1"})(torch.zeros(2, 20))
     with pytest.raises(rpc.NotSupported, match="depends on data"):
         wrap(nn.Sequential(models.Selecting()), {"0": "worker1"})(torch.zeros(2, 20))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="same reduction dim|cannot be multiplied"):
         wrap(models.mlp(), {"0": "worker1"})(torch.zeros(2, 21))
     model = wrap(models.SharedInPlace(), {"a": "worker1", "b": "worker1", "c": "worker2"})
     with pytest.raises(rpc.NotSupported, match="in place"):
@@ -442,7 +445,7 @@ def bad_wraps() -> None:
 
 
 def test_errors_at_wrap_and_capture():
-    drive(bad_wraps, 2)
+    drive(bad_wraps, 3)
 
 
 def remote_errors() -> None:
@@ -466,7 +469,9 @@ def remote_errors() -> None:
             output.sum().backward()
         model.zero_grad()
         twin.zero_grad()
-        optimizers = [torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin)]
+        # The first layer stays the identity: it is what tells the second to fail.
+        trained = [[p for name, p in network.named_parameters() if name[0] != "0"] for network in (model, twin)]
+        optimizers = [torch.optim.SGD(parameters, 0.1) for parameters in trained]
         for network, optimizer in zip((model, twin), optimizers):
             network(good).sum().backward()
             optimizer.step()

@@ -1,0 +1,45 @@
+# make run   virtual environment, install, main job      make test   the test-suite in the same environment
+# make bench every latency beside its floor              make lint   ruff, ruff format, mypy
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+FOLDERS   := graph transport experiments
+
+.DELETE_ON_ERROR:
+.PHONY: run test bench lint format typecheck-links clean
+
+run: $(INSTALLED)
+	$(BIN)/python -m experiments.train $(ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python -m experiments.bench $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) typecheck-links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and pinned, so that no later requirement chooses another build of it.
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,test,dev]'
+	touch $@
+
+# mypy reads packages from folders, and ours have other import names than folders: lay them out as links.
+typecheck-links:
+	rm -rf .typecheck && mkdir -p .typecheck/rdmarpc
+	ln -s $(addprefix $(CURDIR)/,$(wildcard rdmarpc/*) $(FOLDERS)) .typecheck/rdmarpc/
+
+clean:
+	rm -rf $(VENV) .typecheck build *.egg-info

@@ -1,0 +1,53 @@
+"""The workers of the benchmark that stand for torch RPC (TensorPipe): the same cases in the same turns."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+
+from .measure import LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
+from .processes import Launcher
+
+CALLS = 2_000
+
+
+def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """A worker from its first line to its last; worker0 tells ("measured", samples)."""
+    logging.captureWarnings(True)  # torch warns of its own deprecated parts
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{job['meeting_place']}/torch_rpc", rpc_timeout=0)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        measure(job, launcher)
+    rpc.shutdown()
+
+
+def measure(job: dict[str, Any], launcher: Launcher) -> None:
+    """The benchmark as worker0 drives it."""
+    samples = Samples()
+    for size in job["sizes"]:
+        x = torch.ones(size, dtype=torch.uint8)
+        for _ in range(job["rounds"]):
+            launcher.wait_for_turn()
+            measure_size(x, samples)
+    for in_flight in job["targets"]["calls"]:
+        for _ in range(job["rounds"]):
+            launcher.wait_for_turn()
+            samples.add("calls", in_flight, "torch_rpc", calls_per_s(rpc, in_flight, CALLS))
+    launcher.wait_for_turn()
+    samples.add("idle", 0, "torch_rpc", idle_percent(rpc.rpc_sync("worker1", os.getpid), job["idle_s"]))
+    launcher.tell(("measured", samples.records()))
+
+
+def measure_size(x: torch.Tensor, samples: Samples) -> None:
+    """One round at one size."""
+    size = x.numel()
+    times = min(200, max(3, int(3e8) // size))
+    push_us = per_iteration(lambda: rpc.rpc_sync("worker1", nothing, args=(x,)), times)
+    samples.add("one_way", size, "torch_rpc", push_us)
+    call_us = per_iteration(lambda: rpc.rpc_sync("worker1", identity, args=(x,)), times)
+    samples.add("identity", size, "torch_rpc", call_us)
+    if size >= LARGE:
+        pushes_us = per_iteration(lambda: window(lambda: rpc.rpc_async("worker1", nothing, args=(x,)), 2, times), 1)
+        samples.add("stream", size, "torch_rpc", pushes_us / times)

@@ -1,0 +1,77 @@
+"""The physical floor of every latency: a warm memcpy and a flag handed to and fro between two processes."""
+
+import ctypes
+import mmap
+import os
+import statistics
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+
+from numba import njit
+from numba.types import int64
+
+from rdmarpc.transport import kernels
+
+FLAGS = 4096
+"""Bytes in front of the landing place, for the flags."""
+LINE = 128  # two cache lines: some processors fetch them in pairs
+GROUPS = FLAGS // LINE // 2
+ROUND_TRIPS = 500
+
+
+# Not cached on disk: this module has two import names, and numba's cache remembers the one it was compiled under.
+@njit(int64(int64, int64, int64, int64), nogil=True)
+def copies(dst: int, src: int, nbytes: int, times: int) -> int:
+    """The same memcpy `times` times without returning to Python."""
+    for _ in range(times):
+        kernels.copy(dst, src, nbytes)
+    return 0
+
+
+class Floor:
+    """Memory shared by two processes, and a private source to copy from.
+
+    Both sides make one at the same time over their ends of `link`. The mapping lives as long as the object does.
+    """
+
+    def __init__(self, link: Connection, first: bool, nbytes: int) -> None:
+        if first:
+            fd = os.memfd_create("floor")
+            os.ftruncate(fd, FLAGS + nbytes)
+            send_handle(link, fd, None)
+            self._source = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.source = address_of(self._source)
+            ctypes.memset(self.source, 1, nbytes)
+        else:
+            fd = recv_handle(link)
+        self._shared = mmap.mmap(fd, FLAGS + nbytes)
+        os.close(fd)
+        self.shared = address_of(self._shared)
+        self.nbytes = nbytes
+        self.first = first
+
+    def copy(self, nbytes: int, times: int) -> None:
+        """Copies the private source into the shared mapping, `times` times; only the first side has a source."""
+        copies(self.shared + FLAGS, self.source, nbytes, times)
+
+    def clear_flags(self) -> None:
+        """Before every `ping_pong`, by one side, while neither is in it."""
+        ctypes.memset(self.shared, 0, FLAGS)
+
+    def ping_pong(self) -> float:
+        """Microseconds for the flag to go to the other process and back: the median over groups of round trips.
+
+        Both sides call it at the same time.
+        """
+        elapsed_ns = []
+        for group in range(GROUPS):  # each has its own pair of flags, because the kernel counts from 1
+            mine, theirs = self.shared + group * LINE, self.shared + (GROUPS + group) * LINE
+            if not self.first:
+                mine, theirs = theirs, mine
+            elapsed_ns.append(kernels.ping_pong(mine, theirs, ROUND_TRIPS, int(self.first)))
+        return statistics.median(elapsed_ns) / ROUND_TRIPS / 1e3
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where a writable mapping begins; valid while `memory` is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,85 @@
+"""What the training job shows in the terminal: progress while it runs, a table at the end."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+SHOWN_COUNTERS = ("bytes_direct", "posts", "bytes_staged", "registrations", "rpc_messages")
+TITLES = {"single_process": "single process", "rdmarpc": "rdmarpc", "torch_rpc": "torch RPC"}
+
+
+class TrainingDisplay:
+    """Receives the events of worker0; a progress bar in a terminal, one line an epoch elsewhere.
+
+    It draws only when an event arrives: the workers need the cores.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.console = Console()
+        self.records: dict[str, dict[str, Any]] = {}
+        self.counters: dict[str, int] = {}
+        self.placement = ""
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+        )
+        self.progress = Progress(*columns, console=self.console, auto_refresh=False, disable=not self.console.is_terminal)
+        title = f"{job['model']['name']}, {job['workers']} workers, {job['device']}"
+        self.task = self.progress.add_task(title, total=job["epochs"], state="starting the workers")
+        if not self.console.is_terminal:
+            self.console.print(f"{title}: starting the workers")
+
+    def __enter__(self) -> "TrainingDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def on_event(self, group: str, event: tuple[Any, ...]) -> None:
+        """("progress", epochs done, loss, accuracy) or ("trained", records by name, and of ours counters and placement)."""
+        if event[0] == "trained":
+            self.records |= event[1]
+            if group == "rdmarpc":
+                _, _, self.counters, self.placement = event
+            return
+        _, epochs, loss, accuracy = event
+        state = f"loss {loss:.4f}, held-out accuracy {accuracy:.2%}"
+        self.progress.update(self.task, completed=epochs, state=state)
+        self.progress.refresh()
+        if epochs and not self.console.is_terminal:
+            self.console.print(f"epoch {epochs}: {state}")
+
+
+def training_table(result: dict[str, Any]) -> Table:
+    """One row for each way to train, and underneath what the steady state of ours did."""
+    counters = result["counters"]
+    counted = ", ".join(f"{key} {counters.get(key, 0) / max(counters['steps'], 1):,.5g}" for key in SHOWN_COUNTERS)
+    table = Table(title="one training step (median)", caption=f"rdmarpc, a step from the second on: {counted}")
+    table.add_column("trained by")
+    for column in ("step", "communication", "less by", "accuracy", "losses"):
+        table.add_column(column, justify="right")
+    for name, step_ms in result["step_ms"].items():
+        communication = result["communication_ms"].get(name)
+        table.add_row(
+            TITLES[name],
+            f"{step_ms:.2f} ms",
+            "-" if communication is None else f"{communication:.2f} ms",
+            times_less(result, name),
+            f"{result['accuracy_of'][name]:.2%}",
+            {None: "reference", True: "equal bits", False: "differ"}[result["equal_to_single_process"].get(name)],
+        )
+    return table
+
+
+def times_less(result: dict[str, Any], name: str) -> str:
+    """How many times less `name` communicates than torch RPC; "-" where there is no such number."""
+    ours, theirs = result["communication_ms"].get(name), result["communication_ms"].get("torch_rpc")
+    if name == "torch_rpc" or not ours or not theirs:
+        return "-"
+    return f"{theirs / ours:.1f}x"

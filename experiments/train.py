@@ -1,0 +1,98 @@
+"""The main job: trains a digits model split over worker processes and shows what the split costs.
+
+    python -m experiments.train                                     # cnn, two workers, shared memory
+    python -m experiments.train device=tcp workers=3 model=mlp      # everything can be overridden
+    python -m experiments.train -m seed=0,1,2                       # several jobs, one after the other
+
+The run's folder receives result.json, placement.txt and comm_comp.png.
+"""
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from . import data, torch_rpc, worker
+from .processes import Group, WorkerFailed, run_job
+from .versions import versions
+
+CONF = str(Path(__file__).parent / "conf")
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+def main(cfg: DictConfig) -> None:
+    """One job: check the config, run the workers, write and show the results."""
+    from .pictures import draw_comm_comp
+    from .report import TrainingDisplay, training_table
+
+    job = checked(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    groups = [Group("rdmarpc", worker.main, job["workers"])]
+    if job["torch_rpc"]:
+        groups.append(Group("torch RPC", torch_rpc.main, job["workers"], freeze=True))
+    display = TrainingDisplay(job)
+    try:
+        with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
+            run_job(groups, job | {"meeting_place": meeting_place}, display.on_event, job["timeout_s"])
+    except WorkerFailed as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+    result = result_of(display.records, display.counters) | {"config": job, "versions": versions()}
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / "placement.txt").write_text(display.placement + "\n")
+    draw_comm_comp(result, folder / "comm_comp.png")
+    display.console.print(training_table(result))
+    display.console.print(f"result.json, placement.txt and comm_comp.png are in {folder}", soft_wrap=True)
+
+
+def checked(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, with the placement for this many workers; ends the program if it makes no sense."""
+    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    placements = job["model"].pop("placement")
+    job["placement"] = placements.get(job["workers"])
+    if job["placement"] is None:
+        known = ", ".join(str(count) for count in placements)
+        raise SystemExit(
+            f"error: model={job['model']['name']} has a placement for {known} workers, not for {job['workers']}. "
+            f"Add one: '+model.placement.{job['workers']}={{stem: worker0, features: worker0, classifier: worker1}}'"
+        )
+    images = data.IMAGES - data.HELD_OUT
+    if not 1 <= job["batch_size"] <= images // 2:
+        raise SystemExit(f"error: batch_size={job['batch_size']} must lie between 1 and {images // 2} ({images} images)")
+    if job["epochs"] < 1:
+        raise SystemExit(f"error: epochs={job['epochs']} must be at least 1")
+    return job
+
+
+def result_of(records: dict[str, dict[str, Any]], counters: dict[str, int]) -> dict[str, Any]:
+    """What result.json says of the records of all ways to train.
+
+    Times are milliseconds a step: medians without the first step, which traces and connects. Communication is what a way
+    takes above the single process, never below 0. The counters are those of rdmarpc's steps without the first.
+    """
+    step_ms = {name: statistics.median(record["step_ms"][1:]) for name, record in records.items()}
+    alone = records["single_process"]
+    others = [name for name in records if name != "single_process"]
+    steps = len(alone["losses"])
+    return {
+        "accuracy": records["rdmarpc"]["accuracy"],
+        "accuracy_of": {name: record["accuracy"] for name, record in records.items()},
+        "equal_to_single_process": {name: records[name]["losses"] == alone["losses"] for name in others},
+        "steps": steps,
+        "step_ms": step_ms,
+        "communication_ms": {name: max(0.0, step_ms[name] - step_ms["single_process"]) for name in others},
+        "first_step_ms": {name: record["step_ms"][0] for name, record in records.items()},
+        "counters": {"steps": steps - 1, **counters},
+        "losses": {name: record["losses"] for name, record in records.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

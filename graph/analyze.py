@@ -1,0 +1,201 @@
+"""Cut a captured forward at worker boundaries: segments, the values that cross, who needs a gradient back.
+
+Levels: an operation's level is the highest level among its inputs, plus one where an input comes from another worker. All
+operations of one worker and one level form a segment. An edge between workers therefore always goes to a higher level: the
+segments form no circle, whatever the model looks like.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from .capture import Capture, TensorSpec
+from .program import Instruction, Ref, Segment, function_path
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
+    no tensor inputs."""
+
+    name: str
+    spec: TensorSpec
+    producer: int
+    consumers: list[int]
+    trigger: bool = False
+
+
+@dataclass(slots=True)
+class TransferGraph:
+    """The answer to: which tensors cross, how big are they, between whom.
+
+    ``inputs`` names the caller's tensors, ``output`` is the model's result with a ``Ref`` for every tensor. Segment numbers
+    are positions in ``segments``, which is sorted by level.
+    """
+
+    caller: str
+    segments: list[Segment]
+    values: dict[str, Value]
+    inputs: list[str]
+    output: Any
+    constants: dict[str, torch.Tensor]
+
+    def crossing(self) -> list[tuple[Value, str]]:
+        """(value, worker that receives it), in the order of production."""
+        result = []
+        for value in self.values.values():
+            home = self.segments[value.producer].worker
+            away = dict.fromkeys(self.segments[number].worker for number in value.consumers)
+            result += [(value, worker) for worker in away if worker != home]
+        return result
+
+    def returns_gradient(self, value: Value, worker: str) -> bool:
+        """Whether that worker sends a gradient of the value back to its producer."""
+        users = [self.segments[number] for number in value.consumers]
+        return value.spec.requires_grad and any(user.worker == worker and user.backward for user in users)
+
+
+def analyze(capture: Capture, owner: Callable[[str], str], caller: str) -> TransferGraph:
+    """``owner(path)`` is the worker of a module or attribute. What has no place of its own runs where its first tensor
+    input is; the inputs and the output belong to ``caller``."""
+    return _Analysis(capture, owner, caller).result()
+
+
+class _Analysis:
+    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str) -> None:
+        self.capture, self.owner, self.caller = capture, owner, caller
+        self.expression: dict[fx.Node, Any] = {}
+        self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
+        self.specs: dict[str, TensorSpec] = {}
+        self.segments: dict[tuple[str, int], Segment] = {}
+        self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.segment(caller, 0)
+
+    def segment(self, worker: str, level: int) -> Segment:
+        if (worker, level) not in self.segments:
+            self.segments[worker, level] = Segment(0, worker, level)
+        return self.segments[worker, level]
+
+    def result(self) -> TransferGraph:
+        inputs, output = [], None
+        for node in self.capture.graph.nodes:
+            if node.op == "placeholder":
+                inputs.append(node.name)
+                self.define(node.name, self.capture.values[node], (self.caller, 0))
+                self.expression[node] = Ref(node.name)
+            elif node.op == "output":
+                output = self.arguments(node.args[0])
+                self.use(output, self.caller, self.level(output, self.caller))
+            else:
+                self.operation(node)
+        return self.assemble(inputs, output)
+
+    def operation(self, node: fx.Node) -> None:
+        value = self.capture.values[node]
+        leaves, tree = pytree.tree_flatten(value)
+        structured = not isinstance(value, torch.Tensor)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) and node.op != "call_module":
+            self.expression[node] = value  # sizes and the like are known now
+            return
+        args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
+        if node.target is operator.getitem and not isinstance(args[0], Ref):
+            self.expression[node] = args[0][args[1]]
+            return
+        worker = self.place(node, args, kwargs)
+        level = self.level((args, kwargs), worker)
+        names = [
+            None if not isinstance(leaf, torch.Tensor) else f"{node.name}.{at}" if structured else node.name
+            for at, leaf in enumerate(leaves)
+        ]
+        for name, leaf in zip(names, leaves):
+            if name is not None:
+                self.define(name, leaf, (worker, level))
+        refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
+        self.expression[node] = pytree.tree_unflatten(refs, tree)
+        self.use((args, kwargs), worker, level)
+        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}.get(node.op, "attribute")
+        target = function_path(node.target) if callable(node.target) else str(node.target)
+        self.segment(worker, level).instructions.append(Instruction(kind, target, args, kwargs, tuple(names), structured))
+
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
+        self.home[name], self.uses[name] = home, {}
+        self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def arguments(self, arguments: Any) -> Any:
+        return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
+
+    def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
+        if node.op in ("call_module", "get_attr"):
+            return self.owner(str(node.target))
+        names = _names((args, kwargs))
+        return self.home[names[0]][0] if names else self.caller
+
+    def level(self, arguments: Any, worker: str) -> int:
+        homes = [self.home[name] for name in _names(arguments)]
+        # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
+        first = 0 if worker == self.caller else 1
+        return max([level if home == worker else level + 1 for home, level in homes], default=first)
+
+    def use(self, arguments: Any, worker: str, level: int) -> None:
+        self.segment(worker, level)
+        for name in _names(arguments):
+            self.uses[name][worker, level] = None
+
+    def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
+        ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))
+        number = {key: at for at, (key, _) in enumerate(ordered)}
+        segments = [segment for _, segment in ordered]
+        for at, segment in enumerate(segments):
+            segment.number = at
+        values = {}
+        for name, uses in self.uses.items():
+            consumers = sorted(number[key] for key in uses if key != self.home[name])
+            if consumers:
+                producer = number[self.home[name]]
+                values[name] = Value(name, self.specs[name], producer, consumers)
+                segments[producer].outputs.append(name)
+                for consumer in consumers:
+                    segments[consumer].inputs.append(name)
+        for segment in segments:
+            if segment.worker != self.caller and not segment.inputs:
+                self.add_trigger(segment, segments[0], values)
+            _mark_last_uses(segment, keep={*segment.outputs, *_names(output)})
+        for segment in reversed(segments):
+            segment.backward = segment.worker == self.caller or any(
+                values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
+                for name in segment.outputs
+            )
+        return TransferGraph(self.caller, segments, values, inputs, output, self.capture.constants)
+
+    @staticmethod
+    def add_trigger(segment: Segment, source: Segment, values: dict[str, Value]) -> None:
+        name = f"start.{segment.number}"
+        values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
+        source.outputs.append(name)
+        segment.inputs.append(name)
+
+
+def _names(arguments: Any) -> list[str]:
+    names: list[str] = []
+    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
+    return names
+
+
+def _mark_last_uses(segment: Segment, keep: set[str]) -> None:
+    # Outputs stay: they are sent, and they are the roots of the backward.
+    left = Counter(name for step in segment.instructions for name in set(_names((step.args, step.kwargs))))
+    for step in segment.instructions:
+        used = set(_names((step.args, step.kwargs)))
+        left.subtract(used)
+        unused = {name for name in step.results if name is not None and left[name] == 0}
+        finished = {name for name in used if left[name] == 0} | unused
+        step.last = tuple(sorted(finished - keep))

@@ -1,0 +1,412 @@
+"""The caller's end of a wrapped model: sets up plans, runs forwards and backwards, sends commands.
+
+Invariants:
+1. One thread at a time is inside (``_lock``); it polls while it waits, nobody else does.
+2. A forward that needs gradients is *pending* until its backward has finished at every worker, or it was discarded. A
+   plan never has more pending forwards than its depth: then a slot is always free for the next.
+3. ``backward`` returns after every worker that takes part has said that it is done; so a command that is sent afterwards
+   cannot overtake it, and an error of it surfaces there.
+4. Every number that a write depends on travels in its header: the forward, and how many commands come before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..transport import RdmaError, TransferTimeout
+from .analyze import TransferGraph
+from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
+from .header import DONE, ERROR, GRAD, Header
+from .outlet import Outlet
+from .place import REPORT, Edge, Placement, control_edges, place
+from .program import Machine, Segment, fill
+from .slot import Inlet, Slot, take
+from .stage import Cross, Pass, Plan, Stage
+from .station import Arrived, Fittings, Offer, Station
+
+if TYPE_CHECKING:
+    from ..transport import Channel, Device
+
+_DROPPED = 4096
+
+
+class Ask(Protocol):
+    """Calls a method of the ``Host`` at several workers at once and gives their answers; set-up only."""
+
+    def __call__(self, method: str, args: Mapping[str, tuple[Any, ...]], /) -> dict[str, Any]: ...
+
+
+class Caller:
+    """``parameters`` counts the parameters that live at each worker; ``machine`` runs the caller's own segments. ``depth``:
+    forwards that may wait for their backward; ``timeout``: seconds that one wait may take; ``plans``: how many are kept."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        channels: Callable[[str], Channel],
+        ask: Ask,
+        parameters: Mapping[str, int],
+        machine: Machine,
+        *,
+        depth: int = 2,
+        timeout: float = 60.0,
+        plans: int = 16,
+    ) -> None:
+        self.name, self.depth, self.timeout = name, depth, timeout
+        self.workers = list(parameters)
+        self.station = Station(name, device, channels, timeout)
+        self.commands = 0
+        self.steps = 0
+        self.backwards = 0
+        self.plans_made = 0
+        self._ask, self._machine, self._limit = ask, machine, plans
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plan_numbers = itertools.count(1)
+        self._edge_numbers = itertools.count(1)
+        self._sequence = 0
+        self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self._dropped: OrderedDict[int, None] = OrderedDict()
+        self._abandoned: deque[tuple[Plan, int]] = deque()
+        self._done: dict[int, set[str]] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._fatal: BaseException | None = None
+        self._last_backward = dict.fromkeys(parameters, 0)
+        self._zero = {worker: bytearray(count) for worker, count in parameters.items()}
+        self._zero_due = False
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._lock = threading.RLock()
+        control = control_edges(name, dict(parameters), self._edge_numbers)
+        fittings, _ = self._establish(control)
+        self._control: dict[str, Outlet] = {o.edge.target: o for o in fittings.outlets.values()}
+
+    # -- set-up
+
+    def _arrived(self, edge: Edge) -> Arrived:
+        return self._reported if edge.kind == REPORT else self._landed
+
+    def _establish(self, placement: Placement) -> tuple[Fittings, Offer]:
+        """Slots everywhere, then everybody learns everybody's addresses; or nothing at all."""
+        fittings, offers = self.station.fit(placement, self._arrived)
+        there = [worker for worker in placement.workers if worker != self.name]
+        try:
+            for offer in self._ask("offer", dict.fromkeys(there, (placement,))).values():
+                offers.add(offer)
+            self._ask("connect", dict.fromkeys(there, (placement.number, offers)))
+            self.station.connect(fittings, offers)
+        except BaseException:
+            self.station.remove(fittings)
+            self._ask("remove", dict.fromkeys(there, (placement.number,)))
+            raise
+        return fittings, offers
+
+    def plan(self, signature: Any, build: Callable[[], TransferGraph]) -> Plan:
+        """The plan for inputs of this signature; built, and set up at every worker, when it is new."""
+        with self._lock:
+            if signature in self._plans:
+                self._plans.move_to_end(signature)
+                return self._plans[signature]
+            self._ready()
+            self._make_room()
+            placement = place(build(), next(self._plan_numbers), self.depth, self._edge_numbers)
+            fittings, _ = self._establish(placement)
+            plan = self._plans[signature] = Plan(fittings, self.name)
+            self.plans_made += 1
+            return plan
+
+    def placements(self) -> list[Placement]:
+        """Of the plans that are kept, the last used last."""
+        return [plan.placement for plan in self._plans.values()]
+
+    def _make_room(self) -> None:
+        idle = [signature for signature, plan in self._plans.items() if not plan.pending]
+        while len(self._plans) >= self._limit and idle:
+            plan = self._plans.pop(idle.pop(0))
+            there = [worker for worker in plan.placement.workers if worker != self.name]
+            self.station.retire(plan.fittings)
+            self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands)))
+            self._ask("remove", dict.fromkeys(there, (plan.placement.number,)))
+            self.station.remove(plan.fittings)
+
+    # -- forward
+
+    def forward(self, plan: Plan, tensors: Sequence[torch.Tensor], mode: int) -> Any:
+        """Run the model on its tensor inputs. Raises what a part raised, ``TransferTimeout``, ``PeerLost``."""
+        with self._lock:
+            run = self._begin(plan, torch.is_grad_enabled() and bool(plan.participants), mode)
+            try:
+                result = self._run(run, dict(zip(plan.graph.inputs, tensors)))
+            except BaseException:
+                self._abandon(run)
+                raise
+            if not run.grad:
+                run.finished = True
+            self.steps += 1
+            return result
+
+    def _begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
+        self._ready()
+        if len(plan.pending) >= self.depth:
+            gc.collect()  # a dropped graph may hang in a circle of references
+            self._discard_abandoned()
+        if len(plan.pending) >= self.depth:
+            raise RdmaError(
+                f"{len(plan.pending)} forwards wait for their backward, and depth={self.depth} allows no more",
+                hint="call backward() or drop the outputs of earlier forwards, use torch.no_grad() for evaluation, or wrap "
+                "with a larger depth",
+            )
+        self._sequence += 1
+        run = Pass(plan, self._sequence, grad, mode, lambda plan, sequence: self._abandoned.append((plan, sequence)))
+        self._passes[run.sequence] = run
+        if grad:
+            plan.pending.add(run.sequence)
+        return run
+
+    def _run(self, run: Pass, store: dict[str, Any]) -> Any:
+        graph = run.plan.graph
+        token = self._anchor
+        first = dict(store)
+        for item in run.plan.schedule:
+            if isinstance(item, Segment):
+                env = {name: store[name] for name in item.inputs} if item.level else first
+                self._machine.run(item.instructions, env, lambda name, tensor: None)
+                store.update(env)
+                continue
+            tensors = [store[name] for name, _ in item.sends if name in store]
+            if run.grad:
+                token, *outputs = Cross.apply(token, self, run, item, *tensors)
+            else:
+                outputs = self.exchange(run, item, tensors)
+            store.update(zip((name for name, _ in item.receives), outputs))
+        return fill(graph.output, store)
+
+    def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
+        header = Header(0, run.sequence, GRAD if run.grad else 0, run.mode, self.commands)
+        left = iter(tensors)
+        for name, outlets in stage.sends:
+            payload = None if run.plan.graph.values[name].trigger else next(left)
+            for outlet in outlets:
+                outlet.send(header, payload)
+        received = self._collect(run, [inlet for _, inlet in stage.receives])
+        outputs = []
+        for (name, inlet), tensor in zip(stage.receives, received):
+            if tensor is None:
+                raise RdmaError(f"{name} came without a payload", peer=inlet.edge.source)
+            outputs.append(tensor)
+        return outputs
+
+    # -- backward
+
+    def exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """One stage backward: gradients of what it received go out, those of what it sent come back."""
+        with self._lock:
+            if stage.number not in run.stages_left or run.finished:
+                raise RuntimeError(
+                    "trying to go backward through the remote parts a second time: what they saved has been freed "
+                    "(retain_graph does not reach other workers)"
+                )
+            try:
+                return self._exchange_gradients(run, stage, grads)
+            except BaseException:
+                self._abandon(run)
+                raise
+
+    def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if not run.backward_started:
+            run.backward_started = True
+            self._ready()
+            self._flush_zero()
+            self.backwards += 1
+        header = Header(0, run.sequence, 0, run.mode, self.commands)
+        # Later stages that autograd did not reach contribute nothing, and their workers must be told so.
+        for number in sorted((n for n in run.stages_left if n > stage.number), reverse=True):
+            skipped = run.plan.stages[number]
+            self._send_back(header, skipped, [None] * len(skipped.backs))
+            run.stages_left.discard(number)
+            self._collect(run, [inlet for inlets in skipped.returns for inlet in inlets])
+        self._send_back(header, stage, grads)
+        run.stages_left.discard(stage.number)
+        results = []
+        for (name, _), inlets in zip(stage.sends, stage.returns):
+            if not run.plan.graph.values[name].trigger:
+                parts = [part for part in self._collect(run, inlets) if part is not None]
+                results.append(_sum(parts))
+        if stage.number == 0:
+            self._wait_for_done(run)
+        return results
+
+    @staticmethod
+    def _send_back(header: Header, stage: Stage, grads: Sequence[torch.Tensor | None]) -> None:
+        for outlet, grad in zip(stage.backs, grads):
+            if outlet is not None:
+                outlet.send(header, grad)
+
+    def _wait_for_done(self, run: Pass) -> None:
+        wanted = set(run.plan.participants)
+        done = self._done.setdefault(run.sequence, set())
+        self._wait(run.sequence, lambda: done >= wanted, lambda: "the backward of " + _names(wanted - done))
+        del self._done[run.sequence]
+        for worker in wanted:
+            self._last_backward[worker] = run.sequence
+        run.finished = True
+        run.plan.pending.discard(run.sequence)
+
+    # -- commands
+
+    def command(self, commands: Mapping[str, Command]) -> None:
+        """Tell these workers; the others get a command that does nothing, so that all count alike."""
+        with self._lock:
+            self.commands += 1
+            for worker, outlet in self._control.items():
+                command = commands.get(worker, Command(NOTHING))
+                payload = command.padded(outlet.edge.nbytes) if command.payload else None
+                header = Header(
+                    0, self.commands, mode=command.kind, nbytes=self._last_backward[worker], reserved=command.argument
+                )
+                outlet.send(header, payload)
+            outlets = self._control.values()
+            self._wait(0, lambda: all(o.idle for o in outlets), lambda: "room for a command at " + _names(self.workers))
+
+    def zero(self, worker: str, position: int, how: int) -> None:
+        """Set a remote parameter's gradient to ``None`` or to zeros, before the next backward or step."""
+        self._zero[worker][position] = how
+        self._zero_due = True
+
+    def step(self, steps: Mapping[str, Command]) -> None:
+        """Send an optimizer step, after the zeroing that was asked for before."""
+        with self._lock:
+            self._ready()
+            self._flush_zero()
+            self.command(steps)
+
+    def sync(self) -> int:
+        """How many commands come before whatever is asked for by another way now."""
+        with self._lock:
+            self._ready()
+            self._flush_zero()
+            return self.commands
+
+    def _flush_zero(self) -> None:
+        if self._zero_due:
+            self._zero_due = False
+            commands = {worker: Command(ZERO, payload=bytes(marks)) for worker, marks in self._zero.items() if any(marks)}
+            for marks in self._zero.values():
+                marks[:] = bytes([KEEP]) * len(marks)
+            self.command(commands)
+
+    # -- what lands
+
+    def _landed(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        run = self._passes.get(header.sequence)
+        if run is None or header.sequence in self._dropped:
+            slot.close()
+            return
+        tensor = take(slot, header)
+        if tensor is not None:
+            # Whoever calls the model may keep what it gave for ever. The last free slot is never lent out.
+            self.station.settle()
+            if not inlet.spare():
+                self.station.device.count_staged(inlet.edge.nbytes)
+                tensor = tensor.clone()
+        run.landed[inlet.edge.number] = tensor
+
+    def _reported(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        worker = inlet.edge.source
+        if header.flags & ERROR:
+            error = WorkerError.load(unpadded(slot.payload)).raised(worker)
+            if header.reserved:
+                self._fatal = error
+            elif header.sequence not in self._dropped:
+                self._errors.setdefault(header.sequence, error)
+        elif header.flags & DONE:
+            self._done.setdefault(header.sequence, set()).add(worker)
+        slot.close()
+
+    def _collect(self, run: Pass, inlets: Sequence[Inlet]) -> list[torch.Tensor | None]:
+        numbers = [inlet.edge.number for inlet in inlets]
+
+        def missing() -> str:
+            return ", ".join(
+                f"{i.edge.kind} {i.edge.value} from {i.edge.source!r}" for i in inlets if i.edge.number not in run.landed
+            )
+
+        self._wait(run.sequence, lambda: all(number in run.landed for number in numbers), missing)
+        return [run.landed.pop(number) for number in numbers]
+
+    def _wait(self, sequence: int, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeout(
+                    f"{missing()} did not come within {self.timeout} s",
+                    device=self.station.device.name,
+                    hint="a part may be slow or stuck; wrap(..., timeout=) sets the limit",
+                )
+            self.station.poll(left)
+            self._raise_errors(sequence)
+        self.station.settle()
+
+    def _raise_errors(self, sequence: int) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        for number in (sequence, 0):
+            if number in self._errors:
+                raise self._errors.pop(number)
+
+    # -- the ends
+
+    def _ready(self) -> None:
+        """Before anything new: look at what came in the meantime."""
+        if self.station.closed:
+            raise RdmaError("the model was closed")
+        self.station.check()
+        while self.station.poll(0.0):
+            pass
+        self._raise_errors(0)
+        self._discard_abandoned()
+
+    def _abandon(self, run: Pass) -> None:
+        if not run.finished:
+            run.finished = True
+            run.landed.clear()
+            self._abandoned.append((run.plan, run.sequence))
+
+    def _discard_abandoned(self) -> None:
+        while self._abandoned:
+            plan, sequence = self._abandoned.popleft()
+            plan.pending.discard(sequence)
+            self._done.pop(sequence, None)
+            self._errors.pop(sequence, None)
+            self._dropped[sequence] = None
+            if len(self._dropped) > _DROPPED:
+                self._dropped.popitem(last=False)
+            for outlet in plan.fittings.outlets.values():
+                outlet.forget(sequence)
+            self.command(dict.fromkeys(self.workers, Command(DISCARD, sequence)))
+
+    def close(self) -> None:
+        """Idempotent. The workers' hosts are closed by whoever opened them."""
+        with self._lock:
+            self.station.close()
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    return total
+
+
+def _names(workers: Any) -> str:
+    return ", ".join(repr(worker) for worker in sorted(workers))

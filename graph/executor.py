@@ -1,0 +1,239 @@
+"""The thread that runs one model's parts at one worker: driven by what lands, told by nobody.
+
+Invariants:
+1. It alone runs the parts, applies commands, and touches the worker's edges; others reach it through ``submit``.
+2. Commands are applied in the order of their numbers. A task or job that says ``commands=k`` starts when k are applied.
+3. A forward whose part failed, or that the caller discarded, is dropped: what still arrives for it is freed on arrival.
+4. It ends when the model is closed or any peer it shares an edge with is lost; nothing here waits without looking for that.
+   Only the caller has time limits: it knows what it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from ..transport import PeerLost, RdmaError
+from .command import DISCARD, Command, WorkerError, unpadded
+from .flow import Flow
+from .header import DONE, ERROR, NONE, Header
+from .outlet import Outlet
+from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
+from .program import Machine
+from .run import Run, Task
+from .slot import Inlet, Slot, take
+from .station import Arrived, Station
+
+T = TypeVar("T")
+_REMEMBERED = 4096
+
+
+class Executor(threading.Thread):
+    """``set_mode(number)`` puts the parts under the flags of a mode; ``apply(command)`` carries out optimizer commands."""
+
+    def __init__(
+        self, station: Station, machine: Machine, set_mode: Callable[[int], None], apply: Callable[[Command], None]
+    ) -> None:
+        super().__init__(name=f"rdmarpc-executor-{station.name}", daemon=True)
+        self.station, self.machine = station, machine
+        self.report: Outlet | None = None
+        self.commands = 0
+        self.error: BaseException | None = None
+        self._set_mode, self._apply = set_mode, apply
+        self._mode = 0
+        self._flows: dict[int, Flow] = {}  # edge number -> its plan
+        self._runs: dict[int, Run] = {}
+        self._tasks: deque[Task] = deque()
+        self._jobs: deque[tuple[int, Callable[[], Any], Future[Any]]] = deque()
+        self._commands: dict[int, tuple[Command, int]] = {}
+        self._dropped: OrderedDict[int, None] = OrderedDict()
+        self._backwards: OrderedDict[int, None] = OrderedDict()
+        self._closing = False
+
+    # -- from other threads
+
+    def add(self, flow: Flow) -> None:
+        for number in (*flow.fittings.inlets, *flow.fittings.outlets):
+            self._flows[number] = flow
+
+    def remove(self, flow: Flow) -> None:
+        for number in (*flow.fittings.inlets, *flow.fittings.outlets):
+            self._flows.pop(number, None)
+
+    def submit(self, job: Callable[[], T], commands: int = 0) -> Future[T]:
+        """Run it on this thread, once so many commands have been applied."""
+        future: Future[T] = Future()
+        self._jobs.append((commands, job, future))
+        if self.error is not None or not self.is_alive():
+            self._cancel_jobs()
+        else:
+            self.station.poller.kick()
+        return future
+
+    def finish(self, timeout: float = 5.0) -> None:
+        """End the thread and free everything. Idempotent."""
+        self._closing = True
+        if self.is_alive() and threading.current_thread() is not self:
+            self.station.poller.kick()
+            self.join(timeout)
+
+    def arrived(self, edge: Edge) -> Arrived:
+        """Who takes what lands in this edge."""
+        return {ACTIVATION: self._activation, GRADIENT: self._gradient, COMMAND: self._command}[edge.kind]
+
+    # -- the thread
+
+    def run(self) -> None:
+        # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
+        torch.get_num_threads()
+        try:
+            while not self._closing:
+                self.station.poll(1.0)
+                self._work()
+            self.error = RdmaError("the model was closed")
+        except BaseException as error:
+            self.error = error
+            self._send_error(0, error, fatal=True)
+        finally:
+            for run in self._runs.values():
+                run.drop()
+            self._runs.clear()
+            self._tasks.clear()
+            self._cancel_jobs()
+            self.station.close()
+
+    def _work(self) -> None:
+        progress = True
+        while progress:
+            progress = self._apply_next_command() or self._run_next_job() or self._run_next_task()
+
+    def _apply_next_command(self) -> bool:
+        found = self._commands.pop(self.commands + 1, None)
+        if found is None:
+            return False
+        command, backward = found
+        if backward and backward not in self._backwards:
+            raise RdmaError(f"command {self.commands + 1} belongs after backward {backward}, which has not finished here")
+        self.commands += 1
+        if command.kind == DISCARD:
+            self._drop(command.argument)
+        else:
+            try:
+                self._apply(command)
+            except Exception as error:
+                self._send_error(0, error)
+        return True
+
+    def _run_next_job(self) -> bool:
+        for at, (commands, job, future) in enumerate(self._jobs):
+            if commands <= self.commands:
+                del self._jobs[at]
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(job())
+                    except BaseException as error:
+                        future.set_exception(error)
+                return True
+        return False
+
+    def _run_next_task(self) -> bool:
+        for at, task in enumerate(self._tasks):
+            if task.commands <= self.commands:
+                del self._tasks[at]
+                self._start(task)
+                return True
+        return False
+
+    def _start(self, task: Task) -> None:
+        run = task.run
+        if self._runs.get(run.sequence) is not run:
+            return
+        try:
+            if run.mode != self._mode:
+                self._set_mode(run.mode)
+                self._mode = run.mode
+            task.start()
+        except PeerLost:
+            raise
+        except Exception as error:
+            self._drop(run.sequence)
+            self._send_error(run.sequence, error)
+            return
+        if run.finished:
+            del self._runs[run.sequence]
+            run.drop()
+            if run.grad and run.flow.backwards:
+                self._remember(self._backwards, run.sequence)
+                self._tell(Header(0, run.sequence, DONE))
+
+    # -- what lands
+
+    def _activation(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        if header.sequence in self._dropped:
+            slot.close()
+            return
+        run = self._runs.get(header.sequence)
+        if run is None:
+            run = Run(self._flows[inlet.edge.number], header, self.machine, self._tasks.append)
+            self._runs[header.sequence] = run
+        elif run.flow is not self._flows[inlet.edge.number]:
+            raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
+        run.arrived(inlet.edge.value, take(slot, header), header.commands)
+
+    def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        run = self._runs.get(header.sequence)
+        if run is None:
+            slot.close()
+            if header.sequence not in self._dropped:
+                raise RdmaError(f"a gradient for forward {header.sequence}, which is not under way", peer=inlet.edge.source)
+            return
+        edge = inlet.edge
+        run.gradient(edge.value, run.flow.source_of(edge.value, edge.number), take(slot, header), header.commands)
+
+    def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        payload = b"" if header.flags & NONE else unpadded(slot.payload)
+        command = Command(header.mode, header.reserved, payload)
+        slot.close()
+        if header.sequence <= self.commands or header.sequence in self._commands:
+            raise RdmaError(f"command {header.sequence} came twice", peer=inlet.edge.source)
+        self._commands[header.sequence] = (command, header.nbytes)
+
+    # -- the ends
+
+    def _drop(self, sequence: int) -> None:
+        self._remember(self._dropped, sequence)
+        run = self._runs.pop(sequence, None)
+        if run is not None:
+            run.drop()
+            for outlet in run.flow.fittings.outlets.values():
+                outlet.forget(sequence)
+
+    @staticmethod
+    def _remember(seen: OrderedDict[int, None], sequence: int) -> None:
+        seen[sequence] = None
+        if len(seen) > _REMEMBERED:
+            seen.popitem(last=False)
+
+    def _tell(self, header: Header, payload: torch.Tensor | None = None) -> None:
+        if self.report is not None:
+            self.report.send(header, payload)
+
+    def _send_error(self, sequence: int, error: BaseException, fatal: bool = False) -> None:
+        """Forward 0 stands for all, ``fatal`` for all to come."""
+        blob = WorkerError.of(error).dump(REPORT_BYTES - 8)
+        payload = Command(0, payload=blob).padded(REPORT_BYTES)
+        try:
+            self._tell(Header(0, sequence, ERROR, reserved=int(fatal)), payload)
+        except RdmaError:
+            pass  # the caller is gone too: nobody is left to be told
+
+    def _cancel_jobs(self) -> None:
+        while self._jobs:
+            _, _, future = self._jobs.popleft()
+            if not future.done():
+                future.set_exception(RdmaError(f"the executor has ended: {self.error}"))

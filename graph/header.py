@@ -1,0 +1,42 @@
+"""The 64 bytes in front of every payload: eight little-endian int64 words, written together with the payload."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+HEADER_BYTES = 64
+_WIRE = struct.Struct("<8q")
+
+GRAD = 1
+"""The forward runs with gradients: the slot's storage lives until the backward, and a gradient comes back."""
+NONE = 2
+"""No payload: there is no gradient for this value, or the message is its header alone."""
+ERROR = 4
+"""A report: the payload is a pickled ``WorkerError``."""
+DONE = 8
+"""A report: this worker has finished the backward of ``sequence``."""
+
+
+class Header(NamedTuple):
+    edge: int
+    """Number of the edge, unique in the model. The receiver compares it: a stray write is an error, never data."""
+    sequence: int
+    """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command."""
+    flags: int = 0
+    mode: int = 0
+    """Which table of training and requires_grad flags the parts run under."""
+    commands: int = 0
+    """How many commands must have been applied before this may be used."""
+    order: int = 0
+    """Memory order of the payload, see ``layout``."""
+    nbytes: int = 0
+    """Payload bytes that count (reports); commands: sequence of the last backward the receiver took part in."""
+    reserved: int = 0
+
+    def write(self, memory: memoryview) -> None:
+        _WIRE.pack_into(memory, 0, *self)
+
+    @staticmethod
+    def read(memory: memoryview) -> Header:
+        return Header._make(_WIRE.unpack_from(memory))

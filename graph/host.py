@@ -1,0 +1,201 @@
+"""What a worker holds of one model: its parts, their optimizers, the executor. Everything the caller may ask for at set-up."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..transport import RdmaError
+from .command import STEP, TO_NONE, ZERO, Command
+from .executor import Executor
+from .flow import Flow
+from .place import Placement
+from .program import Machine
+from .remote_update import build_optimizer, read_numbers
+from .station import Fittings, Offer, Station
+
+if TYPE_CHECKING:
+    from ..transport import Channel, Device
+
+Mode = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Training flag of every module, requires_grad of every parameter, in the order of the parts."""
+
+
+class Host:
+    """One model at one worker. Methods are called by any thread, with plain data; the executor does what touches the parts.
+
+    ``parts`` are the top-level modules that live here, by name. The order of ``parameters`` and ``modules`` is the order of
+    ``named_parameters`` and ``named_modules`` of the parts one after another; the caller counts them the same way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        channels: Callable[[str], Channel],
+        parts: Mapping[str, nn.Module],
+        timeout: float,
+    ) -> None:
+        self.root = _Root(parts)
+        self.parameters = list(self.root.parameters())
+        self.modules = list(self.root.modules())[1:]
+        self._modes: dict[int, Mode] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
+        self.station = Station(name, device, channels, timeout)
+        machine = Machine(self.root.get_submodule, self._attribute)
+        self.executor = Executor(self.station, machine, self._set_mode, self._apply)
+
+    # -- plans
+
+    def offer(self, placement: Placement) -> Offer:
+        """Make this worker's slots of a plan."""
+        fittings, offer = self.station.fit(placement, self.executor.arrived)
+        flow = Flow(fittings, self.station.name) if placement.graph is not None else None
+        self._plans[placement.number] = (fittings, flow)
+        return offer
+
+    def connect(self, plan: int, offers: Offer) -> None:
+        """Learn everybody else's; from now on the plan can run. Plan 0 has the control edges and starts the executor."""
+        fittings, flow = self._plans[plan]
+        self.station.connect(fittings, offers)
+        if flow is not None:
+            self.executor.add(flow)
+            return
+        [self.executor.report] = fittings.outlets.values()
+        self.executor.start()
+
+    def retire(self, plan: int, commands: int) -> None:
+        """Nothing of this plan is sent from now on."""
+        fittings, _ = self._plans[plan]
+        self._on_executor(lambda: self.station.retire(fittings), commands)
+
+    def remove(self, plan: int) -> None:
+        """Everybody has retired it, or it never came to life."""
+        if plan not in self._plans:
+            return
+        fittings, flow = self._plans.pop(plan)
+        if flow is not None:
+            self.executor.remove(flow)
+        self._on_executor(lambda: self.station.remove(fittings), 0)
+
+    def add_mode(self, number: int, mode: Mode) -> None:
+        self._modes[number] = mode
+
+    # -- parts
+
+    def state(self, path: str, commands: int) -> dict[str, Any]:
+        """A copy of the state of a part, or of a module inside one, after so many commands."""
+
+        def copy() -> dict[str, Any]:
+            state = self.root.get_submodule(path).state_dict()
+            return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+        return self._on_executor(copy, commands)
+
+    def load(self, path: str, state: dict[str, Any], commands: int) -> None:
+        """Load the entries that lie in this very module, not those of its children."""
+
+        def load() -> None:
+            # Not strict: a module's children are loaded by calls of their own.
+            self.root.get_submodule(path).load_state_dict(state, strict=False)
+
+        self._on_executor(load, commands)
+
+    def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
+        """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
+        self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
+
+    # -- optimizers
+
+    def optimizer(
+        self,
+        number: int,
+        kind: type[torch.optim.Optimizer],
+        defaults: dict[str, Any],
+        groups: list[dict[str, Any]],
+        commands: int,
+    ) -> None:
+        """Build (or, if it exists, adjust) the owner's half of an optimizer. A group's ``params`` are parameter positions."""
+
+        def build() -> None:
+            self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self.parameters)
+
+        self._on_executor(build, commands)
+
+    def optimizer_state(self, number: int, commands: int) -> dict[int, dict[str, Any]]:
+        """State per parameter position."""
+
+        def copy() -> dict[int, dict[str, Any]]:
+            optimizer = self._optimizers[number]
+            at = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+            return {
+                at[id(parameter)]: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                for parameter, state in optimizer.state.items()
+            }
+
+        return self._on_executor(copy, commands)
+
+    def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]], commands: int) -> None:
+        def load() -> None:
+            optimizer = self._optimizers[number]
+            for position, entries in state.items():
+                optimizer.state[self.parameters[position]] = dict(entries)
+
+        self._on_executor(load, commands)
+
+    # -- the rest
+
+    def counters(self) -> dict[str, int]:
+        return self.station.device.counters()
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        self.station.lost(worker, error)
+
+    def close(self) -> None:
+        """Idempotent; returns when the executor has ended."""
+        self.executor.finish()
+
+    def _on_executor(self, job: Callable[[], Any], commands: int) -> Any:
+        return self.executor.submit(job, commands).result(self.station.timeout)
+
+    def _attribute(self, path: str) -> Any:
+        found: Any = self.root
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+    def _set_mode(self, number: int) -> None:
+        training, requires_grad = self._modes[number]
+        for module, flag in zip(self.modules, training):
+            module.training = flag
+        for parameter, flag in zip(self.parameters, requires_grad):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    def _apply(self, command: Command) -> None:
+        if command.kind == ZERO:
+            for parameter, what in zip(self.parameters, command.payload):
+                if what == TO_NONE:
+                    parameter.grad = None
+                elif what and parameter.grad is not None:
+                    parameter.grad.zero_()
+        elif command.kind == STEP:
+            optimizer = self._optimizers.get(command.argument)
+            if optimizer is not None:
+                numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
+                read_numbers(optimizer.param_groups, numbers)
+                optimizer.step()
+
+
+class _Root(nn.Module):
+    """The parts under their names; nothing else."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self._modules[name] = part

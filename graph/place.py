@@ -1,0 +1,117 @@
+"""Where everything lands: one line an edge, agreed on by all workers before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from .analyze import TransferGraph
+from .header import HEADER_BYTES
+
+ACTIVATION, GRADIENT, COMMAND, REPORT = "activation", "gradient", "command", "report"
+CONTROL_DEPTH = 8
+REPORT_BYTES = 32 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
+
+    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph.
+    """
+
+    number: int
+    kind: str
+    value: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    depth: int
+    static: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of one slot."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Placement:
+    """All edges of one plan (one set of input shapes). ``str`` of it is a table."""
+
+    number: int
+    caller: str
+    edges: list[Edge]
+    graph: TransferGraph | None = None
+    workers: list[str] = field(default_factory=list)
+    """Everybody who takes part, the caller first."""
+
+    def __str__(self) -> str:
+        head = ("edge", "kind", "from", "to", "shape", "dtype", "bytes", "depth", "static")
+        rows = [
+            (
+                edge.value,
+                edge.kind,
+                edge.source,
+                edge.target,
+                "x".join(map(str, edge.shape)) or "scalar",
+                str(edge.dtype).removeprefix("torch."),
+                f"{edge.nbytes:,}",
+                str(edge.depth),
+                "yes" if edge.static else "no",
+            )
+            for edge in self.edges
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        right = {6, 7}
+        lines = [
+            "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
+            for row in (head, tuple("-" * width for width in widths), *rows)
+        ]
+        step = sum(edge.nbytes for edge in self.edges)
+        slots = sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in self.edges)
+        total = f"{len(self.edges)} edges, {step:,} bytes cross in a training step, {slots:,} bytes of slots"
+        return "\n".join((*(line.rstrip() for line in lines), total))
+
+
+def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:
+    """Edges for every crossing value and for every gradient that comes back. ``numbers`` gives out edge numbers.
+
+    What lands at the caller has one slot more: the caller's program usually still holds the result of the step before.
+    """
+    edges: list[Edge] = []
+
+    def add(kind: str, value: str, source: str, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        slots = depth + (target == graph.caller)
+        edges.append(Edge(next(numbers), kind, value, source, target, shape, dtype, slots))
+
+    crossing = graph.crossing()
+    for value, worker in crossing:
+        home = graph.segments[value.producer].worker
+        add(ACTIVATION, value.name, home, worker, value.spec.shape, value.spec.dtype)
+    for value, worker in reversed(crossing):
+        if graph.returns_gradient(value, worker):
+            home = graph.segments[value.producer].worker
+            add(GRADIENT, value.name, worker, home, value.spec.shape, value.spec.dtype)
+    workers = list(dict.fromkeys([graph.caller, *(segment.worker for segment in graph.segments)]))
+    return Placement(number, graph.caller, edges, graph, workers)
+
+
+def control_edges(caller: str, worker_parameters: dict[str, int], numbers: Iterator[int]) -> Placement:
+    """The two edges that the caller has with every worker for as long as the model lives: commands there (a payload of
+    ``command_bytes``), reports back. ``worker_parameters`` counts the parameters that live at each."""
+    edges = []
+    for worker, parameters in worker_parameters.items():
+        shape = (command_bytes(parameters),)
+        edges.append(Edge(next(numbers), COMMAND, "commands", caller, worker, shape, torch.uint8, CONTROL_DEPTH))
+        edges.append(Edge(next(numbers), REPORT, "reports", worker, caller, (REPORT_BYTES,), torch.uint8, CONTROL_DEPTH))
+    return Placement(0, caller, edges, None, [caller, *worker_parameters])
+
+
+def command_bytes(parameters: int) -> int:
+    """Payload of a command: enough for one byte a parameter and for the numbers of 128 parameter groups."""
+    return 8192 + parameters

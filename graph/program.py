@@ -1,0 +1,138 @@
+"""What a worker is told to run: plain data, picklable, without any weights."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from ..transport import NotSupported
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in an argument for the tensor of that name."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One step of the traced forward.
+
+    ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
+    ``results`` names the tensors among the leaves of the result (``None``: a leaf that is not a tensor). ``last`` names
+    the tensors that nobody in this segment uses afterwards.
+    """
+
+    kind: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[str | None, ...]
+    structured: bool
+    last: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Segment:
+    """Instructions that one worker runs in one go. ``level`` grows strictly along every edge between workers."""
+
+    number: int
+    worker: str
+    level: int
+    instructions: list[Instruction] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    """Tensors that another segment uses."""
+    backward: bool = False
+    """Whether gradients come to it."""
+
+    def __str__(self) -> str:
+        steps = ", ".join(dict.fromkeys(step.target for step in self.instructions)) or "(nothing)"
+        return f"{self.worker} level {self.level}: {steps}"
+
+
+def function_path(function: Callable[..., Any]) -> str:
+    """Where every worker can import this function from. ``NotSupported`` for lambdas and closures."""
+    for name in (getattr(function, "__qualname__", ""), getattr(function, "__name__", "")):
+        module = getattr(function, "__module__", None)
+        if module and name and _look_up(module, name) is function:
+            return f"{module}:{name}"
+    try:
+        # Builtins of torch know their home only through pickle.
+        blob = pickle.dumps(function)
+        if pickle.loads(blob) is function:
+            return "pickle:" + blob.hex()
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    raise NotSupported(f"{function!r} cannot be sent to another worker", hint="use a function that can be imported by its name")
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """The inverse of ``function_path``; for the traced programs of an authenticated peer."""
+    module, _, name = path.partition(":")
+    if module == "pickle":
+        return pickle.loads(bytes.fromhex(name))
+    found = _look_up(module, name)
+    if found is None:
+        raise NotSupported(f"there is no function {name} in module {module} here", hint="install the same code everywhere")
+    return found
+
+
+def _look_up(module: str, name: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError):
+        return None
+
+
+def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
+    """``arguments`` with every ``Ref`` replaced."""
+    return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
+
+
+class Machine:
+    """Runs instructions against the modules and attributes of one worker."""
+
+    def __init__(self, module: Callable[[str], Callable[..., Any]], attribute: Callable[[str], Any]) -> None:
+        self._module, self._attribute = module, attribute
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def run(self, instructions: list[Instruction], env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
+        """Run them in order; tensors go into ``env`` (and leave it after their last use), ``produced(name, tensor)`` is
+        called for each as soon as it exists."""
+        for step in instructions:
+            result = self._step(step, env)
+            leaves = pytree.tree_leaves(result) if step.structured else [result]
+            if len(leaves) != len(step.results):
+                raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")
+            for name, leaf in zip(step.results, leaves):
+                if name is not None:
+                    if not isinstance(leaf, torch.Tensor):
+                        raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
+                    env[name] = leaf
+                    produced(name, leaf)
+            for name in step.last:
+                env.pop(name, None)
+
+    def _step(self, step: Instruction, env: dict[str, Any]) -> Any:
+        if step.kind == "attribute":
+            return self._attribute(step.target)
+        args, kwargs = fill(step.args, env), fill(step.kwargs, env)
+        if step.kind == "module":
+            return self._module(step.target)(*args, **kwargs)
+        if step.kind == "method":
+            return getattr(args[0], step.target)(*args[1:], **kwargs)
+        if step.target not in self._functions:
+            self._functions[step.target] = find_function(step.target)
+        return self._functions[step.target](*args, **kwargs)

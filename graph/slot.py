@@ -1,0 +1,118 @@
+"""The landing places of one edge at its consumer, used in place.
+
+Life of a slot: *free* (its credit is at the sender) -> *landed* (the sender wrote header and payload, its notification
+came) -> *open* (the payload is a tensor over a storage of its own) -> the last tensor over that storage dies -> *free*, a
+credit goes back. A slot is therefore never overwritten while anybody, here or in an autograd graph, can still read it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..transport import RdmaError
+from .header import HEADER_BYTES, NONE, Header
+from .layout import strides
+from .place import Edge
+
+if TYPE_CHECKING:
+    from ..transport import Channel, Device, Transfer
+    from .station import Station
+
+
+class Slot:
+    """Header and payload in the arena. ``freed`` is called when the payload is readable by nobody any more: from any thread,
+    also from finalizers."""
+
+    __slots__ = ("_freed", "_lease", "busy", "edge", "head", "memory", "payload")
+
+    def __init__(self, device: Device, edge: Edge, freed: Callable[[Slot], None]) -> None:
+        self.memory = device.empty(HEADER_BYTES + edge.nbytes, dtype=torch.uint8)
+        array = self.memory.numpy()
+        self.head = memoryview(array[:HEADER_BYTES])
+        self.payload = array[HEADER_BYTES:]
+        self.edge, self.busy = edge, False
+        self._freed = freed
+        self._lease: weakref.ref[memoryview] | None = None
+
+    def open(self, order: int) -> torch.Tensor:
+        """The payload, without a copy; its storage is new and its death frees the slot."""
+        edge = self.edge
+        count = prod(edge.shape)
+        if count == 0:
+            self.close()
+            return torch.empty(edge.shape, dtype=edge.dtype)
+        view = memoryview(self.payload)
+        self._lease = weakref.ref(view, lambda _: self.close())
+        # ``set_``, not ``view``: an operation may write into this tensor in place, which autograd refuses for some views.
+        flat = torch.frombuffer(view, dtype=edge.dtype, count=count)
+        tensor = torch.empty(0, dtype=edge.dtype)
+        return tensor.set_(flat.untyped_storage(), 0, edge.shape, strides(edge.shape, order))
+
+    def close(self) -> None:
+        self._lease = None
+        self._freed(self)
+
+
+class Inlet:
+    """The consumer's half of an edge: slots, the notification number of each, and the credits to send back.
+
+    Belongs to the thread of its station, except for the death of tensors.
+    """
+
+    def __init__(self, station: Station, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
+        self.edge, self.arrived = edge, arrived
+        self.channel: Channel = station.channel(edge.source)
+        self.slots = [Slot(station.device, edge, station.freed) for _ in range(edge.depth)]
+        self.numbers = [station.ports.take(self.channel, self._landed_in(slot)) for slot in self.slots]
+        self._regions = [station.device.register(slot.memory) for slot in self.slots]
+        self._credits: dict[Slot, Transfer] = {}
+
+    def offer(self) -> list[tuple[bytes, int]]:
+        """For the sender: descriptor and notification number of every slot."""
+        return [(region.export(), number) for region, number in zip(self._regions, self.numbers)]
+
+    def connect(self, credits: list[int]) -> None:
+        """The sender's notification number of every slot's credit."""
+        for slot, number in zip(self.slots, credits):
+            self._credits[slot] = self.channel.prepare([], notify=number)
+
+    def credit(self, slot: Slot) -> None:
+        """Let the sender use the slot again."""
+        slot.busy = False
+        if slot in self._credits:
+            self._credits[slot].post()
+
+    def spare(self) -> bool:
+        """Whether the sender could write right now."""
+        return not all(slot.busy for slot in self.slots)
+
+    def close(self) -> None:
+        """No credit is sent afterwards. Open tensors keep their memory."""
+        self._credits.clear()
+
+    def _landed_in(self, slot: Slot) -> Callable[[int], None]:
+        def landed(count: int) -> None:
+            header = Header.read(slot.head)
+            if count != 1 or slot.busy or header.edge != self.edge.number:
+                raise RdmaError(
+                    f"a write that nobody allowed into edge {self.edge.number} ({self.edge.value}): {count} at once, "
+                    f"header of edge {header.edge}, slot {'in use' if slot.busy else 'free'}",
+                    peer=self.edge.source,
+                )
+            slot.busy = True
+            self.arrived(self, slot, header)
+
+        return landed
+
+
+def take(slot: Slot, header: Header) -> torch.Tensor | None:
+    """The payload of a landed slot, or ``None`` (and the slot is free again) where there is none."""
+    if header.flags & NONE:
+        slot.close()
+        return None
+    return slot.open(header.order)

@@ -1,0 +1,126 @@
+"""The caller's view of one forward: its own segments run inline in its autograd graph, and between them *stages*: send what
+the workers need next, receive what the caller needs next.
+
+Each stage is one autograd function. A token runs through the stages, so that autograd meets them in reverse order, all of
+them, the first stage last, whichever of their outputs the loss depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .analyze import TransferGraph
+from .outlet import Outlet
+from .place import ACTIVATION, GRADIENT
+from .program import Segment
+from .slot import Inlet
+from .station import Fittings
+
+if TYPE_CHECKING:
+    from .caller import Caller
+
+
+@dataclass(slots=True)
+class Stage:
+    """``sends``: name and outlets of each value that leaves; ``receives``: name and inlet of each that comes. ``returns``: the
+    gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one."""
+
+    number: int
+    sends: list[tuple[str, list[Outlet]]]
+    receives: list[tuple[str, Inlet]]
+    returns: list[list[Inlet]]
+    backs: list[Outlet | None]
+    differentiable: list[bool]
+
+
+class Plan:
+    """One placement at the caller. ``schedule`` alternates between the caller's segments and stages. ``pending`` holds the
+    forwards whose backward has not come yet; ``participants`` the workers that take part in a backward."""
+
+    def __init__(self, fittings: Fittings, caller: str) -> None:
+        self.fittings = fittings
+        self.placement = fittings.placement
+        graph = fittings.placement.graph
+        assert graph is not None
+        self.graph = graph
+        self.pending: set[int] = set()
+        self.participants = sorted({s.worker for s in graph.segments if s.backward and s.worker != caller})
+        self.schedule: list[Segment | Stage] = []
+        self.stages: list[Stage] = []
+        self._arrange(graph, caller)
+
+    def _arrange(self, graph: TransferGraph, caller: str) -> None:
+        mine = [segment for segment in graph.segments if segment.worker == caller]
+        received: set[str] = set()
+        for at, segment in enumerate(mine):
+            self.schedule.append(segment)
+            if at + 1 == len(mine):
+                break
+            sends = [name for name in segment.outputs if self.fittings.outlets_of(ACTIVATION, name)]
+            wanted = [name for name in mine[at + 1].inputs if self._inlet(ACTIVATION, name) and name not in received]
+            received.update(wanted)
+            if sends or wanted:
+                stage = self._stage(graph, sends, wanted)
+                self.stages.append(stage)
+                self.schedule.append(stage)
+
+    def _stage(self, graph: TransferGraph, sends: list[str], wanted: list[str]) -> Stage:
+        backs = [self.fittings.outlets_of(GRADIENT, name) for name in wanted]
+        inlets = [(name, self._inlet(ACTIVATION, name)) for name in wanted]
+        return Stage(
+            number=len(self.stages),
+            sends=[(name, self.fittings.outlets_of(ACTIVATION, name)) for name in sends],
+            receives=[(name, inlet) for name, inlet in inlets if inlet is not None],
+            returns=[self._returns(graph, name) for name in sends],
+            backs=[found[0] if found else None for found in backs],
+            differentiable=[graph.values[name].spec.requires_grad for name in wanted],
+        )
+
+    def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
+        found = [i for i in self.fittings.inlets.values() if (i.edge.kind, i.edge.value) == (GRADIENT, name)]
+        last = {graph.segments[number].worker: number for number in graph.values[name].consumers}
+        return sorted(found, key=lambda inlet: -last[inlet.edge.source])
+
+    def _inlet(self, kind: str, name: str) -> Inlet | None:
+        for inlet in self.fittings.inlets.values():
+            if (inlet.edge.kind, inlet.edge.value) == (kind, name):
+                return inlet
+        return None
+
+
+class Pass:
+    """One forward. The autograd graph keeps it alive; if it dies before its backward, ``abandoned`` learns of it."""
+
+    def __init__(self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int], None]) -> None:
+        self.plan, self.sequence, self.grad, self.mode = plan, sequence, grad, mode
+        self.landed: dict[int, torch.Tensor | None] = {}
+        self.finished = False
+        self.backward_started = False
+        self.stages_left = set(range(len(plan.stages)))
+        self._abandoned = abandoned
+
+    def __del__(self) -> None:
+        if not self.finished:
+            self._abandoned(self.plan, self.sequence)
+
+
+class Cross(torch.autograd.Function):
+    """One stage, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, caller: Caller, run: Pass, stage: Stage, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.caller, ctx.run, ctx.stage = caller, run, stage
+        outputs = caller.exchange(run, stage, tensors)
+        ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, stage.differentiable) if not grad))
+        return (torch.zeros(()), *outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
+        return (torch.zeros(()), None, None, None, *ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads))

@@ -1,0 +1,160 @@
+"""One worker's end of all edges of one model: a poller, the halves of the edges, the credits that are due."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..transport import PeerLost, Poller, RdmaError
+from .header import Header
+from .outlet import Outlet
+from .place import Edge, Placement
+from .ports import Ports
+from .slot import Inlet, Slot
+
+if TYPE_CHECKING:
+    from ..transport import Channel, Device
+
+Arrived = Callable[["Inlet", "Slot", Header], None]
+SLICE = 0.25
+"""Seconds between two looks at whether the peers still live (their loss is usually announced before)."""
+
+
+@dataclass
+class Offer:
+    """What one worker tells the others about a plan: per edge number the slots of its inlets (descriptor, notification
+    number), and the credit numbers of its outlets. Plain data."""
+
+    slots: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
+    credits: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, other: Offer) -> None:
+        self.slots.update(other.slots)
+        self.credits.update(other.credits)
+
+
+class Fittings:
+    """The inlets and outlets of one plan at one worker, by edge number; ``inlet`` and ``outlet`` look up by value too."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.inlets: dict[int, Inlet] = {}
+        self.outlets: dict[int, Outlet] = {}
+
+    def outlets_of(self, kind: str, value: str) -> list[Outlet]:
+        return [outlet for outlet in self.outlets.values() if (outlet.edge.kind, outlet.edge.value) == (kind, value)]
+
+
+class Station:
+    """``poll`` and everything that sends belong to one thread at a time; set-up and tensors' deaths to any."""
+
+    def __init__(self, name: str, device: Device, channels: Callable[[str], Channel], timeout: float) -> None:
+        self.name, self.device, self.timeout = name, device, timeout
+        self._channels = channels
+        self.peers: dict[str, Channel] = {}
+        self.poller: Poller = device.poller()
+        self.ports = Ports(self.poller)
+        self._freed: deque[Slot] = deque()
+        self._inlet_of: dict[Slot, Inlet] = {}
+        self._polling = 0
+        self._lost: dict[str, RdmaError] = {}
+        self.closed = False
+
+    def channel(self, worker: str) -> Channel:
+        if worker not in self.peers:
+            self.peers[worker] = self._channels(worker)
+        return self.peers[worker]
+
+    # -- set-up
+
+    def fit(self, placement: Placement, arrived: Callable[[Edge], Arrived]) -> tuple[Fittings, Offer]:
+        """Make this worker's halves of all edges of a plan. Nothing may be sent before ``connect``."""
+        fittings, offer = Fittings(placement), Offer()
+        for edge in placement.edges:
+            if edge.target == self.name:
+                inlet = Inlet(self, edge, arrived(edge))
+                for slot in inlet.slots:
+                    self._inlet_of[slot] = inlet
+                fittings.inlets[edge.number] = inlet
+                offer.slots[edge.number] = inlet.offer()
+            elif edge.source == self.name:
+                outlet = Outlet(self, edge)
+                fittings.outlets[edge.number] = outlet
+                offer.credits[edge.number] = outlet.numbers
+        return fittings, offer
+
+    def connect(self, fittings: Fittings, offers: Offer) -> None:
+        """``offers`` has those of all workers."""
+        for number, inlet in fittings.inlets.items():
+            inlet.connect(offers.credits[number])
+        for number, outlet in fittings.outlets.items():
+            outlet.connect(offers.slots[number])
+
+    def retire(self, fittings: Fittings) -> None:
+        """First half of the end of a plan: nothing is sent any more."""
+        for inlet in fittings.inlets.values():
+            inlet.close()
+
+    def remove(self, fittings: Fittings) -> None:
+        """Second half, after every worker has retired it: its numbers are used again."""
+        for inlet in fittings.inlets.values():
+            for slot, number in zip(inlet.slots, inlet.numbers):
+                self._inlet_of.pop(slot, None)
+                self.ports.give_back(inlet.channel, number)
+        for outlet in fittings.outlets.values():
+            for number in outlet.numbers:
+                self.ports.give_back(self.channel(outlet.edge.target), number)
+
+    # -- the steady state
+
+    def freed(self, slot: Slot) -> None:
+        """A slot is readable by nobody any more. Any thread, any moment: only remembers it."""
+        self._freed.append(slot)
+        if self._polling and self._polling != threading.get_ident() and not self.closed:
+            self.poller.kick()
+
+    def settle(self) -> None:
+        """Return the credits that are due."""
+        while self._freed:
+            slot = self._freed.popleft()
+            inlet = self._inlet_of.get(slot)
+            if inlet is not None:
+                inlet.credit(slot)
+
+    def poll(self, timeout: float) -> bool:
+        """Handle one event, if one comes within ``timeout`` seconds (at most ``SLICE``). Raises ``PeerLost`` when a peer is."""
+        # Announced before the look at what is due: a tensor that dies afterwards kicks the poller.
+        self._polling = threading.get_ident()
+        self.settle()
+        news = self.poller.wait(min(timeout, SLICE))
+        self._polling = 0
+        if news is None:
+            self.check()
+            return False
+        row, count = news
+        if row == Poller.KICK:
+            self.check()
+        else:
+            self.ports.handle(row, count)
+        return True
+
+    def check(self) -> None:
+        """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""
+        for worker, channel in self.peers.items():
+            error = self._lost.get(worker) or channel.error
+            if error is not None:
+                raise PeerLost(f"worker {worker!r} is lost: {error}", peer=worker, device=self.device.name, status=error.status)
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        """Somebody noticed that a worker is gone. Any thread."""
+        if worker in self.peers and not self.closed:
+            self._lost[worker] = error
+            self.poller.kick()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.poller.close()
