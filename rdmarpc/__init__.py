@@ -26,6 +26,7 @@ from .transport import (
     RemoteAccessError,
     TransferTimeout,
 )
+from .wrap import wrap
 
 __all__ = [
     "ArenaFull",
@@ -52,4 +53,5 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "transport",
+    "wrap",
 ]

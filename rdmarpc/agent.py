@@ -265,7 +265,8 @@ class Agent:
     def _settle(self, link: Link) -> None:
         error = link.channel.error
         assert error is not None
-        named = type(error)(f"worker {link.name} is lost: {error}", peer=link.name, status=error.status)
+        named = PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
+        named.peer = link.name
         self._lost[link.rank] = named
         self._links.pop(link.rank, None)
         self.caller.lost(link, named)

@@ -61,7 +61,7 @@ class Callee:
                 if keep is self._landings:
                     self._take_landing(link, key[1])
                 else:
-                    keep.pop(key, None)  # type: ignore[attr-defined]
+                    keep.pop(key, None)
 
     # -- running a request
 
@@ -81,7 +81,7 @@ class Callee:
                 future = function(*args, **kwargs)
                 if not isinstance(future, torch._C.Future):
                     raise RuntimeError(f"{_ASYNC_HINT} but got {type(future)}")
-                future.add_done_callback(partial(self._reply_later, link, call, control, sizes, places, rref))  # type: ignore[arg-type]
+                future.add_done_callback(partial(self._reply_later, link, call, control, sizes, places, rref))
                 return
             del args, kwargs
         except BaseException as error:

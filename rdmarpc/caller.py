@@ -75,7 +75,8 @@ class Caller:
 
     def failed(self, error: RdmaError, timeout: float, *, future: bool) -> Pending:
         """A call that could not even be sent: its error is raised where the answer is awaited."""
-        pending = Pending(None, 0, timeout)
+        # No link is ever looked at: the answer is an error.
+        pending = Pending(None, 0, timeout)  # type: ignore[arg-type]
         if future:
             pending.future = Future(self, pending)
         self._answer(pending, error)
@@ -170,8 +171,8 @@ class Caller:
             flags |= BULK
             if keep is not None:
                 keep.keep = (keep.keep, bulk)
-        if not link.try_send(kind, call, flags, out.count, function, payload, table, data):
-            attempt = partial(link.try_send, kind, call, flags, out.count, function, payload, table, data)
+        if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
+            attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
             self.progress.wait_for(Room(attempt))
         return bulk
 

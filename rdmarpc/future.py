@@ -32,7 +32,7 @@ class Pending:
     landing: Landing | None = None
     """Where the callee may still write the result."""
 
-    def __init__(self, link: Link | None, call: int, timeout: float) -> None:
+    def __init__(self, link: Link, call: int, timeout: float) -> None:
         self.link, self.call, self.timeout = link, call, timeout
         self.answers: list[Frame | Exception] = []
         """At most one; whoever pops it decodes it."""

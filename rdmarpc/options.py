@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
 
 from . import constants
 
@@ -56,7 +55,7 @@ class RpcBackendOptions:
         arena_limit: int | None = None,
         secret: str | None = None,
     ) -> None:
-        if not isinstance(rpc_timeout, Real):
+        if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
         if rpc_timeout < 0:
             raise RuntimeError("RPC Timeout must be non-negative")

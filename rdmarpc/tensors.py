@@ -28,13 +28,13 @@ _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 
 
 class Description(NamedTuple):
-    """What the receiver must know. ``count``: elements of the flat run; ``nbytes``: its size."""
+    """What the receiver must know. ``elements``: of the flat run; ``nbytes``: its size."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     requires_grad: bool
-    count: int
+    elements: int
     nbytes: int
 
 
@@ -87,7 +87,7 @@ def shaped(run: torch.Tensor, what: Description) -> torch.Tensor:
     """The tensor over a landed flat run."""
     if what.strides is not None:
         run = run.as_strided(what.shape, what.strides)
-    elif what.shape != (what.count,):
+    elif what.shape != (what.elements,):
         run = run.view(what.shape)
     return run.requires_grad_() if what.requires_grad else run
 
@@ -156,7 +156,7 @@ class Outgoing(NamedTuple):
 
     table: bytes
     data: bytes
-    count: int
+    tensors: int
     large: list[torch.Tensor]
     """Flat runs that do not ride in the frame: they stay alive and unchanged until the receiver is done."""
     read: bool
@@ -260,7 +260,7 @@ def unpack(
             if way == WRITTEN:
                 run = next(landed).view(what.dtype)
             else:
-                run = device.empty(what.count, dtype=what.dtype)
+                run = device.empty(what.elements, dtype=what.dtype)
                 channel.memcpy(run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])).wait()
                 at += RemoteRegion.WIRE_SIZE
                 was_read = True

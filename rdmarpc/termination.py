@@ -38,7 +38,7 @@ class Termination:
         future: torch.futures.Future[bool] = torch.futures.Future()
         with self._lock:
             if self._error is not None:
-                future.set_exception(self._error)
+                future.set_exception(self._error)  # type: ignore[arg-type]
                 return future
             reports = self._reports.setdefault(number, {})
             reports[rank] = (sent, answered, future)
@@ -59,7 +59,7 @@ class Termination:
             reports, self._reports = self._reports, {}
         for entries in reports.values():
             for _, _, waiting in entries.values():
-                waiting.set_exception(error)
+                waiting.set_exception(error)  # type: ignore[arg-type]
         if self._waiting is not None:
             self._waiting.set()
 

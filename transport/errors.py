@@ -13,6 +13,7 @@ class RdmaError(RuntimeError):
         where = ", ".join(f"{k}={v}" for k, v in (("peer", peer), ("device", device), ("status", status)) if v)
         text = message + (f" [{where}]" if where else "") + (f"\n  hint: {hint}" if hint else "")
         super().__init__(text)
+        self.message = message
         self.peer, self.device, self.status, self.hint = peer, device, status, hint
 
 

@@ -45,7 +45,7 @@ from .atomics import (
     store_release,
 )
 
-SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 400_000
+SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 1_000_000
 SLICE_NS = 100_000_000
 _PAUSES = 64  # looks with pause before the core is given away between looks: about 3 us
 
