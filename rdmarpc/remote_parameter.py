@@ -18,8 +18,10 @@ from .transport import NotSupported
 class Owner(Protocol):
     """What a remote parameter needs to know of its model."""
 
-    backwards: int
-    """How many backwards have begun."""
+    @property
+    def backwards(self) -> int:
+        """How many backwards have begun."""
+
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
 
@@ -60,7 +62,7 @@ class RemoteParameter(nn.Parameter):
         return self._owner
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         owner = self._owner
         if owner.in_step or self._cleared == owner.backwards:
             return None
@@ -86,7 +88,7 @@ class RemoteParameter(nn.Parameter):
     def fill_grad_with_zeros(self) -> None:
         self._owner.zero(self.worker, self._position, TO_ZERO)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"RemoteParameter({self.path!r} on {self.worker!r}, {tuple(self.shape)}, {self.dtype})"
 
@@ -119,7 +121,7 @@ class RemoteGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: RemoteParameter) -> RemoteGrad:
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(parameter.shape), dtype=parameter.dtype, device=torch.device("meta"))
         self.parameter = parameter
         return self
 
@@ -144,7 +146,7 @@ class RemoteGrad(torch.Tensor):
             hint="what needs the values of gradients (clipping, logging their norms) has to run at their worker",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RemoteGrad({self.parameter.path!r} on {self.parameter.worker!r})"
 
 

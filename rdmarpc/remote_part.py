@@ -73,7 +73,7 @@ class RemotePart(nn.Module):
         if entries and not error_msgs:
             self._session.ask_owner(self._worker, "load", self._path, entries)
 
-    def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:  # type: ignore[override]
+    def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
         """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""
         self._session.ask_owner(self._worker, "call", self._path, "apply", (fn,))
         return self

@@ -33,10 +33,12 @@ def wrap(
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
     their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with new
-    input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their worker's generator.
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
+    new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
+    worker's generator.
 
-    Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is moved.
+    Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
+    moved.
     """
     agent = _agent.current()
     _check(net, placement, agent)
@@ -61,7 +63,7 @@ def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
             )
     homes: dict[int, tuple[str, str]] = {}
     for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
         worker = placement.get(name.split(".")[0], agent.name)
         first, home = homes.setdefault(id(tensor), (name, worker))
