@@ -156,6 +156,7 @@ class Caller:
     def _begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
         self._ready()
         if len(plan.pending) >= self.depth:
+            self._ready(drain=True)
             gc.collect()  # a dropped graph may hang in a circle of references
             self._discard_abandoned()
         if len(plan.pending) >= self.depth:
@@ -271,7 +272,7 @@ class Caller:
                 command = commands.get(worker, Command(NOTHING))
                 payload = command.padded(outlet.edge.nbytes) if command.payload else None
                 header = Header(
-                    0, self.commands, mode=command.kind, nbytes=self._last_backward[worker], reserved=command.argument
+                    0, self.commands, mode=command.kind, backward=self._last_backward[worker], argument=command.argument
                 )
                 outlet.send(header, payload)
             outlets = self._control.values()
@@ -292,7 +293,7 @@ class Caller:
     def sync(self) -> int:
         """How many commands come before whatever is asked for by another way now."""
         with self._lock:
-            self._ready()
+            self._ready(drain=True)
             self._flush_zero()
             return self.commands
 
@@ -324,7 +325,7 @@ class Caller:
         worker = inlet.edge.source
         if header.flags & ERROR:
             error = WorkerError.load(unpadded(slot.payload)).raised(worker)
-            if header.reserved:
+            if header.argument:
                 self._fatal = error
             elif header.sequence not in self._dropped:
                 self._errors.setdefault(header.sequence, error)
@@ -366,12 +367,13 @@ class Caller:
 
     # -- the ends
 
-    def _ready(self) -> None:
-        """Before anything new: look at what came in the meantime."""
+    def _ready(self, drain: bool = False) -> None:
+        """Before anything new. What came in the meantime is seen by the next wait, or now (``drain``: tens of microseconds,
+        an empty look ends in a system call)."""
         if self.station.closed:
             raise RdmaError("the model was closed")
         self.station.check()
-        while self.station.poll(0.0):
+        while drain and self.station.poll(0.0):
             pass
         self._raise_errors(0)
         self._discard_abandoned()

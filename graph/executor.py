@@ -197,11 +197,11 @@ class Executor(threading.Thread):
 
     def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         payload = b"" if header.flags & NONE else unpadded(slot.payload)
-        command = Command(header.mode, header.reserved, payload)
+        command = Command(header.mode, header.argument, payload)
         slot.close()
         if header.sequence <= self.commands or header.sequence in self._commands:
             raise RdmaError(f"command {header.sequence} came twice", peer=inlet.edge.source)
-        self._commands[header.sequence] = (command, header.nbytes)
+        self._commands[header.sequence] = (command, header.backward)
 
     # -- the ends
 
@@ -228,7 +228,7 @@ class Executor(threading.Thread):
         blob = WorkerError.of(error).dump(REPORT_BYTES - 8)
         payload = Command(0, payload=blob).padded(REPORT_BYTES)
         try:
-            self._tell(Header(0, sequence, ERROR, reserved=int(fatal)), payload)
+            self._tell(Header(0, sequence, ERROR, argument=int(fatal)), payload)
         except RdmaError:
             pass  # the caller is gone too: nobody is left to be told
 

@@ -25,14 +25,15 @@ class Header(NamedTuple):
     """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command."""
     flags: int = 0
     mode: int = 0
-    """Which table of training and requires_grad flags the parts run under."""
+    """Which table of training and requires_grad flags the parts run under; commands: their kind."""
     commands: int = 0
     """How many commands must have been applied before this may be used."""
     order: int = 0
     """Memory order of the payload, see ``layout``."""
-    nbytes: int = 0
-    """Payload bytes that count (reports); commands: sequence of the last backward the receiver took part in."""
-    reserved: int = 0
+    backward: int = 0
+    """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
+    argument: int = 0
+    """Commands: what they are about (an optimizer, a forward). Reports of an error: 1 = the executor has ended."""
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)

@@ -68,4 +68,4 @@ def build_optimizer(
             old.add_param_group(new)
         return old
     known = inspect.signature(kind.__init__).parameters
-    return kind(real, **{key: value for key, value in defaults.items() if key in known})  # type: ignore[call-arg]
+    return kind(real, **{key: value for key, value in defaults.items() if key in known})

@@ -37,7 +37,7 @@ class Offer:
 
 
 class Fittings:
-    """The inlets and outlets of one plan at one worker, by edge number; ``inlet`` and ``outlet`` look up by value too."""
+    """The inlets and outlets of one plan at one worker, by edge number."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement

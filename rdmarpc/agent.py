@@ -238,7 +238,12 @@ class Agent:
             time.sleep(0)
             link = self._rows.get(row)
         for _ in range(fresh):
-            frame = link.read()
+            try:
+                frame = link.read()
+            except RdmaError as error:
+                self._poller.drop(row)
+                self.progress.jobs.append(partial(self._cut_off, link, error))
+                return
             if frame is None:
                 continue
             kind = frame.kind
@@ -262,8 +267,13 @@ class Agent:
         if link is not None:
             self.progress.submit(partial(self._settle, link))
 
-    def _settle(self, link: Link) -> None:
-        error = link.channel.error
+    def _cut_off(self, link: Link, error: RdmaError) -> None:
+        """End a connection whose other end does not keep to the protocol."""
+        link.channel.close()
+        self._settle(link, error)
+
+    def _settle(self, link: Link, error: RdmaError | None = None) -> None:
+        error = error or link.channel.error
         assert error is not None
         named = PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
         named.peer = link.name

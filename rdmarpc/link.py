@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from .grants import Grants
-from .transport import Channel, Device, RemoteRegion, Window
+from .transport import Channel, Device, RdmaError, RemoteRegion, Window
 
 RING = 0
 RING_BYTES = 1 << 20
@@ -130,15 +130,19 @@ class Link:
         return True
 
     def read(self) -> Frame | None:
-        """The next frame that a notification announced; ``None`` for one that only concerned the ring."""
+        """The next frame that a notification announced; ``None`` for one that only concerned the ring. Raises ``RdmaError``
+        for bytes that are no frame: nothing after them can be trusted."""
         at = self._read % RING_BYTES
         length, kind, flags, tensors, call, credit, function, payload, table, data = _HEADER.unpack_from(self._in, at)
+        used = _HEADER.size + function + payload + table + data
+        if not used <= length <= RING_BYTES - at or length % _ALIGN or not REQUEST <= kind <= WRAP:
+            raise RdmaError(f"what came is no frame (kind {kind}, {used} of {length} bytes)", peer=self.name)
         self._credit = credit
         if kind == WRAP or kind == CREDIT:
             self._read += length
             return None
         start = at + _HEADER.size
-        body = bytes(self._in[start : start + function + payload + table + data])
+        body = bytes(self._in[start : at + used])
         self._read += length
         return Frame(kind, flags, tensors, call, function, payload, table, body)
 

@@ -121,7 +121,9 @@ class RemoteGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: RemoteParameter) -> RemoteGrad:
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(parameter.shape), dtype=parameter.dtype, device=torch.device("meta"))
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(parameter.shape), dtype=parameter.dtype, device=torch.device("meta")
+        )
         self.parameter = parameter
         return self
 
@@ -131,7 +133,9 @@ class RemoteGrad(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.zero_.default:
             args[0].parameter.fill_grad_with_zeros()
             return args[0]

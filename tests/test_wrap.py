@@ -337,7 +337,7 @@ def round_trip() -> None:
     assert torch.equal(model.features.state_dict()["0.weight"], other.features[0].weight)
     with pytest.raises(RuntimeError, match=r"Missing key.*features.0.weight"):
         model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "features.0.weight"})
-    with pytest.raises(RuntimeError, match="size mismatch for classifier.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for classifier.weight"):
         model.load_state_dict({**other.state_dict(), "classifier.weight": torch.zeros(1, 1)})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*features.9.x"):
         model.load_state_dict({**other.state_dict(), "features.9.x": torch.zeros(1)})
@@ -398,7 +398,7 @@ def stand_ins() -> None:
         lambda: copy.deepcopy(model.classifier),
         lambda: torch.optim.SGD(model.parameters(), 0.1).step(lambda: 0.0),
     ):
-        with pytest.raises(rpc.NotSupported, match="worker1|closure"):
+        with pytest.raises(rpc.NotSupported, match=r"worker1|closure"):
             attempt()
     assert model.classifier.weight.grad is not None
     model.zero_grad()
@@ -434,7 +434,7 @@ def bad_wraps() -> None:
         wrap(models.Branching(), {"a": "worker1"})(torch.zeros(2, 20))
     with pytest.raises(rpc.NotSupported, match="depends on data"):
         wrap(nn.Sequential(models.Selecting()), {"0": "worker1"})(torch.zeros(2, 20))
-    with pytest.raises(RuntimeError, match="same reduction dim|cannot be multiplied"):
+    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
         wrap(models.mlp(), {"0": "worker1"})(torch.zeros(2, 21))
     model = wrap(models.SharedInPlace(), {"a": "worker1", "b": "worker1", "c": "worker2"})
     with pytest.raises(rpc.NotSupported, match="in place"):
@@ -465,7 +465,7 @@ def remote_errors() -> None:
             model(bad)
         bad[0, 0] = 200
         output = model(bad)
-        with pytest.raises(ZeroDivisionError, match="on worker 'worker2': the backward of this part fails\n(.|\n)*Traceback"):
+        with pytest.raises(ZeroDivisionError, match=r"on worker 'worker2': the backward of this part fails\n(.|\n)*Traceback"):
             output.sum().backward()
         model.zero_grad()
         twin.zero_grad()

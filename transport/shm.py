@@ -129,9 +129,9 @@ class ShmDevice(Device):
             auth.authenticate(sock, self.secret, initiator=False)
             inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
             channel = self._receive_setup(sock, inbox)
-            # Adopted before the answer: the peer may copy as soon as it has it.
-            reply = self._on_connect(channel)
-            self._send_setup(sock, fd, reply)
+            # on_connect may publish the channel: what other threads send on it waits until the answer is out.
+            with channel._send_lock:
+                self._send_setup(sock, fd, self._on_connect(channel))
             self._adopt(channel)
             self._welcomed(channel)
         except (RdmaError, OSError):

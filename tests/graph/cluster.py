@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -133,14 +133,8 @@ class Split:
         plan = self.caller.plan(signature, lambda: self.graph(tensors))
         return self.caller.forward(plan, tensors, 1)
 
-    def gradients(self, worker: str, parts: list[str]) -> list[torch.Tensor | None]:
-        raise NotImplementedError
-
 
 def _mode(modules: dict[str, nn.Module]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     training = tuple(m.training for part in modules.values() for m in part.modules())
     grads = tuple(p.requires_grad for part in modules.values() for p in part.parameters())
     return training, grads
-
-
-Build = Callable[[], nn.Module]

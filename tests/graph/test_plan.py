@@ -53,9 +53,9 @@ def test_segments_and_edges():
     assert edges == [
         ("input0", "activation", "me", "w1", (3, 4), 2),
         ("relu", "activation", "w1", "w2", (3, 4), 2),
-        ("argmax", "activation", "w1", "me", (3,), 3),
         ("add", "activation", "w2", "w1", (3, 4), 2),
         ("c", "activation", "w1", "me", (3, 2), 3),
+        ("argmax", "activation", "w1", "me", (3,), 3),
         ("c", "gradient", "me", "w1", (3, 2), 2),
         ("add", "gradient", "w1", "w2", (3, 4), 2),
         ("relu", "gradient", "w2", "w1", (3, 4), 2),

@@ -14,6 +14,8 @@ from group import die, results, run_group
 from test_calls import identity, slow
 
 import rdmarpc as rpc
+from rdmarpc import agent
+from rdmarpc.link import RING_BYTES
 
 DEVICES = ["shm", "tcp"]
 
@@ -191,7 +193,7 @@ def test_a_result_larger_than_the_arena():
 
 def strangers(rank):
     if rank == 0:
-        address = rpc.agent.current().device.address.decode()
+        address = agent.current().device.address.decode()
         host, port = address.split(":")[1:3]
         held = []
         for payload in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
@@ -223,3 +225,36 @@ def test_torchrun_unchanged(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0 and done.stdout.count("fine") == 2, done.stderr
+
+
+def talk_nonsense(rank):
+    if rank == 0:
+        link = agent.current().link(1)
+        assert rpc.rpc_sync("worker1", identity, (1,)) == 1
+        link._out[:64] = b"\xff" * 64
+        link._window.put(link._written % RING_BYTES, 64)
+        with pytest.raises(rpc.PeerLost):
+            rpc.rpc_sync("worker1", slow, (20,))
+        assert rpc.rpc_sync("worker2", identity, ("unharmed",)) == "unharmed"
+    else:
+        assert rpc.rpc_sync(f"worker{3 - rank}", identity, ("still serves",)) == "still serves"
+        time.sleep(2.0)
+    rpc.shutdown(graceful=False)
+
+
+def test_bytes_that_are_no_frame_end_that_connection_only():
+    results(run_group(talk_nonsense, 3))
+
+
+_NO_SHUTDOWN = """
+import sys, torch, rdmarpc as rpc
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
+assert rpc.rpc_sync("alone", torch.add, (torch.ones(2), 1)).sum() == 4
+print("fine")
+"""
+
+
+def test_a_program_may_end_without_shutdown(tmp_path):
+    command = [sys.executable, "-c", _NO_SHUTDOWN, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
