@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,13 @@ class Session:
         except BaseException:
             self._close_parts()
             raise
-        agent.on_peer_lost(self._caller.station.lost)
+        station = weakref.WeakMethod(self._caller.station.lost)  # the agent outlives the model
+
+        def lost(worker: str, error: RdmaError) -> None:
+            if (tell := station()) is not None:
+                tell(worker, error)
+
+        agent.on_peer_lost(lost)
 
     @property
     def caller(self) -> Caller:

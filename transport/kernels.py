@@ -19,8 +19,9 @@ Invariants (C11 order):
 
 Waits spin (first with pause, then giving the core away between looks, so that two workers on one core progress), then sleep
 in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled. How long they spin adapts: a
-wait that had to sleep but ended within ``SPIN_MAX_NS`` sets the budget to that, because the sleep and the wake-up cost more
-than the spinning would have; a longer wait sets it back to ``SPIN_MIN_NS``.
+wait that had to sleep but ended within ``SPIN_MAX_NS`` sets the budget to that, because waking a sleeping core takes about
+0.1 ms, which a training step pays at every crossing; a longer wait sets it back to ``SPIN_MIN_NS``, so an idle worker sleeps.
+A core that was given away and did not come back within ``_CROWDED_NS`` is wanted by others: then the spinning ends at once.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from .atomics import (
     store_release,
 )
 
-SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 1_000_000
+SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
+_CROWDED_NS = 50_000
 SLICE_NS = 100_000_000
 _PAUSES = 64  # looks with pause before the core is given away between looks: about 3 us
 
@@ -168,10 +170,15 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
         pause()
     start = now()
     spin_ns = min(load_acquire(budget), slice_ns)
-    while now() - start < spin_ns:
+    before = start
+    while before - start < spin_ns:
         if load_acquire(record) >= target:
             return OK
         sched_yield()
+        after = now()
+        if after - before > _CROWDED_NS:
+            break
+        before = after
     fetch_add(record + 8, 1)
     fence()
     seen = load_acquire(record)
@@ -220,13 +227,18 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
         pause()
     start = now()
     spin_ns = min(load_acquire(budget), slice_ns)
-    while now() - start < spin_ns:
+    before = start
+    while before - start < spin_ns:
         found = _scan(table, rows)
         if found >= 0:
             return _claim(table, found, word, expected)
         if word != 0 and load_acquire(word) != expected:
             return CHANGED
         sched_yield()
+        after = now()
+        if after - before > _CROWDED_NS:
+            break
+        before = after
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()
