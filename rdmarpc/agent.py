@@ -30,6 +30,7 @@ _HELLO = struct.Struct("<4sI")
 _HELLO_MAGIC = b"rpc1"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
+_CROSSING_S = 2.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -194,7 +195,7 @@ class Agent:
                 with self._link_lock:
                     self._connecting.discard(rank)
                     # Both ends connected at once, and the other one's connection counts (``_on_connect``).
-                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=0.5):
+                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=_CROSSING_S):
                         return self._links[rank]
                 raise
             link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]

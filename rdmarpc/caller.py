@@ -221,9 +221,11 @@ class Caller:
 
     def _complete(self, future: Future, pending: Pending, answer: Frame | Exception) -> None:
         try:
-            torch._C.Future.set_result(future, self.decode(pending, answer))
+            value = self.decode(pending, answer)
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
+            return
+        torch._C.Future.set_result(future, value)
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""

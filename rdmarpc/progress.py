@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from . import words
 from .transport import Poller, kernels
@@ -183,6 +184,8 @@ class Progress:
         return True
 
     def _pool(self, number: int) -> None:
+        # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
+        torch.get_num_threads()
         mine = 8 * number + words.POLLING
         while not self._stopping:
             seen = kernels.load(self._jobs_word)

@@ -43,6 +43,7 @@ class RRef(Generic[T]):
     def _enter(self, agent: Agent, owner: WorkerInfo, rref: int, fork: int, creation: Pending | None) -> None:
         self._agent, self._owner, self._rref, self._fork, self._creation = agent, owner, rref, fork, creation
         self._alive = True
+        self._confirmed = creation is None
         agent.handles.add(self)
 
     @classmethod
@@ -62,7 +63,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to hold this reference."""
-        return self.is_owner() or self._creation is None or self._creation.done
+        return self._confirmed or self.is_owner() or (self._creation is not None and self._creation.done)
 
     def to_here(self, timeout: float = -1.0) -> T:
         """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists."""
@@ -70,7 +71,9 @@ class RRef(Generic[T]):
             return self.local_value()
         self._check_alive("call to_here() on it")
         self._check_creation()
-        return self._agent.call(self._owner, _fetch, (self._rref,), None, timeout, control=True)
+        value = self._agent.call(self._owner, _fetch, (self._rref,), None, timeout, control=True)
+        self._confirmed = True
+        return value
 
     def local_value(self) -> T:
         """The value on its owner; waits until it exists, raises the error of its creation."""

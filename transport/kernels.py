@@ -179,6 +179,8 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
         if after - before > _CROWDED_NS:
             break
         before = after
+    if slice_ns <= 0:
+        return TIMEOUT
     fetch_add(record + 8, 1)
     fence()
     seen = load_acquire(record)
@@ -239,6 +241,8 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
         if after - before > _CROWDED_NS:
             break
         before = after
+    if slice_ns <= 0:
+        return TIMEOUT
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()

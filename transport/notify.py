@@ -108,24 +108,29 @@ class Poller:
         self.table[self.KICK] = (self._kick, 0)
         self.rows = 1
         self._free: list[int] = []
+        self._watched: dict[int, tuple[Channel, Count]] = {}  # keeps what the table points into
         self._lock = threading.Lock()
 
     def add(self, channel: Channel, imm: int) -> int:
         """Watch notification ``imm`` of ``channel``: the row that ``wait`` will name. Nothing else may consume it."""
-        record = channel.record(imm)
+        count = channel._count(imm)
         with self._lock:
             if not self._free and self.rows == MAX_ROWS:
                 raise RdmaError(f"a poller watches at most {MAX_ROWS} notifications")
             row = self._free.pop() if self._free else self.rows
-            self.table[row] = (record, 0)
-            kernels.add(record + 8, self.bell << 32)
+            self._watched[row] = (channel, count)
+            self.table[row] = (count.record, count.consumed)
+            kernels.add(count.record + 8, self.bell << 32)
             self.rows = max(self.rows, row + 1)
         kernels.ring_bell(self.bell_address)
         return row
 
     def drop(self, row: int) -> None:
-        """Watch that row no longer; its number may be given out again."""
+        """Watch that row no longer; its number may be given out again. Not while another thread waits."""
         with self._lock:
+            _, count = self._watched.pop(row)
+            count.consumed = int(self.table[row, 1])
+            kernels.add(count.record + 8, -(self.bell << 32))
             self.table[row] = (self._nil, 0)
             self._free.append(row)
 
