@@ -128,26 +128,39 @@ class Agent:
 
     # -- calls
 
-    def _start(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, **more: Any) -> Pending:
+    def _start(
+        self,
+        to: WorkerInfo,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        flags: int = 0,
+        future: bool = False,
+        rref: int = 0,
+        fork: int = 0,
+    ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
         limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
         if self.garbage:
             self.collect()
-        try:
-            link = self._links.get(to.id) or self.link(to.id)
-        except RdmaError as error:
-            return self.caller.failed(error, limit, future=more.get("future", False))
-        return self.caller.request(link, function, tuple(args or ()), kwargs, limit, **more)
+        link = self._links.get(to.id)
+        if link is None:
+            try:
+                link = self.link(to.id)
+            except RdmaError as error:
+                return self.caller.failed(error, limit, future=future)
+        return self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
-        return self.caller.result(self._start(to, function, args, kwargs, timeout, flags=CONTROL if control else 0))
+        return self.caller.result(self._start(to, function, args, kwargs, timeout, CONTROL if control else 0))
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        future = self._start(to, function, args, kwargs, timeout, flags=CONTROL if control else 0, future=True).future
+        future = self._start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
         assert future is not None
         return future
 
@@ -156,7 +169,7 @@ class Agent:
         from .rref import RRef
 
         rref, fork = self.new_id(), self.new_id()
-        pending = self._start(to, function, args, kwargs, timeout, flags=REMOTE, rref=rref, fork=fork, future=True)
+        pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return RRef._of(self, to, rref, fork, pending)
 
     def collect(self) -> None:

@@ -76,7 +76,7 @@ class Callee:
             function, args, kwargs, sizes, places = self._decode(link, frame)
             inner = getattr(function, "_wrapped_async_rpc_function", None)
             if inner is None:
-                result = function(*args, **kwargs)
+                answer = [function(*args, **kwargs)]
             else:
                 future = function(*args, **kwargs)
                 if not isinstance(future, torch._C.Future):
@@ -87,7 +87,7 @@ class Callee:
         except BaseException as error:
             self._fail(link, call, control, error, rref)
             return
-        self._reply(link, call, control, result, sizes, places, rref)
+        self._reply(link, call, control, answer, sizes, places, rref)
 
     def _decode(
         self, link: Link, frame: Frame
@@ -136,15 +136,19 @@ class Callee:
         self, link: Link, call: int, control: int, sizes: Any, places: Any, rref: int | None, future: torch.futures.Future[Any]
     ) -> None:
         try:
-            result = future.value()
+            answer = [future.value()]
         except BaseException as error:
             self._fail(link, call, control, error, rref)
             return
-        self._reply(link, call, control, result, sizes, places, rref)
+        self._reply(link, call, control, answer, sizes, places, rref)
 
     def _reply(
-        self, link: Link, call: int, control: int, result: Any, sizes: tuple[int, ...], places: Any, rref: int | None
+        self, link: Link, call: int, control: int, answer: list[Any], sizes: tuple[int, ...], places: Any, rref: int | None
     ) -> None:
+        """``answer`` holds the result, and nothing else here does: once it is packed it dies, and what the arguments lay in is
+        what ``_grant`` promises next. Memory that one writes again and again is many times faster than memory that goes round.
+        """
+        result = answer.pop()
         if rref is not None:
             self.rrefs.fulfil(rref, result)
             result = None
@@ -154,7 +158,7 @@ class Callee:
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
-                payload, out = b"", Outgoing(lone[0], lone[1], 1, [], False)
+                payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
             elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
@@ -162,19 +166,17 @@ class Callee:
                 payload, tensors = serialize.dumps(result)
             if tensors:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
-            flags |= READS if out.read else 0
+            flags |= READS if out.lent else 0
             del result, tensors
             grant, blob = self._grant(link, sizes) if sizes else (0, b"")
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
-            if out.read:
-                self._sources[link.rank, call] = out.large
+            if out.lent:
+                self._sources[link.rank, call] = out.lent
             bulk = self.caller.send(link, RESPONSE, call, flags, out, b"", payload, None)
             if bulk is not None:
-                self._sources[link.rank, call] = (out.large, bulk)
-            if grant:
-                self.caller.stock.refill(sizes)
+                self._sources[link.rank, call] = (out.lent, bulk)
         except PeerLost:
             pass
         except BaseException as error:
@@ -185,7 +187,7 @@ class Callee:
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
             self.rrefs.fail(rref, error)
-            self._reply(link, call, control, None, (), None, None)
+            self._reply(link, call, control, [None], (), None, None)
             return
         kind = type(error) if isinstance(error, Exception) else RuntimeError
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -208,7 +210,7 @@ class Callee:
         if not total or self._granted + total > self.device.arena.limit // 4:
             return 0, b""
         try:
-            landing = self.caller.stock.take(sizes)
+            landing = Landing.allocate(self.device, sizes)
         except ArenaFull:
             return 0, b""
         number = next(self._grants)

@@ -26,7 +26,7 @@ from . import serialize
 from .future import Future, Pending
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
-from .tensors import NOTHING, Outgoing, Stock, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
@@ -62,7 +62,6 @@ class Caller:
         self.pending: dict[int, Pending] = {}
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
-        self.stock = Stock(device)
         self._expired: dict[int, Pending] = {}
         self._calls = itertools.count(1)
         self._ticking = threading.Event()
@@ -89,23 +88,22 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
         timeout: float,
-        *,
-        flags: int = 0,
-        rref: int = 0,
-        fork: int = 0,
-        future: bool = False,
+        flags: int,
+        future: bool,
+        rref: int,
+        fork: int,
     ) -> Pending:
-        """Send a call. Raises what pickling raises, and ``PeerLost`` if the link is known to be broken."""
-        by_reference = serialize.reference(function)
+        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error."""
+        name = serialize.reference(function) or b""
         tensors: list[torch.Tensor] | None = None
-        lone = None
-        if by_reference is None:
+        out = NOTHING
+        if not name:
             payload, tensors = serialize.dumps((function, args, kwargs or {}))
         elif kwargs:
             payload, tensors = serialize.dumps((args, kwargs))
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-            payload = b""
+            payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
             flags |= LONE | FLAT | REFERENCE
         elif (tensors := serialize.flat(args)) is not None:
             payload = serialize.dump_flat(args)
@@ -113,47 +111,42 @@ class Caller:
         else:
             payload, tensors = serialize.dumps((args, {}))
             flags |= REFERENCE
-        name = by_reference or b""
         call = next(self._calls)
         pending = Pending(link, call, timeout)
+        now = time.monotonic()
         if timeout > 0:
-            pending.deadline = time.monotonic() + timeout
-        pending.control = bool(flags & CONTROL)
-        if future:
-            pending.future = Future(self, pending)
-        places_blob, grant, out = b"", 0, NOTHING
+            pending.deadline = now + timeout
+        if flags & CONTROL:
+            pending.control = True
+        grant = 0
+        sizes: tuple[int, ...] = ()
         if tensors:
             described = describe_all(tensors, self.device)
-            granted = None
-            if described.sizes:
-                granted = link.grants.take((name, described.sizes))
+            sizes = described.sizes
+            granted = link.grants.take((name, sizes)) if sizes else None
             out = pack(described, self.device, link.channel, granted[1] if granted else None)
             grant = granted[0] if granted else 0
-            pending.keep = out.large
-            pending.key = (name, described.sizes)
-        else:
-            if lone is not None:
-                out = Outgoing(lone[0], lone[1], 1, [], False)
-            pending.key = (name, ())
-        sizes = link.grants.result_sizes.get(pending.key)
-        if sizes:
-            pending.landing = self.stock.take(sizes)
-            places_blob = pending.landing.places
-        if grant or places_blob or flags & REMOTE:
+            pending.keep = out.lent
+        pending.key = key = (name, sizes)
+        places = b""
+        if result_sizes := link.grants.result_sizes.get(key):
+            pending.landing = Landing.allocate(self.device, result_sizes)
+            places = pending.landing.places
+        if grant or places or flags & REMOTE:
             flags |= HEAD
-            payload = REQUEST_HEAD.pack(grant, rref, fork, len(places_blob)) + places_blob + payload
+            payload = REQUEST_HEAD.pack(grant, rref, fork, len(places)) + places + payload
+        if future:
+            pending.future = Future(self, pending)
+            if timeout > 0 and not self._ticking.is_set():
+                self._ticking.set()
+            if not flags & CONTROL:
+                self.futures[call] = pending
+                self.progress.linger(now)
         self.pending[call] = pending
-        if future and pending.deadline is not None and not self._ticking.is_set():
-            self._ticking.set()
-        if future and not flags & CONTROL:
-            self.futures[call] = pending
-            self.progress.linger()
         try:
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
             self._answer(pending, error)
-        if sizes:
-            self.stock.refill(sizes)
         return pending
 
     def send(
@@ -172,6 +165,7 @@ class Caller:
             if keep is not None:
                 keep.keep = (keep.keep, bulk)
         if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
+            # The peer has to consume first.
             attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
             self.progress.wait_for(Room(attempt))
         return bulk
@@ -223,7 +217,7 @@ class Caller:
         try:
             value = self.decode(pending, answer)
         except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+            future.set_exception(error)
             return
         torch._C.Future.set_result(future, value)
 

@@ -77,10 +77,10 @@ class Link:
         self.answers = 0
         self.grants = Grants()
 
-    def open(self) -> None:
+    def open(self) -> Window:
         """Resolve the peer's ring. Not from a device's thread."""
-        if self._window is None:
-            self._window = self.channel.window(RemoteRegion.load(self.peer_inbox), self._out_tensor, notify=RING)
+        self._window = self.channel.window(RemoteRegion.load(self.peer_inbox), self._out_tensor, notify=RING)
+        return self._window
 
     def try_send(
         self,
@@ -94,18 +94,15 @@ class Link:
         data: bytes = b"",
     ) -> bool:
         """Send one frame if there is room; ``False`` if the peer must consume first. The body is at most ``MAX_BODY``."""
-        used = _HEADER.size + len(function) + len(payload) + len(table) + len(data)
+        sizes = len(function), len(payload), len(table), len(data)
+        used = _HEADER.size + sum(sizes)
         length = (used + _ALIGN - 1) // _ALIGN * _ALIGN
-        reserve = 0 if kind == CREDIT else _RESERVE
-        if self._window is None:
-            self.open()
-        window = self._window
-        assert window is not None
+        window = self._window or self.open()
         with self._lock:
             at = self._written % RING_BYTES
             room = RING_BYTES - at
             needed = length if length <= room else room + length
-            if self._written + needed - self._credit > RING_BYTES - reserve:
+            if self._written + needed - self._credit > (RING_BYTES if kind == CREDIT else RING_BYTES - _RESERVE):
                 return False
             told = self._read
             if length > room:
@@ -113,11 +110,8 @@ class Link:
                 window.put(at, _HEADER.size)
                 self._written += room
                 at = 0
-            _HEADER.pack_into(
-                self._out, at, length, kind, flags, tensors, call, told, len(function), len(payload), len(table), len(data)
-            )
-            start = at + _HEADER.size
-            self._out[start : at + used] = b"".join((function, payload, table, data))
+            _HEADER.pack_into(self._out, at, length, kind, flags, tensors, call, told, *sizes)
+            self._out[at + _HEADER.size : at + used] = b"".join((function, payload, table, data))
             window.put(at, length)
             self._written += length
             self._told = told

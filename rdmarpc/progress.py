@@ -29,6 +29,7 @@ from .transport import Poller, kernels
 
 _TICK_NS = 200_000
 _IDLE_TICKS = 50
+_LINGER_S = 50e-6  # how long a lingering caller need not show that it is still there: less than a tick
 _SECOND_NS = 1_000_000_000
 _LINE = 8  # int64 words a cache line
 
@@ -61,6 +62,7 @@ class Progress:
         self._followers: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._spawn_lock = threading.Lock()
+        self._lingers_until = 0.0
         self._stopping = False
         for _ in range(2):
             self._spawn()
@@ -79,6 +81,7 @@ class Progress:
                     self._drive(awaited, mine, deadline)
                 finally:
                     if not (self.outstanding and words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)):
+                        self._lingers_until = 0.0
                         words.let_go(self._token, mine, self._bell, self._table, self._poller.rows)
                     if self._followers:
                         words.event(self._events)
@@ -95,10 +98,13 @@ class Progress:
             self._local.waiter = 8 * next(self._numbers) + words.WAITER
             return self._local.waiter
 
-    def linger(self) -> None:
+    def linger(self, now: float) -> None:
         """The caller will come back for an answer soon: take the role, as if running a function. So the answers that come in
-        between wake nobody, unless the caller stays away for longer than a tick."""
-        words.linger(self._token, self._waiter() - 2, self._bell, self._runs, self._asleep)
+        between wake nobody, unless the caller stays away for longer than a tick. ``now``: ``time.monotonic()``."""
+        if now < self._lingers_until:
+            return
+        if words.linger(self._token, self._waiter() - 2, self._bell, self._runs, self._asleep):
+            self._lingers_until = now + _LINGER_S
 
     def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
         token, table, bell, poller = self._token, self._table, self._bell, self._poller

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 
 from .serialize import travels
-from .transport import ArenaFull, Channel, Device, RemoteRegion
+from .transport import Channel, Device, RemoteRegion
 
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
-_STOCK_BYTES, _STOCK_ENTRIES = 16 << 20, 32
 INLINE, WRITTEN, READ = 0, 1, 2
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
@@ -105,29 +104,6 @@ class Landing(NamedTuple):
         return Landing([run for run, _ in made], sizes, b"".join([place for _, place in made]))
 
 
-class Stock:
-    """One landing of each size in use, made while there was nothing better to do. Thread-safe."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._landings: dict[tuple[int, ...], Landing] = {}
-
-    def take(self, sizes: tuple[int, ...]) -> Landing:
-        """A landing for these sizes. Raises ``ArenaFull``."""
-        return self._landings.pop(sizes, None) or Landing.allocate(self._device, sizes)
-
-    def refill(self, sizes: tuple[int, ...]) -> None:
-        """The same sizes will be wanted again."""
-        if sizes in self._landings or sum(sizes) > _STOCK_BYTES:
-            return
-        if len(self._landings) >= _STOCK_ENTRIES:
-            self._landings.clear()
-        try:
-            self._landings[sizes] = Landing.allocate(self._device, sizes)
-        except ArenaFull:
-            self._landings.clear()
-
-
 _places: dict[bytes, list[RemoteRegion]] = {}
 
 
@@ -157,13 +133,11 @@ class Outgoing(NamedTuple):
     table: bytes
     data: bytes
     tensors: int
-    large: list[torch.Tensor]
-    """Flat runs that do not ride in the frame: they stay alive and unchanged until the receiver is done."""
-    read: bool
-    """Whether the receiver will READ them (no landing place was at hand)."""
+    lent: list[torch.Tensor]
+    """Flat runs that the receiver will READ (no landing place was at hand): they stay alive until it is done."""
 
 
-NOTHING = Outgoing(b"", b"", 0, [], False)
+NOTHING = Outgoing(b"", b"", 0, [])
 
 
 def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
@@ -206,7 +180,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
     """Move the large tensors to ``places`` if these fit; otherwise give out descriptors that the receiver may READ."""
-    table, data, large = [], [], []
+    table, data, lent = [], [], []
     fits = places is not None and tuple([place.nbytes for place in places]) == described.sizes
     remaining = iter(places if places is not None and fits else ())
     for run, text, raw in described.runs:
@@ -215,14 +189,12 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
             data.append(raw)
         elif fits:
             channel.memcpy(next(remaining), run)
-            large.append(run)
             table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
         else:
             source = lendable(run, device, channel)
-            large.append(source)
+            lent.append(source)
             table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source).dump())
-    read = bool(described.sizes) and not fits
-    return Outgoing(b"".join(table), b"".join(data), len(described.runs), large, read)
+    return Outgoing(b"".join(table), b"".join(data), len(described.runs), lent)
 
 
 def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
