@@ -37,9 +37,11 @@ class End:
         """A transfer of `size` bytes to the other end; both ends prepare at the same time."""
         self.source = self.device.empty((size,), dtype=torch.uint8).fill_(1)
         self.landing = self.device.empty((size,), dtype=torch.uint8).zero_()
-        self.link.send(self.device.export(self.landing))
-        remote = transport.RemoteRegion.load(self.link.recv())
-        self.transfer = self.channel.prepare([(remote, self.source)], notify=ARRIVED)
+        self.returned = self.device.empty((size,), dtype=torch.uint8).zero_()
+        self.link.send((self.device.export(self.landing), self.device.export(self.returned)))
+        landing, returned = map(transport.RemoteRegion.load, self.link.recv())
+        self.transfer = self.channel.prepare([(landing, self.source)], notify=ARRIVED)
+        self.echo = self.channel.prepare([(returned, self.landing)], notify=ANSWERED)
 
     def ping(self, times: int) -> None:
         """Sends and waits for the other end to send as much back, `times` times."""
@@ -76,6 +78,13 @@ class End:
             wait()
             post().wait()
 
+    def return_all(self, times: int) -> None:
+        """The other side of `send_answered`, sending back what has landed."""
+        wait, post = self.arrived.wait, self.echo.post
+        for _ in range(times):
+            wait()
+            post().wait()
+
     def send_stream(self, times: int) -> None:
         """Sends `times` times without waiting in between; returns when all of it has arrived."""
         post = self.transfer.post
@@ -99,6 +108,7 @@ class End:
             "prepare": self.prepare,
             "pong": self.pong,
             "answer": self.answer,
+            "return_all": self.return_all,
             "receive_stream": self.receive_stream,
         }
         while (order := self.link.recv())[0] != "stop":

@@ -67,6 +67,7 @@ def time_row(case: str, size: int, median: dict[Key, float], target: dict[str, f
         "rdmarpc_us": ours,
         "torch_rpc_us": theirs,
         "times_floor": ours / floor,
+        "echo_us": median.get((case, size, "echo")),
         "times_faster_than_torch": theirs / ours,
         "target": target,
         "met": {
@@ -93,6 +94,8 @@ def print_tables(bench: dict[str, Any]) -> None:
     """Everything on standard output."""
     config = bench["config"]
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 110
     console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: medians of {config['rounds']} rounds"))
     console.print(rate_table(bench["calls"]))
     idle = bench["idle"]
@@ -105,6 +108,7 @@ def print_tables(bench: dict[str, Any]) -> None:
         " stream: one of many writes in a row (torch RPC: two pushes in flight)\n"
         f" floor: a warm memcpy and a flag to the other process (there and back {bench['flag_us']:.2f} µs);\n"
         "        identity: both twice; stream: the memcpy only\n"
+        " echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call\n"
         " ✓ ✗: the target after it is met, or not"
     )
 
@@ -113,7 +117,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line for each case and size."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    for column in ("size", "floor", "rdmarpc", "torch RPC", "× floor", "× torch"):
+    for column in ("size", "floor", "rdmarpc", "torch RPC", "× floor", "× torch", "echo"):
         table.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -128,6 +132,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
             time_text(row["torch_rpc_us"]),
             judged(f"{row['times_floor']:.2f}", "≤", row["target"].get("floor"), row["met"].get("floor")),
             judged(f"{row['times_faster_than_torch']:.1f}", "≥", row["target"].get("torch"), row["met"].get("torch")),
+            time_text(row["echo_us"]) if row["echo_us"] else "",
         )
     return table
 

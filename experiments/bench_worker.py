@@ -21,6 +21,7 @@ CALLS = 20_000
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A worker from its first line to its last; worker0 tells ("progress", text) and ("measured", samples)."""
+    torch.set_num_threads(1)  # the threads of torch's own pool spin for a while after each use
     options = rpc.RpcBackendOptions(init_method=f"file://{job['meeting_place']}/rdmarpc", transport=job["device"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     link: Connection = job["links"][rank]
@@ -65,6 +66,7 @@ def measure_size(end: End, size: int, samples: Samples) -> None:
 
     x = torch.ones(size, dtype=torch.uint8)
     samples.add("identity", size, "floor", 2 * copy_us + flag_us)
+    samples.add("identity", size, "echo", echoed(end, size))
     call_us = per_iteration(lambda: rpc.rpc_sync("worker1", identity, args=(x,)), iterations(size))
     samples.add("identity", size, "rdmarpc", call_us)
 
@@ -105,6 +107,15 @@ def prepared_one_way(end: End, size: int) -> float:
         answered = per_iteration(lambda: end.send_answered(1), groups)
         end.tell("answer", 21 * 50)
         return answered - per_iteration(lambda: end.announce_answered(50), 20) / 50 / 2
+
+
+def echoed(end: End, size: int) -> float:
+    """A prepared WRITE, and what has landed written back: what an identity call has to move. Unlike the floor's copies
+    these meet in the caches of two cores, and cost what that costs on this machine at this moment."""
+    times = min(200, iterations(size))
+    end.tell("return_all", times + 1)
+    with end.own_core():
+        return per_iteration(lambda: end.send_answered(1), times)
 
 
 def prepared_stream(end: End, size: int) -> float:
