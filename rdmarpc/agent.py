@@ -31,6 +31,7 @@ _HELLO_MAGIC = b"rpc1"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 _CROSSING_S = 2.0
+_ABORT_TIMEOUT_S = 1.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -283,7 +284,10 @@ class Agent:
 
     def _cut_off(self, link: Link, error: RdmaError) -> None:
         """End a connection whose other end does not keep to the protocol."""
-        link.channel.close()
+        try:
+            link.channel.abort(_ABORT_TIMEOUT_S)
+        except RdmaError as reason:
+            error = RdmaError(f"{error.message}; and {reason.message}", peer=link.name)
         self._settle(link, error)
 
     def _settle(self, link: Link, error: RdmaError | None = None) -> None:

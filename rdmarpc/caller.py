@@ -118,34 +118,37 @@ class Caller:
             pending.deadline = now + timeout
         if flags & CONTROL:
             pending.control = True
-        grant = 0
-        sizes: tuple[int, ...] = ()
-        if tensors:
-            described = describe_all(tensors, self.device)
-            sizes = described.sizes
-            granted = link.grants.take((name, sizes)) if sizes else None
-            out = pack(described, self.device, link.channel, granted[1] if granted else None)
-            grant = granted[0] if granted else 0
-            pending.keep = out.lent
-        pending.key = key = (name, sizes)
-        places = b""
-        if result_sizes := link.grants.result_sizes.get(key):
-            pending.landing = Landing.allocate(self.device, result_sizes)
-            places = pending.landing.places
-        if grant or places or flags & REMOTE:
-            flags |= HEAD
-            payload = REQUEST_HEAD.pack(grant, rref, fork, len(places)) + places + payload
-        if future:
-            pending.future = Future(self, pending)
-            if timeout > 0 and not self._ticking.is_set():
-                self._ticking.set()
-            if not flags & CONTROL:
-                self.futures[call] = pending
-                self.progress.linger(now)
-        self.pending[call] = pending
         try:
+            sizes: tuple[int, ...] = ()
+            grant = 0
+            if tensors:
+                described = describe_all(tensors, self.device)
+                sizes = described.sizes
+                granted = link.grants.take((name, sizes)) if sizes else None
+                out = pack(described, self.device, link.channel, granted[1] if granted else None)
+                grant = granted[0] if granted else 0
+                pending.keep = out.lent
+            pending.key = (name, sizes)
+            places = b""
+            if result_sizes := link.grants.result_sizes.get(pending.key):
+                pending.landing = Landing.allocate(self.device, result_sizes)
+                places = pending.landing.places
+            if grant or places or flags & REMOTE:
+                flags |= HEAD
+                payload = REQUEST_HEAD.pack(grant, rref, fork, len(places)) + places + payload
+            if future:
+                pending.future = Future(self, pending)
+                if timeout > 0 and not self._ticking.is_set():
+                    self._ticking.set()
+                if not flags & CONTROL:
+                    self.futures[call] = pending
+                    self.progress.linger(now)
+            self.pending[call] = pending
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
+            if future and pending.future is None:
+                pending.future = Future(self, pending)
+            self.pending.pop(call, None)
             self._answer(pending, error)
         return pending
 
@@ -244,18 +247,20 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
+        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places))):
+            numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
+            # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
+            self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))
         if frame.flags & LONE:
             return unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
+        tensors: list[torch.Tensor] = []
+        sizes: tuple[int, ...] = ()
+        was_read = False
         if frame.tensors:
             tensors, sizes, was_read = unpack(
                 frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
             )
-            if sizes:
-                link.grants.result_sizes[pending.key] = sizes
-        else:
-            tensors, was_read = [], False
-        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places))):
-            self.send(link, FORGO, 0, 0, NOTHING, b"", struct.pack(f"<{len(forgone)}Q", *forgone), None)
+        link.grants.expect_result(pending.key, sizes)
         if was_read or answer.flags & BULK:
             self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
         if frame.flags & FLAT:

@@ -25,6 +25,13 @@ class Grants:
         except (KeyError, IndexError):
             return None
 
+    def expect_result(self, key: Signature, sizes: tuple[int, ...]) -> None:
+        """What the answer to a call of this signature had to land: the next one will get a place for as much."""
+        if sizes:
+            self.result_sizes[key] = sizes
+        elif key in self.result_sizes:
+            self.result_sizes.pop(key, None)
+
     def put(self, key: Signature, grant: int, places: list[RemoteRegion]) -> list[int]:
         """Keep a grant; returns the numbers of grants to give back."""
         self._places.setdefault(key, deque()).append((grant, places))

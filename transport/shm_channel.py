@@ -37,6 +37,7 @@ CLOSED_AT, INFLIGHT_AT = 0, 64
 MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
 _SEND_TIMEOUT = 5.0
+_LAST_COPY_NS = 200_000_000
 # Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
 LENT = 0xFFFFFFFF
 
@@ -377,6 +378,8 @@ class ShmChannel(Channel):
             if not self.socket_open:
                 return
             self.socket_open = False
+        # A copy of the peer that is just running may finish: the memory it goes to is ours to reuse after this.
+        kernels.quiesce(self.inbox + INFLIGHT_AT, _LAST_COPY_NS)
         try:
             self.send(BYE)
         except PeerLost:

@@ -199,6 +199,39 @@ def test_from_the_second_call_arguments_and_results_are_written_to_granted_place
     results(run_group(grants, transport=device))
 
 
+def small_answer(tensor):
+    return tensor[:2] + 1
+
+
+def big_answer(scale):
+    return torch.full((60_000,), float(scale))
+
+
+def uneven_sizes(rank):
+    if rank == 0:
+        big = torch.ones(60_000)
+        for n in range(30):
+            if n == 5:
+                before, there = agent.current().counters(), rpc.rpc_sync("worker1", usage)
+            assert rpc.rpc_sync("worker1", small_answer, (big,)).tolist() == [2, 2]
+            assert rpc.rpc_sync("worker1", big_answer, (n,)).sum() == 60_000 * n
+        after = agent.current().counters()
+        assert after["rpc_messages"] - before["rpc_messages"] == 51  # 25 of each, and the one that asks for the usage
+        assert after["arena_used"] <= before["arena_used"] + big.nbytes
+        now = rpc.rpc_sync("worker1", usage)
+        assert now[0] <= there[0] + big.nbytes and now[1] <= 1
+    rpc.shutdown()
+
+
+def usage():
+    return agent.current().counters()["arena_used"], promised()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_one_way_small_the_other(device):
+    results(run_group(uneven_sizes, transport=device))
+
+
 def many_signatures(rank):
     if rank == 0:
         for size in range(5000, 5000 + 130 * 64, 64):
