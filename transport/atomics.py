@@ -135,6 +135,30 @@ def futex(typingctx: Any, address: Any, operation: Any, value: Any, timeout_ns: 
     return i64(i64, i64, i64, i64), codegen
 
 
+_WIDE = ir.VectorType(_I64, 4)
+STREAM_BYTES, STREAM_ALIGN = 256, 32
+
+
+@intrinsic
+def stream(typingctx: Any, dst: Any, src: Any) -> Any:  # noqa: ARG001
+    """Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
+    has to come before anything that announces the data."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        past_caches = builder.module.add_metadata([ir.Constant(_I32, 1)])
+        offsets = [ir.Constant(_I64, at) for at in range(0, STREAM_BYTES, STREAM_ALIGN)]
+        pieces = []
+        for offset in offsets:
+            source = builder.inttoptr(builder.add(args[1], offset), _WIDE.as_pointer())
+            pieces.append(builder.load(source, align=1))
+        for offset, piece in zip(offsets, pieces, strict=True):
+            target = builder.inttoptr(builder.add(args[0], offset), _WIDE.as_pointer())
+            builder.store(piece, target, align=STREAM_ALIGN).set_metadata("nontemporal", past_caches)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64), codegen
+
+
 # Not FUTEX_PRIVATE: the words lie in memory that two processes map.
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 WAKE_ALL = 0x7FFFFFFF
@@ -142,6 +166,8 @@ WAKE_ALL = 0x7FFFFFFF
 __all__ = [
     "FUTEX_WAIT",
     "FUTEX_WAKE",
+    "STREAM_ALIGN",
+    "STREAM_BYTES",
     "WAKE_ALL",
     "compare_exchange",
     "fence",
@@ -153,4 +179,5 @@ __all__ = [
     "pause",
     "sched_yield",
     "store_release",
+    "stream",
 ]

@@ -17,6 +17,10 @@ Invariants (C11 order):
    of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. Whoever aborts stores ``closed`` or disarms; fence;
    waits for ``inflight`` == 0.
 
+Large copies adapt too (``_move``): writing to memory that a far core has in its cache can be ten times slower than a warm
+memcpy, because every line's ownership has to come over first; stores that go past the caches do not wait for that, but are
+slower where the cores share a cache. So a copy that turned out slow makes the next ones on that channel go past the caches.
+
 Waits spin (first with pause, then giving the core away between looks, so that two workers on one core progress), then sleep
 in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled. How long they spin adapts: a
 wait that had to sleep but ended within ``SPIN_MAX_NS`` sets the budget to that, because waking a sleeping core takes about
@@ -33,6 +37,8 @@ from numba.types import int64 as i64
 from .atomics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
+    STREAM_ALIGN,
+    STREAM_BYTES,
     WAKE_ALL,
     compare_exchange,
     fence,
@@ -44,6 +50,7 @@ from .atomics import (
     pause,
     sched_yield,
     store_release,
+    stream,
 )
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
@@ -54,6 +61,10 @@ _PAUSES = 64  # looks with pause before the core is given away between looks: ab
 _budget = np.full(1, SPIN_MIN_NS, np.int64)
 SPIN = _budget.ctypes.data
 """Address of this process's spin budget (ns). A hint: threads may overwrite each other's."""
+
+_MOVE_MIN = 128 << 10  # bytes from which on a copy is judged
+_SLOW_BYTES_PER_US = 6000  # a plain copy below this rate (6 GB/s) is one of contended memory, or of memory never touched
+_STREAMED = 64  # copies past the caches after two slow ones in a row, before a plain one is tried again
 
 OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
 
@@ -114,6 +125,39 @@ def signal(record: int, bells: int) -> int:
     return 0
 
 
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def copy_past_caches(dst: int, src: int, nbytes: int) -> int:
+    """As ``copy``, with stores that do not bring the destination into this core's cache."""
+    head = min(nbytes, -dst & (STREAM_ALIGN - 1))
+    memcpy(dst, src, head)
+    at = head
+    while nbytes - at >= STREAM_BYTES:
+        stream(dst + at, src + at)
+        at += STREAM_BYTES
+    fence()
+    memcpy(dst + at, src + at, nbytes - at)
+    return 0
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def _move(dst: int, src: int, nbytes: int, state: int) -> int:
+    """Copy as the channel's recent copies advise. ``state`` (private): how many more go past the caches; -1 after one slow
+    plain copy. A hint only: threads may overwrite each other's."""
+    if nbytes < _MOVE_MIN:
+        memcpy(dst, src, nbytes)
+        return 0
+    left = load_acquire(state)
+    if left > 0:
+        copy_past_caches(dst, src, nbytes)
+        store_release(state, left - 1)
+        return 0
+    start = now()
+    memcpy(dst, src, nbytes)
+    slow = (now() - start) * _SLOW_BYTES_PER_US > nbytes * 1000
+    store_release(state, (_STREAMED if left < 0 else -1) if slow else 0)
+    return 0
+
+
 @njit(i64(i64), nogil=True, cache=True)
 def post(block: int) -> int:
     """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
@@ -125,15 +169,15 @@ def post(block: int) -> int:
     if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
         fetch_add(inflight, -1)
         return CLOSED
+    stats = load_acquire(block + 8 * WR_STATS)
     at = block + 8 * WR_HEAD
     for _ in range(load_acquire(block)):
-        memcpy(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16))
+        _move(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stats + 16)
         at += 24
     record = load_acquire(block + 8 * WR_RECORD)
     if record != 0:
         signal(record, load_acquire(block + 8 * WR_BELLS))
     fetch_add(inflight, -1)
-    stats = load_acquire(block + 8 * WR_STATS)
     fetch_add(stats, 1)
     fetch_add(stats + 8, load_acquire(block + 8 * WR_BYTES))
     return OK
@@ -149,12 +193,12 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
         fetch_add(inflight, -1)
         return CLOSED
-    memcpy(dst, src, nbytes)
+    stats = load_acquire(block + 8 * WR_STATS)
+    _move(dst, src, nbytes, stats + 16)
     record = load_acquire(block + 8 * WR_RECORD)
     if record != 0:
         signal(record, load_acquire(block + 8 * WR_BELLS))
     fetch_add(inflight, -1)
-    stats = load_acquire(block + 8 * WR_STATS)
     fetch_add(stats, 1)
     fetch_add(stats + 8, nbytes)
     return OK

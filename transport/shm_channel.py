@@ -164,7 +164,7 @@ class ShmChannel(Channel):
         self.no_cma = cma.why_not(self.pid, probe)
         self._keep = (inbox, peer_inbox, peer_bells)
         self.inbox, self.peer_inbox, self.peer_bells = map(address_of, self._keep)
-        self.stats = np.zeros(2, np.int64)
+        self.stats = np.zeros(3, np.int64)  # posts, bytes, and the advice of kernels._move
         self.cma_lock = threading.Lock()
         self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
         self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
