@@ -140,11 +140,11 @@ STREAM_BYTES, STREAM_ALIGN = 256, 32
 
 
 @intrinsic
-def stream(typingctx: Any, dst: Any, src: Any) -> Any:  # noqa: ARG001
+def stream(typingctx: Any, dst: Any, src: Any) -> Any:
     """Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
     has to come before anything that announces the data."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         past_caches = builder.module.add_metadata([ir.Constant(_I32, 1)])
         offsets = [ir.Constant(_I64, at) for at in range(0, STREAM_BYTES, STREAM_ALIGN)]
         pieces = []
