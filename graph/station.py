@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..transport import Channel, Device
 
 Arrived = Callable[["Inlet", "Slot", Header], None]
+_GRACE_S = 0.05
 SLICE = 0.25
 """Seconds between two looks at whether the peers still live (their loss is usually announced before)."""
 
@@ -143,10 +145,18 @@ class Station:
 
     def check(self) -> None:
         """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""
-        for worker, channel in self.peers.items():
-            error = self._lost.get(worker) or channel.error
-            if error is not None:
-                raise PeerLost(f"worker {worker!r} is lost: {error}", peer=worker, device=self.device.name, status=error.status)
+        lost = self._lost_peers()
+        if not lost:
+            return
+        if all(error.status == "CLOSED" for _, error in lost):
+            time.sleep(_GRACE_S)  # a worker that leaves because another one died may be heard first
+            lost = self._lost_peers()
+        worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
+        raise PeerLost(f"worker {worker!r} is lost: {error.message}", peer=worker, device=self.device.name, status=error.status)
+
+    def _lost_peers(self) -> list[tuple[str, RdmaError]]:
+        known = [(worker, self._lost.get(worker) or channel.error) for worker, channel in self.peers.items()]
+        return [(worker, error) for worker, error in known if error is not None]
 
     def lost(self, worker: str, error: RdmaError) -> None:
         """Somebody noticed that a worker is gone. Any thread."""

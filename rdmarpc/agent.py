@@ -30,6 +30,7 @@ _HELLO = struct.Struct("<4sI")
 _HELLO_MAGIC = b"rpc1"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.005
 _CROSSING_S = 2.0
 _ABORT_TIMEOUT_S = 1.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
@@ -326,6 +327,13 @@ class Agent:
                 self.collect()
                 self.termination.wait(deadline)
                 self._meeting.leave(_LEAVE_TIMEOUT_S)
+        except RdmaError:
+            # Others may still wait for functions that run here.
+            limit = time.monotonic() + _LEAVE_TIMEOUT_S
+            limit = limit if deadline is None else min(limit, deadline)
+            while not self.idle and time.monotonic() < limit:
+                time.sleep(_IDLE_POLL_S)
+            raise
         finally:
             self.close()
 
