@@ -56,12 +56,12 @@ class Callee:
 
     def lost(self, link: Link) -> None:
         """Forget what we kept for a peer that is gone. Its landing places go too: nothing of it can be under way."""
-        for keep in (self._sources, self._landings):
-            for key in [key for key in keep if key[0] == link.rank]:
-                if keep is self._landings:
-                    self._take_landing(link, key[1])
-                else:
-                    keep.pop(key, None)
+        for rank, call in list(self._sources):
+            if rank == link.rank:
+                self.release(link, call)
+        for rank, grant in list(self._landings):
+            if rank == link.rank:
+                self._take_landing(link, grant)
 
     # -- running a request
 
@@ -98,7 +98,7 @@ class Callee:
         if frame.flags & HEAD:
             grant, _, _, places_bytes = REQUEST_HEAD.unpack_from(body, start)
             at += REQUEST_HEAD.size
-        places = load_places(body[at : at + places_bytes]) if places_bytes else None
+        places = load_places(body[at : at + places_bytes], link.places) if places_bytes else None
         table_at = start + frame.payload
         data_at = table_at + frame.table
         payload = body[at + places_bytes : table_at]
@@ -168,7 +168,7 @@ class Callee:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
             del result, tensors
-            grant, blob = self._grant(link, sizes) if sizes else (0, b"")
+            grant, blob = self._grant(link, sizes)
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
@@ -181,7 +181,6 @@ class Callee:
             pass
         except BaseException as error:
             self._fail(link, call, control, error, None)
-            return
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:

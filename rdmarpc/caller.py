@@ -247,7 +247,7 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
-        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places))):
+        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places, link.places))):
             numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
             self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))

@@ -76,6 +76,8 @@ class Link:
         """Requests of users sent, and (``answers``) those of the peer answered, ever: what a graceful shutdown compares."""
         self.answers = 0
         self.grants = Grants()
+        self.places: dict[bytes, list[RemoteRegion]] = {}
+        """Landing places at the peer, as parsed by ``tensors.load_places``."""
 
     def open(self) -> Window:
         """Resolve the peer's ring. Not from a device's thread."""

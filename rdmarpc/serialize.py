@@ -93,6 +93,8 @@ def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
+            if kind is str and value == _TENSOR:
+                return None
             continue
         if kind is not torch.Tensor or not travels(value):
             return None

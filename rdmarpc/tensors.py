@@ -104,17 +104,15 @@ class Landing(NamedTuple):
         return Landing([run for run, _ in made], sizes, b"".join([place for _, place in made]))
 
 
-_places: dict[bytes, list[RemoteRegion]] = {}
-
-
-def load_places(blob: bytes) -> list[RemoteRegion]:
-    """``Landing.places``, parsed. Memory comes round again, so the same places do: they are parsed once."""
-    found = _places.get(blob)
+def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
+    """``Landing.places``, parsed. Memory comes round again, so the same places do: ``known`` has those of the same link. (A
+    parsed place refers to its channel, and with it to all memory of the peer: it must not outlive the link.)"""
+    found = known.get(blob)
     if found is None:
-        if len(_places) >= _MAX_CACHE:
-            _places.clear()
+        if len(known) >= _MAX_CACHE:
+            known.clear()
         size = RemoteRegion.WIRE_SIZE
-        found = _places[blob] = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+        found = known[blob] = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
     return found
 
 
@@ -147,9 +145,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
     for tensor in tensors:
         nbytes = tensor.nbytes
         if nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL and tensor.is_contiguous():
-            key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
-            text = _encoded.get(key) or _encode(key)
-            runs.append((None, text, _raw(tensor) if nbytes else b""))
+            runs.append((None, *_describe_small(tensor, nbytes)))
             inline += nbytes
             continue
         run, text = describe(tensor, device)
@@ -162,13 +158,18 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
     if not travels(tensor) or not 0 < (nbytes := tensor.nbytes) <= INLINE_BYTES or not tensor.is_contiguous():
         return None
-    key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
-    return _encoded.get(key) or _encode(key), _raw(tensor)
+    return _describe_small(tensor, nbytes)
 
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     what = _decoded.get(text) or decode(text)
     return shaped(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
+
+
+def _describe_small(tensor: torch.Tensor, nbytes: int) -> tuple[bytes, bytes]:
+    """Description and bytes of a contiguous tensor that rides in the frame."""
+    key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
+    return _encoded.get(key) or _encode(key), _raw(tensor) if nbytes else b""
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

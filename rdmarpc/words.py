@@ -157,16 +157,22 @@ def watch(token: int, runs: int, asleep: int, bell: int, table: int, rows: int, 
     return 0
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
-def start_run(token: int, mine: int, running: int, runs: int, asleep: int) -> int:
-    """HOLDING -> RUNNING. Wakes the watchdog if it sleeps. 0 if the role was lost."""
-    if compare_exchange(token, mine, running) == 0:
-        return 0
+@njit(i64(i64, i64), nogil=True, cache=True)
+def _show(runs: int, asleep: int) -> int:
+    """Let the watchdog see that the holder of the role is at work; wake it if it sleeps."""
     fetch_add(runs, 1)
     if load_acquire(asleep) == 1:
         store_release(asleep, 0)
         futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
     return 1
+
+
+@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+def start_run(token: int, mine: int, running: int, runs: int, asleep: int) -> int:
+    """HOLDING -> RUNNING. Wakes the watchdog if it sleeps. 0 if the role was lost."""
+    if compare_exchange(token, mine, running) == 0:
+        return 0
+    return _show(runs, asleep)
 
 
 @njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
@@ -183,8 +189,4 @@ def linger(token: int, running: int, bell: int, runs: int, asleep: int) -> int:
                 return 0
         else:
             return 0
-    fetch_add(runs, 1)
-    if load_acquire(asleep) == 1:
-        store_release(asleep, 0)
-        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
-    return 1
+    return _show(runs, asleep)

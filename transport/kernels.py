@@ -159,42 +159,21 @@ def _move(dst: int, src: int, nbytes: int, state: int) -> int:
 
 
 @njit(i64(i64), nogil=True, cache=True)
-def post(block: int) -> int:
-    """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
-    (destination, source, bytes) per copy. ``OK`` or ``CLOSED``."""
+def _enter(block: int) -> int:
+    """First half of invariant 3: the address of ``inflight``, which counts us now, or 0 if no copy may start."""
     inflight = load_acquire(block + 8 * WR_INFLIGHT)
     if inflight == 0:
-        return CLOSED
+        return 0
     fetch_add(inflight, 1)
     if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
         fetch_add(inflight, -1)
-        return CLOSED
-    stats = load_acquire(block + 8 * WR_STATS)
-    at = block + 8 * WR_HEAD
-    for _ in range(load_acquire(block)):
-        _move(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stats + 16)
-        at += 24
-    record = load_acquire(block + 8 * WR_RECORD)
-    if record != 0:
-        signal(record, load_acquire(block + 8 * WR_BELLS))
-    fetch_add(inflight, -1)
-    fetch_add(stats, 1)
-    fetch_add(stats + 8, load_acquire(block + 8 * WR_BYTES))
-    return OK
+        return 0
+    return inflight
 
 
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
-def put(block: int, dst: int, src: int, nbytes: int) -> int:
-    """As ``post``, for one copy whose place is given now. The block is only read: threads may share it."""
-    inflight = load_acquire(block + 8 * WR_INFLIGHT)
-    if inflight == 0:
-        return CLOSED
-    fetch_add(inflight, 1)
-    if load_acquire(block + 8 * WR_INFLIGHT) == 0 or load_acquire(load_acquire(block + 8 * WR_CLOSED)) != 0:
-        fetch_add(inflight, -1)
-        return CLOSED
-    stats = load_acquire(block + 8 * WR_STATS)
-    _move(dst, src, nbytes, stats + 16)
+def _leave(block: int, inflight: int, stats: int, nbytes: int) -> int:
+    """The copies are made: announce them, and count."""
     record = load_acquire(block + 8 * WR_RECORD)
     if record != 0:
         signal(record, load_acquire(block + 8 * WR_BELLS))
@@ -202,6 +181,32 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     fetch_add(stats, 1)
     fetch_add(stats + 8, nbytes)
     return OK
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def post(block: int) -> int:
+    """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
+    (destination, source, bytes) per copy. ``OK`` or ``CLOSED``."""
+    inflight = _enter(block)
+    if inflight == 0:
+        return CLOSED
+    stats = load_acquire(block + 8 * WR_STATS)
+    at = block + 8 * WR_HEAD
+    for _ in range(load_acquire(block)):
+        _move(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stats + 16)
+        at += 24
+    return _leave(block, inflight, stats, load_acquire(block + 8 * WR_BYTES))
+
+
+@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+def put(block: int, dst: int, src: int, nbytes: int) -> int:
+    """As ``post``, for one copy whose place is given now. The block is only read: threads may share it."""
+    inflight = _enter(block)
+    if inflight == 0:
+        return CLOSED
+    stats = load_acquire(block + 8 * WR_STATS)
+    _move(dst, src, nbytes, stats + 16)
+    return _leave(block, inflight, stats, nbytes)
 
 
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
@@ -237,7 +242,7 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
 
 @njit(i64(i64, i64), nogil=True, cache=True)
 def _scan(table: int, rows: int) -> int:
-    """First row with news, its ``seen`` brought up to date: ``row << 32 | number of new notifications``, or -1."""
+    """First row with news: ``row << 32 | number of new notifications``, or -1."""
     for row in range(rows):
         at = table + 16 * row
         count = load_acquire(load_acquire(at))
@@ -249,7 +254,7 @@ def _scan(table: int, rows: int) -> int:
 
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
 def _claim(table: int, found: int, word: int, expected: int) -> int:
-    # +1 turns "polling" into "holding" (see rdmarpc/progress.py): a thread that was deposed must not take anything.
+    # The word says whether the caller may still take something; +1 marks that it did.
     if word != 0 and compare_exchange(word, expected, expected + 1) == 0:
         return CHANGED
     at = table + 16 * (found >> 32) + 8

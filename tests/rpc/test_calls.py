@@ -20,6 +20,10 @@ def identity(value):
     return value
 
 
+def both(first, second):
+    return first, second
+
+
 def no_result():
     return None
 
@@ -141,6 +145,10 @@ def tensor_round_trips(rank):
                     assert got.is_contiguous() == tensor.is_contiguous() or tensor.stride()[-1] > 2
                 listed = rpc.rpc_sync("worker1", identity, ({"x": [tensor, tensor]},))["x"]
                 assert same(listed[0], tensor) and listed[0] is listed[1]
+        pair = rpc.rpc_sync(
+            "worker1", both, ("\0tensor", torch.ones(2))
+        )  # what marks a tensor's place is a text like any other
+        assert pair[0] == "\0tensor" and pair[1].sum() == 2
         mine = torch.ones(10_000)
         for _ in range(4):
             theirs = rpc.rpc_sync("worker1", double_in_place, (mine,))
