@@ -76,7 +76,7 @@ class Agent:
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.caller = Caller(self.device, self.progress)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.collect
+        self.caller.on_tick = self._tick
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -106,6 +106,7 @@ class Agent:
             **self.device.counters(),
             "rpc_messages": sum(link.sent for link in links),
             "rpc_calls": sum(link.requests for link in links),
+            "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
         }
 
@@ -173,6 +174,10 @@ class Agent:
         rref, fork = self.new_id(), self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return RRef._of(self, to, rref, fork, pending)
+
+    def _tick(self) -> None:
+        self.collect()
+        self.callee.handovers.sweep()
 
     def collect(self) -> None:
         """Tell the owners of the handles that died here."""

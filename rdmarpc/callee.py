@@ -15,11 +15,25 @@ import torch
 
 from . import serialize
 from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .handover import Handovers, sole
 from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_store import RRefStore
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import (
+    NOTHING,
+    Landing,
+    Outgoing,
+    describe,
+    describe_all,
+    load_places,
+    pack,
+    pack_handed,
+    pack_lone,
+    unpack,
+    unpack_lone,
+)
 from .transport import ArenaFull, Device, PeerLost
+from .transport.arena import Block
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
@@ -38,6 +52,7 @@ class Callee:
         self._grants = itertools.count(1)
         self._sources: dict[tuple[int, int], Any] = {}
         self._lock = threading.Lock()
+        self.handovers = Handovers(device)
 
     # -- frames
 
@@ -107,7 +122,7 @@ class Callee:
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
             tensors, sizes, _ = unpack(
-                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing
+                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing, link.places
             )
         try:
             if frame.flags & LONE:
@@ -159,6 +174,10 @@ class Callee:
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            elif type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
+                flags |= FLAT
+                payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
+                tensors = None if out.tensors else [result]
             elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
@@ -181,6 +200,14 @@ class Callee:
             pass
         except BaseException as error:
             self._fail(link, call, control, error, None)
+
+    def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
+        """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
+        if result.is_conj() or result.is_neg() or not result.is_contiguous():
+            return NOTHING
+        run, text = describe(result, self.device)
+        place = self.handovers.give(link, run, block)
+        return NOTHING if place is None else pack_handed(text, place)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:

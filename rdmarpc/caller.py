@@ -258,7 +258,13 @@ class Caller:
         was_read = False
         if frame.tensors:
             tensors, sizes, was_read = unpack(
-                frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
+                frame.body[payload_end:table_end],
+                frame.body[table_end:],
+                frame.tensors,
+                device,
+                link.channel,
+                pending.landing,
+                link.places,
             )
         link.grants.expect_result(pending.key, sizes)
         if was_read or answer.flags & BULK:
@@ -283,13 +289,12 @@ class Caller:
         self._answer(pending, error)
 
     def _bury(self, pending: Pending, frame: Frame) -> None:
-        """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
-        frame = fetch_bulk(frame, self.device, pending.link)
-        if frame.flags & (READS | BULK):
-            self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
-        if frame.flags & HEAD:
-            grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
-            self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
+        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        try:
+            self.decode(pending, frame)
+        except Exception:
+            # Whatever was to be told to the caller: it has given up.
+            return
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""

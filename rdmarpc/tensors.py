@@ -1,7 +1,8 @@
 """How a tensor of a message reaches its place.
 
-Three ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
-place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory).
+Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
+place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
 
 A tensor travels as a flat run of elements plus shape and strides, so that views keep their strides; a view that uses less
 than half of the run it spans is compacted first (a staging copy, counted).
@@ -21,9 +22,10 @@ from .transport import Channel, Device, RemoteRegion
 
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
-INLINE, WRITTEN, READ = 0, 1, 2
+INLINE, WRITTEN, READ, HANDED = 0, 1, 2, 3
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 
 
 class Description(NamedTuple):
@@ -84,10 +86,11 @@ def decode(text: bytes) -> Description:
 
 def shaped(run: torch.Tensor, what: Description) -> torch.Tensor:
     """The tensor over a landed flat run."""
+    # Detached, because autograd's view of the run would keep the run itself: what arrives is nobody's view.
     if what.strides is not None:
-        run = run.as_strided(what.shape, what.strides)
+        run = run.as_strided(what.shape, what.strides).detach()
     elif what.shape != (what.elements,):
-        run = run.view(what.shape)
+        run = run.view(what.shape).detach()
     return run.requires_grad_() if what.requires_grad else run
 
 
@@ -198,6 +201,11 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
     return Outgoing(b"".join(table), b"".join(data), len(described.runs), lent)
 
 
+def pack_handed(text: bytes, place: bytes) -> Outgoing:
+    """One tensor that was handed over (``handover.Handovers.give``)."""
+    return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
+
+
 def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
     """``run`` itself where the peer can read it, else a staging copy in the arena (counted)."""
     if device.can_lend(run, channel):
@@ -209,10 +217,16 @@ def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tenso
 
 
 def unpack(
-    table: bytes, data: bytes, count: int, device: Device, channel: Channel, landing: Landing | None
+    table: bytes,
+    data: bytes,
+    count: int,
+    device: Device,
+    channel: Channel,
+    landing: Landing | None,
+    known: dict[bytes, list[RemoteRegion]],
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
-    """The tensors of a message, the sizes of its large ones, and whether they were READ (then the sender waits for our
-    release)."""
+    """The tensors of a message, the sizes of those that need a landing place, and whether they were READ (then the sender
+    waits for our release). ``known``: as for ``load_places``."""
     tensors: list[torch.Tensor] = []
     sizes: list[int] = []
     landed = iter(landing.runs if landing is not None else ())
@@ -228,12 +242,16 @@ def unpack(
             piece = bytearray(data[offset : offset + what.nbytes])
             offset += what.nbytes
             run = torch.frombuffer(piece, dtype=what.dtype) if piece else torch.empty(0, dtype=what.dtype)
+        elif way == HANDED:
+            place, release = load_places(table[at : at + _HANDED_BYTES], known)
+            at += _HANDED_BYTES
+            run = channel.adopt(place, release).view(what.dtype)
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
                 run = next(landed).view(what.dtype)
             else:
-                run = device.empty(what.elements, dtype=what.dtype)
+                run = device.arena.run(what.nbytes)[0].view(what.dtype)
                 channel.memcpy(run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])).wait()
                 at += RemoteRegion.WIRE_SIZE
                 was_read = True

@@ -55,8 +55,10 @@ class Block:
 
 
 class _Lease(weakref.ref):
-    __slots__ = ("block",)
+    __slots__ = ("block", "storage")
     block: Block
+    storage: int
+    """Which storage holds the block, as torch identifies it."""
 
 
 def parse_bytes(text: str) -> int:
@@ -96,7 +98,7 @@ class Arena:
         self._bins: dict[int, list[Block]] = {}
         self._extents: list[tuple[int, int, int]] = []  # (segment index, offset, bytes), sorted, neighbours joined
         self._index: dict[int, int] = {}  # segment number -> index in self.segments
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _Lease] = {}  # by address
         # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
         self._returned: deque[Block] = deque()
 
@@ -145,10 +147,11 @@ class Arena:
         block = self.allocate(nbytes)
         view = block.segment.view[block.offset : block.offset + nbytes]
         lease = _Lease(view, self._expired)
-        lease.block = block
-        self._leases[id(lease)] = lease
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
-        return torch.frombuffer(view, dtype=dtype, count=count), block
+        tensor = torch.frombuffer(view, dtype=dtype, count=count)
+        lease.block, lease.storage = block, tensor.untyped_storage()._cdata
+        self._leases[block.segment.address + block.offset] = lease
+        return tensor, block
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment and offset where these local bytes lie, or ``None`` if they are not (all) in the arena."""
@@ -158,8 +161,14 @@ class Arena:
                 return segment, offset
         return None
 
+    def leased(self, storage: torch.UntypedStorage) -> Block | None:
+        """The block that lives exactly as long as this storage; ``None`` for any other storage, also one that another library
+        made over our memory."""
+        lease = self._leases.get(storage.data_ptr())
+        return lease.block if lease is not None and lease.storage == storage._cdata else None
+
     def _expired(self, lease: _Lease) -> None:
-        self._leases.pop(id(lease), None)
+        self._leases.pop(lease.block.segment.address + lease.block.offset, None)
         self._returned.append(lease.block)
 
     def _reclaim(self) -> None:
