@@ -34,7 +34,7 @@ def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
         return None
     storage = tensor.untyped_storage()
     # Python's view of a storage counts once there, and is itself held by the storage, by us, and by getrefcount.
-    if torch._C._storage_Use_Count(storage._cdata) != 2 or sys.getrefcount(storage) != 3:  # type: ignore[attr-defined]
+    if torch._C._storage_Use_Count(storage._cdata) != 2 or sys.getrefcount(storage) != 3:
         return None
     return arena.leased(storage)
 
@@ -88,7 +88,7 @@ class Handovers:
         with self._lock:
             for link, board in list(self._boards.items()):
                 self._sweep(board)
-                if link.channel.error is not None and link.channel.gone():
+                if link.channel.error is not None and link.channel.peer_ended():
                     self._outstanding -= sum(nbytes for _, nbytes in board.given.values())
                     del self._boards[link]
 

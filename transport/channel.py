@@ -126,7 +126,7 @@ class Channel(abc.ABC):
         written here. The memory stays valid for as long as it is held, whatever becomes of the peer or the channel."""
         raise NotSupported("this device has no mapped memory of its peers", peer=self.peer, device=self.device.name)
 
-    def gone(self) -> bool:
+    def peer_ended(self) -> bool:
         """Whether the peer's process, and with it every tensor that it adopted, has ended."""
         return self.error is not None
 

@@ -257,7 +257,7 @@ class ShmChannel(Channel):
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def gone(self) -> bool:
+    def peer_ended(self) -> bool:
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0] in "ZX"
