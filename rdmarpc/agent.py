@@ -362,7 +362,9 @@ _current: Agent | None = None
 
 def current() -> Agent:
     """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
-    return require(_NOT_INITIALIZED)
+    if _current is None:
+        raise RuntimeError(_NOT_INITIALIZED)
+    return _current
 
 
 def require(message: str) -> Agent:

@@ -108,6 +108,10 @@ class Callee:
         self, link: Link, frame: Frame
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None]:
         body, start = frame.body, frame.function
+        if frame.flags & (LONE | HEAD) == LONE:
+            table_at = start + frame.payload
+            data_at = table_at + frame.table
+            return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), None
         grant = places_bytes = 0
         at = start
         if frame.flags & HEAD:
@@ -173,6 +177,8 @@ class Callee:
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
+                if not sizes and link.try_send(RESPONSE, call, flags, 1, b"", b"", lone[0], lone[1]):
+                    return
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
             elif type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
                 flags |= FLAT
@@ -187,7 +193,7 @@ class Callee:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
             del result, tensors
-            grant, blob = self._grant(link, sizes)
+            grant, blob = self._grant(link, sizes) if sizes else (0, b"")
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload

@@ -235,6 +235,8 @@ class Caller:
         if isinstance(answer, Exception):
             raise answer
         link, device = pending.link, self.device
+        if answer.flags & (LONE | HEAD | BULK) == LONE:
+            return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
         frame = fetch_bulk(answer, device, link)
         head = frame.function
         if frame.kind == ERROR:

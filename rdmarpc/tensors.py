@@ -20,6 +20,9 @@ import torch
 from .serialize import travels
 from .transport import Channel, Device, RemoteRegion
 
+# The function behind ``ctypes.string_at``, without a Python function in between.
+_string_at = ctypes._string_at  # type: ignore[attr-defined]
+
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
 INLINE, WRITTEN, READ, HANDED = 0, 1, 2, 3
@@ -37,6 +40,8 @@ class Description(NamedTuple):
     requires_grad: bool
     elements: int
     nbytes: int
+    is_run: bool
+    """Whether the tensor is the flat run as it is."""
 
 
 _Key = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
@@ -80,7 +85,9 @@ def decode(text: bytes) -> Description:
         if len(_decoded) >= _MAX_CACHE:
             _decoded.clear()
         dtype, shape, strides, requires_grad, count = pickle.loads(text)
-        found = _decoded[text] = Description(dtype, shape, strides, requires_grad, count, count * dtype.itemsize)
+        found = _decoded[text] = Description(
+            dtype, shape, strides, requires_grad, count, count * dtype.itemsize, shape == (count,) and not requires_grad
+        )
     return found
 
 
@@ -157,16 +164,29 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
     return Described(runs, tuple(sizes))
 
 
+_lone: dict[tuple[torch.dtype, torch.Size, bool], tuple[bytes, int]] = {}
+
+
 def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
-    if not travels(tensor) or not 0 < (nbytes := tensor.nbytes) <= INLINE_BYTES or not tensor.is_contiguous():
+    key = (tensor.dtype, tensor.shape, tensor.requires_grad)
+    known = _lone.get(key)
+    if known is None:
+        if not travels(tensor) or not 0 < (nbytes := tensor.nbytes) <= INLINE_BYTES or tensor.is_complex():
+            return None
+        if len(_lone) >= _MAX_CACHE:
+            _lone.clear()
+        known = _lone[key] = _describe_small(tensor, nbytes)[0], nbytes
+    # Of the same dtype and shape are also sparse tensors, those of other devices, and views that are to be negated.
+    if tensor.layout is not torch.strided or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
         return None
-    return _describe_small(tensor, nbytes)
+    return known[0], _string_at(tensor.data_ptr(), known[1])
 
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     what = _decoded.get(text) or decode(text)
-    return shaped(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
+    run = torch.frombuffer(bytearray(data), dtype=what.dtype)
+    return run if what.is_run else shaped(run, what)
 
 
 def _describe_small(tensor: torch.Tensor, nbytes: int) -> tuple[bytes, bytes]:
