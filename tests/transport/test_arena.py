@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
+import resource
+import signal
 import threading
 from collections.abc import Sequence
 
@@ -192,3 +195,24 @@ def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDMARPC_ARENA_LIMIT", "plenty")
     with pytest.raises(ValueError, match="RDMARPC_ARENA_LIMIT"):
         default_limit()
+
+
+def test_a_host_without_memory_is_an_error_and_no_signal(tmp_path) -> None:
+    """A limit on file sizes stands for a host that has no more: a refusal of the kernel, where touching the pages would be SIGBUS."""
+    file = open(tmp_path / "segment", "w+b")
+    file.truncate(16 * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    arena = Arena(lambda nbytes: Segment(1, 0, mmap.mmap(file.fileno(), 16 * MIB), file.fileno()), 16 * MIB)
+    try:
+        first = arena.tensor((MIB,), torch.uint8).fill_(1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+        with pytest.raises(ArenaFull, match="this host has no memory"):
+            arena.tensor((8 * MIB,), torch.uint8)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        second = arena.tensor((8 * MIB,), torch.uint8).fill_(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+        file.close()
+    assert first.sum() == MIB and second.sum() == 16 * MIB
