@@ -106,9 +106,11 @@ class Callee:
         tensors: list[torch.Tensor] = []
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
-            tensors, sizes, _ = unpack(
+            tensors, sizes, was_read = unpack(
                 body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing
             )
+            if was_read:
+                link.count_read()
         try:
             if frame.flags & LONE:
                 return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
