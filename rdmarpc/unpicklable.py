@@ -11,19 +11,19 @@ _DEPTH = 30
 
 
 def explain(error: Exception, value: Any, names: tuple[str, ...], fails: Callable[[Any], bool]) -> None:
-    """Add to the error's text which part of ``value`` it is about, as a path. ``names``: of the members of ``value``, if that
-    is a tuple made by us. ``fails``: whether pickling some part fails; without effect otherwise. Takes a quarter of a second
-    and the pickling of one part at most; a path that is not complete then ends early."""
+    """Add to the error's text which part of ``value`` it is about, as a path. ``names``: of the members of ``value``,
+    the tuple that makes up a call; none for a result. ``fails``: whether pickling some part fails; without effect otherwise.
+    Takes a quarter of a second and the pickling of one part at most; a path that is not complete then ends early."""
     deadline = time.monotonic() + _LIMIT_S
-    path, culprit = "", value
+    path, culprit = "" if names else "result", value
     for _ in range(_DEPTH):
         # An object that holds itself leads nowhere new: the depth is limited.
         found = next((part for part in _parts(culprit) if time.monotonic() < deadline and fails(part[1])), None)
         if found is None or time.monotonic() >= deadline:
             break
         step, culprit = found
-        path = names[int(step[1:-1])] if not path and names else path + step
-    if path:
+        path = path + step if path else names[int(step[1:-1])]
+    if culprit is not value:
         _append(error, f" (in {path}, a {type(culprit).__name__})")
     hint(error)
 
