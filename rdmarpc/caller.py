@@ -100,7 +100,7 @@ class Caller:
         tensors: list[torch.Tensor] | None = None
         out = NOTHING
         if not name:
-            label = serialize.label(function)
+            label = serialize.label(function, args)
             payload, tensors = serialize.dumps((function, args, kwargs or {}), _CALL)
         elif kwargs:
             payload, tensors = serialize.dumps((args, kwargs), _CALL[1:])
@@ -114,6 +114,8 @@ class Caller:
         else:
             payload, tensors = serialize.dumps((args, {}), _CALL[1:])
             flags |= REFERENCE
+            if hasattr(function, "_names_callee"):
+                label = serialize.label(function, args)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()

@@ -233,9 +233,13 @@ def reference(function: Any) -> bytes | None:
     return found
 
 
-def label(function: Any) -> str:
-    """What stands for a callable that carries state in the signature of a call: the name of its function, the same for all
-    objects of a class. Two functions of one name only share landing places."""
+def label(function: Any, args: tuple[Any, ...]) -> str:
+    """What stands for a callable in the signature of a call where its reference does not, or would say too little: the name of
+    its function, the same for all objects of a class. Two functions of one name only share landing places.
+
+    A function that runs what one of its arguments names says so: ``function._names_callee`` is the index of that argument."""
+    if (at := getattr(function, "_names_callee", None)) is not None:
+        return f"{function.__qualname__}:{args[at]}"
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, MethodType):

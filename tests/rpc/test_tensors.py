@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import threading
+import time
 
 import numpy as np
 import psutil
@@ -417,12 +418,15 @@ class Scaler:
     def apply(self, tensor):
         return tensor * self.scale
 
-    def total(self, tensor):
-        return tensor.sum()
+    def half(self, tensor):
+        return tensor[: len(tensor) // 2] * self.scale
 
 
 def on(reference, method, *args):
     return getattr(reference.local_value(), method)(*args)
+
+
+on._names_callee = 1
 
 
 def forms(x, y):
@@ -438,10 +442,11 @@ def forms(x, y):
         "strided": lambda: rpc.rpc_sync("worker1", identity, (x.view(100, 200).t(),)),
         "sharing": lambda: rpc.rpc_sync("worker1", both, (x, x.view(100, 200).t())),
         "bound method": lambda: rpc.rpc_sync("worker1", Scaler(3.0).apply, (x,)),
-        "another of its class": lambda: rpc.rpc_sync("worker1", Scaler(4.0).total, (y,)),
+        "another of its class": lambda: rpc.rpc_sync("worker1", Scaler(4.0).half, (x,)),
         "partial": lambda: rpc.rpc_sync("worker1", functools.partial(both, x), (y,)),
         "module": lambda: rpc.rpc_sync("worker1", module.forward, (x[:15_000].view(100, 150),)),
         "through a reference": lambda: rpc.rpc_sync("worker1", on, (scaler, "apply", x)),
+        "another method": lambda: rpc.rpc_sync("worker1", on, (scaler, "half", x)),
         "future": lambda: rpc.rpc_async("worker1", identity, ([x],)).wait(),
         "fetch": lambda: result.to_here(),
         "sparse": lambda: rpc.rpc_sync("worker1", identity, (x.view(100, 200).to_sparse(),)),
@@ -498,11 +503,16 @@ def test_ten_calls_in_flight_have_ten_landing_places(device):
     results(run_group(many_at_once, transport=device))
 
 
+def takes_its_time(tensor):
+    time.sleep(0.7)
+
+
 def no_more_room(rank):
     if rank == 0:
         # A quarter of the arena is promised to one signature; another one gets places when it asks again.
-        many = [rpc.rpc_async("worker1", takes, (torch.ones(1_000_000),)) for _ in range(20)]
+        many = [rpc.rpc_async("worker1", takes_its_time, (torch.ones(1_000_000),)) for _ in range(16)]
         torch.futures.wait_all(many)
+        assert rpc.rpc_sync("worker1", promised) == 16
         other = torch.ones(2_000_000)
         for _ in range(3):
             rpc.rpc_sync("worker1", takes, (other,))
