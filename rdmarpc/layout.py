@@ -24,7 +24,8 @@ _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 class Description(NamedTuple):
     """What the receiver must know of one tensor. ``strides``: ``None`` is row-major. ``offset``: elements from the start of
-    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: of the landed run."""
+    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: of the landed run. ``plain``: it is all of the run,
+    row-major, without flips, and not empty."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Description(NamedTuple):
     requires_grad: bool
     flips: int
     nbytes: int
+    plain: bool
 
 
 class Outline(NamedTuple):
@@ -73,7 +75,7 @@ def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], re
     gathered = wasteful(elements * dtype.itemsize, count * dtype.itemsize)
     kept = None if row_major or gathered else strides
     nbytes = (count if gathered else elements) * dtype.itemsize
-    text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes))
+    text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes, kept is None and count > 0))
     lone = not gathered and count > 0 and dtype not in _COMPLEX
     found = _outlines[dtype, shape, strides, requires_grad] = Outline(text, nbytes, kept, gathered, lone)
     return found
@@ -130,6 +132,11 @@ def physical(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
     """The tensor over a landed run: one dimension, contiguous, at the start of its storage, of any dtype."""
+    if what.plain:
+        value = run if run.dtype is what.dtype else run.view(what.dtype)
+        if len(what.shape) != 1:
+            value = value.view(what.shape)
+        return value.requires_grad_() if what.requires_grad else value
     value = torch.empty(0, dtype=what.dtype)
     strides = what.strides if what.strides is not None else dense(what.shape)
     if what.nbytes:

@@ -26,6 +26,7 @@ INLINE, WRITTEN, READ, VIEW, SAME = range(5)
 _MAX_CACHE = 4096
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
@@ -87,40 +88,53 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
         if place is not None and place.same:
             entries.append((None, SAME, b"", _INDEX.pack(place.base)))
             continue
-        run, text, nbytes = _describe(tensor, place)
-        if place is not None and place.base != index:
-            entries.append((None, VIEW, text, _INDEX.pack(place.base)))
-            continue
-        if nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES):
-            entries.append((None, INLINE, text, _bytes_of(run, nbytes)))
-            inline += nbytes
-            continue
-        if not run.is_contiguous():
+        known = layout.lone(tensor) if place is None else None
+        if known is not None:
+            text, nbytes = known.text, known.nbytes
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, ctypes.string_at(tensor.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            run = tensor.detach()
+            if known.strides is not None:
+                run = run.as_strided((nbytes // tensor.itemsize,), (1,))
+        else:
+            run, text, nbytes = _describe(tensor, place)
+            if place is not None and place.base != index:
+                entries.append((None, VIEW, text, _INDEX.pack(place.base)))
+                continue
+            gathered = not run.is_contiguous()
             run = run.contiguous()
-            device.count_staged(nbytes)
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, ctypes.string_at(run.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            if gathered:
+                device.count_staged(nbytes)
         sizes.append(nbytes)
         entries.append((run, READ, text, b""))
     return Described(entries, tuple(sizes))
 
 
+def _rides(nbytes: int, inline: int) -> bool:
+    """Whether a run rides in the frame, where ``inline`` bytes do so already."""
+    return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
+
+
 def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
     """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
-    known = layout.outline(tensor)
-    if known.lone and place is None and not tensor.is_neg():
-        text, flips, value = known.text, 0, tensor.detach()
-    else:
-        value, flips = layout.physical(tensor)
-        text = known.text
-    shared = place.run if place is not None else None
-    if shared is not None and place is not None:
+    value, flips = layout.physical(tensor)
+    if place is not None and place.run is not None:
         strides = tensor.stride()
         kept = None if strides == layout.dense(tensor.shape) else strides
-        offset = place.offset // tensor.itemsize
-        what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, shared.nbytes)
-        return shared, layout.encode(what), shared.nbytes
+        offset, nbytes = place.offset // tensor.itemsize, place.run.nbytes
+        what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, nbytes, False)
+        return place.run, layout.encode(what), nbytes
+    known = layout.outline(tensor)
+    text = known.text
     if flips:
-        text = layout.encode(layout.decode(text)._replace(flips=flips))
-    if not known.gathered and not value.is_contiguous():
+        text = layout.encode(layout.decode(text)._replace(flips=flips, plain=False))
+    if known.strides is not None and known.nbytes:
         value = value.as_strided((known.nbytes // value.itemsize,), (1,))
     return value, text, known.nbytes
 
@@ -136,20 +150,7 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     what = layout.decode(text)
-    run = torch.frombuffer(bytearray(data), dtype=what.dtype)
-    if what.strides is not None:
-        return layout.rebuilt(run, what)
-    if len(what.shape) != 1:
-        run = run.view(what.shape)
-    return run.requires_grad_() if what.requires_grad else run
-
-
-def _bytes_of(run: torch.Tensor, nbytes: int) -> bytes:
-    if not nbytes:
-        return b""
-    if not run.is_contiguous():
-        run = run.contiguous()
-    return ctypes.string_at(run.data_ptr(), nbytes)
+    return layout.rebuilt(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
 
 
 def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
@@ -208,7 +209,7 @@ def unpack(
             # A bytearray of its own: received tensors are writable and outlive the frame.
             piece = bytearray(data[offset : offset + what.nbytes])
             offset += what.nbytes
-            run = torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0, dtype=torch.uint8)
+            run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
