@@ -199,7 +199,9 @@ class Callee:
         except Exception:
             payload = pickle.dumps((None, kind.__name__, text), 5)
         try:
-            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            bulk = self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            if bulk is not None:
+                self._sources[link.rank, call] = bulk
         except PeerLost:
             pass
 

@@ -240,9 +240,16 @@ class Caller:
         if isinstance(answer, Exception):
             raise answer
         link, device = pending.link, self.device
-        frame = fetch_bulk(answer, device, link)
+        lent = answer.flags & (READS | BULK)
+        try:
+            frame = fetch_bulk(answer, device, link)
+        except BaseException:
+            self._release(pending)
+            raise
         head = frame.function
         if frame.kind == ERROR:
+            if lent:
+                self._release(pending)
             raise rebuild(frame.body[head : head + frame.payload])
         grant, places_bytes, start = 0, 0, head
         if frame.flags & HEAD:
@@ -266,18 +273,23 @@ class Caller:
         tensors: list[torch.Tensor] = []
         sizes: tuple[int, ...] = ()
         was_read = False
-        if frame.tensors:
-            tensors, sizes, was_read = unpack(
-                frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
-            )
-        link.grants.expect_result(pending.key, sizes)
+        try:
+            if frame.tensors:
+                table, data = frame.body[payload_end:table_end], frame.body[table_end:]
+                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, pending.landing)
+        finally:
+            if lent:
+                self._release(pending)
         if was_read:
             link.count_read()
-        if was_read or answer.flags & BULK:
-            self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        link.grants.expect_result(pending.key, sizes)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
         return serialize.loads(payload, tensors)
+
+    def _release(self, pending: Pending) -> None:
+        """What the callee left in its memory for us has been read, or is not wanted."""
+        self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
 
     # -- giving up
 
@@ -298,7 +310,7 @@ class Caller:
         """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
         frame = fetch_bulk(frame, self.device, pending.link)
         if frame.flags & (READS | BULK):
-            self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+            self._release(pending)
         if frame.flags & HEAD:
             grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
             self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)

@@ -132,7 +132,7 @@ def loads(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     try:
         if not count:
             return pickle.loads(payload)
-        return pickle.loads(payload, buffers=[tensor.numpy() for tensor in tensors[len(tensors) - count :]])
+        return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
         _incoming.tensors = outer
 

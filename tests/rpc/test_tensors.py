@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import pickle
 import threading
 import time
 
@@ -80,6 +81,11 @@ def test_what_belongs_to_a_tensor_and_what_does_not():
     results(run_group(dropped))
 
 
+def wrap_again(view):
+    assert type(view) is memoryview and view.readonly
+    return pickle.PickleBuffer(view)
+
+
 def other_objects(rank):
     if rank == 0:
         for array in (np.arange(5), np.arange(30_000.0).reshape(3, -1), np.asfortranarray(np.ones((300, 40), np.float32))):
@@ -94,6 +100,8 @@ def other_objects(rank):
         assert np.array_equal(got, fixed) and not got.flags.writeable
         mixed = rpc.rpc_sync("worker1", identity, ({"t": torch.ones(9000), "a": fixed, "u": torch.ones(8000)},))
         assert mixed["t"].shape == (9000,) and mixed["u"].shape == (8000,) and mixed["a"].shape == (30_000,)
+        wrapped = rpc.rpc_sync("worker1", wrap_again, (pickle.PickleBuffer(b"x" * 100_000),))
+        assert type(wrapped) is memoryview and wrapped == b"x" * 100_000
         names = "bytes_staged", "rpc_reads"
         before = counted(*names)
         assert rpc.rpc_sync("worker1", identity, (fixed,)).shape == (30_000,)
@@ -543,6 +551,60 @@ def born_registered(rank):
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_argument_in_the_arena_costs_no_copy_here(device):
     results(run_group(born_registered, transport=device))
+
+
+def kept_for_others():
+    return len(agent.current().callee._sources)
+
+
+def long_words(size):
+    raise ValueError("a" * size)
+
+
+class Awkward:
+    """Uses a pickler of its own while it is pickled, and cannot be made again if it is told so."""
+
+    def __init__(self, tensor, broken):
+        self.tensor, self.broken = tensor, broken
+
+    def __getstate__(self):
+        file = io.BytesIO()
+        torch.save(self.tensor * 2, file)
+        return {"saved": file.getvalue(), "tensor": self.tensor, "broken": self.broken}
+
+    def __setstate__(self, state):
+        if state["broken"]:
+            raise ValueError("cannot be made again")
+        self.tensor, self.broken = state["tensor"], False
+        self.doubled = torch.load(io.BytesIO(state["saved"]))
+
+
+def broken_on_arrival(tensor):
+    return Awkward(tensor, True)
+
+
+def given_back(rank):
+    if rank == 0:
+        big = torch.ones(1_000_000)
+        with pytest.raises(rpc.ArenaFull):
+            rpc.rpc_sync("worker1", torch.ones, (20_000_000,))
+        with pytest.raises(ValueError, match=r"a{300000}"):
+            rpc.rpc_sync("worker1", long_words, (300_000,))
+        with pytest.raises(ValueError, match="cannot be made again"):
+            rpc.rpc_sync("worker1", broken_on_arrival, (big,))
+        with pytest.raises(ValueError, match="cannot be made again"):
+            rpc.rpc_sync("worker1", identity, ([Awkward(big, True)],))
+        for _ in range(2):
+            got = rpc.rpc_sync("worker1", identity, ([big, Awkward(big, False), big.view(2, -1)],))
+            assert torch.equal(got[1].doubled, got[0] * 2) and got[1].tensor is got[0] and distance(got[0], got[2]) == 0
+        rpc.rpc_sync("worker1", no_result)
+        assert rpc.rpc_sync("worker1", kept_for_others) == 0
+    rpc.shutdown()
+
+
+def test_what_is_lent_for_reading_comes_back_whatever_happens():
+    limits = {0: {"arena_limit": 64 << 20}, 1: {"arena_limit": 1 << 30}}
+    results(run_group(given_back, each=limits))
 
 
 # -- modules, functions, and what cannot travel
