@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from . import serialize
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
@@ -45,6 +46,7 @@ class Agent:
         meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
         self.me = WorkerInfo(name, meeting.rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
         secret = meeting.secret(options.secret)
         host = host_id()
@@ -100,13 +102,15 @@ class Agent:
         self._lost_callbacks.append(callback)
 
     def counters(self) -> dict[str, int]:
-        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rrefs``."""
+        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
+        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``."""
         links = list(self._rows.values())
         return {
             **self.device.counters(),
             "rpc_messages": sum(link.sent for link in links),
             "rpc_calls": sum(link.requests for link in links),
             "bytes_handed": self.callee.handovers.nbytes,
+            "rpc_reads": sum(link.reads for link in links),
             "rrefs": len(self.rrefs),
         }
 

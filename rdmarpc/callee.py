@@ -23,7 +23,6 @@ from .tensors import (
     NOTHING,
     Landing,
     Outgoing,
-    describe,
     describe_all,
     load_places,
     pack,
@@ -125,9 +124,11 @@ class Callee:
         tensors: list[torch.Tensor] = []
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
-            tensors, sizes, _ = unpack(
+            tensors, sizes, was_read = unpack(
                 body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing, link.places
             )
+            if was_read:
+                link.count_read()
         try:
             if frame.flags & LONE:
                 return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
@@ -209,9 +210,9 @@ class Callee:
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
-        if result.is_conj() or result.is_neg() or not result.is_contiguous():
+        (run, _, text, _), *_ = describe_all([result], self.device).entries
+        if run is None or run.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
             return NOTHING
-        run, text = describe(result, self.device)
         place = self.handovers.give(link, run, block)
         return NOTHING if place is None else pack_handed(text, place)
 
@@ -230,7 +231,9 @@ class Callee:
         except Exception:
             payload = pickle.dumps((None, kind.__name__, text), 5)
         try:
-            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            bulk = self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            if bulk is not None:
+                self._sources[link.rank, call] = bulk
         except PeerLost:
             pass
 

@@ -78,9 +78,15 @@ class Link:
         self.requests = 0
         """Requests of users sent, and (``answers``) those of the peer answered, ever: what a graceful shutdown compares."""
         self.answers = 0
+        self.reads = 0
+        """Messages of which something large had to be READ here: no landing place had been granted, or it did not fit."""
         self.grants = Grants()
         self.places: dict[bytes, list[RemoteRegion]] = {}
         """Landing places at the peer, as parsed by ``tensors.load_places``."""
+
+    def count_read(self) -> None:
+        with self._lock:
+            self.reads += 1
 
     def open(self) -> Window:
         """Resolve the peer's ring. Not from a device's thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -43,6 +44,8 @@ class RpcBackendOptions:
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
+    and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RpcBackendOptions:
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
+        pickler: str = "pickle",
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
@@ -67,3 +71,8 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+        if pickler not in ("pickle", "cloudpickle"):
+            raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {pickler!r}")
+        if pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
+            raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
+        self.pickler = pickler
