@@ -87,6 +87,9 @@ def run(job: dict[str, Any], display: "BenchDisplay") -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
+    from .bench_cells import NEW_FUNCTIONS
+    from .fresh import COUNT
+
     job: Any = OmegaConf.to_container(cfg, resolve=True)
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
@@ -97,10 +100,15 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
             raise SystemExit(f"error: {name}={sizes} are numbers of bytes, each of at least 1")
     if not job["sizes"]:
         raise SystemExit("error: sizes=[] must name at least one number of bytes")
-    if job["rounds"] < 1:
-        raise SystemExit(f"error: rounds={job['rounds']} must be at least 1")
+    most = COUNT // NEW_FUNCTIONS // max(len(job["cells"]["first"]), 1)
+    if not 1 <= job["rounds"] <= most:
+        raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
         raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
+    if job["all_to_all"] and job["all_to_all_torch"] == "auto":
+        from .bench_all_to_all import torch_transport
+
+        job["all_to_all_torch"] = torch_transport(job["all_to_all"])
     if not (job["pair"] or job["start"] or job["all_to_all"]):
         raise SystemExit("error: pair=false start=0 all_to_all=0 leaves nothing to measure")
     return job

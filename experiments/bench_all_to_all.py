@@ -9,11 +9,25 @@ import logging
 import time
 from typing import Any
 
+import psutil
+
 from .measure import Samples, nothing
 from .processes import Group, Launcher
 
 # By name, because a worker imports the one that it needs.
 OURS, THEIRS = "rdmarpc", "torch.distributed.rpc"
+
+
+SHM_PAIR_BYTES = 20 << 20
+"""What TensorPipe's shared-memory transport takes for a worker and one that it calls."""
+WORKER_BYTES = 200 << 20
+"""What a worker takes besides."""
+
+
+def torch_transport(workers: int) -> str:
+    """TensorPipe's transport that this machine has the memory for: "shm", its first choice, or "uv" (sockets)."""
+    needed = 2 * workers * WORKER_BYTES + workers * (workers - 1) * SHM_PAIR_BYTES
+    return "shm" if needed < psutil.virtual_memory().available else "uv"
 
 
 def groups(workers: int) -> list[Group]:
@@ -36,7 +50,9 @@ def theirs(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     logging.captureWarnings(True)  # torch warns of its own deprecated parts
     rpc = importlib.import_module(THEIRS)
     meeting = f"file://{job['meeting_place']}/all_to_all_torch_rpc"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=job["timeout_s"])
+    transports = ["uv"] if job["all_to_all_torch"] == "uv" else None  # None: all, the best first
+    limit_s = job["timeout_s"]
+    options = rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=limit_s, _transports=transports)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["all_to_all"], rpc_backend_options=options)
     if rank == 0:
         measure(THEIRS, "torch_rpc", job, launcher)

@@ -17,7 +17,7 @@ from .measure import identity, per_iteration
 
 TENSORS = 8
 """So many in a call of `several`."""
-NEW_FUNCTIONS, LATER_CALLS = 10, 10
+NEW_FUNCTIONS, CALLS_OF_EACH = 10, 12
 """A round of `first`."""
 
 
@@ -51,19 +51,20 @@ def remote(layer: Any, x: Tensor, times: int) -> dict[str, float]:
 
 
 def first(layer: Any, x: Tensor, times: int) -> dict[str, float]:
-    """The first call of a function that was never called, with a size that was never sent, and those that follow it."""
-    first_ns, later_ns = [], []
+    """The first call of a function never called before with a size never sent before, the second, and those that follow."""
+    calls_ns = []
     for _ in range(NEW_FUNCTIONS):
         function, number = fresh.take()
         tensor = torch.ones(x.numel() + number, dtype=x.dtype)
         elapsed_ns = []
-        for _ in range(1 + LATER_CALLS):
+        for _ in range(CALLS_OF_EACH):
             start = time.perf_counter_ns()
             layer.rpc_sync("worker1", function, args=(tensor,))
             elapsed_ns.append(time.perf_counter_ns() - start)
-        first_ns.append(elapsed_ns[0])
-        later_ns += elapsed_ns[1:]
-    return {"first": statistics.median(first_ns) / 1e3, "later": statistics.median(later_ns) / 1e3}
+        calls_ns.append(elapsed_ns)
+    firsts, seconds, *later = zip(*calls_ns)
+    parts = {"first": firsts, "second": seconds, "later": [ns for each in later for ns in each]}
+    return {case: statistics.median(elapsed_ns) / 1e3 for case, elapsed_ns in parts.items()}
 
 
 Cell = Callable[[Any, Tensor, int], dict[str, float]]

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from .bench_rows import CASES, MEASURES, size_text
 
+LAYERS = ("rdmarpc", "torch_rpc")
+
 
 class BenchDisplay:
     """Receives the events of worker0; draws on standard error, so that standard output is only the result."""
@@ -47,7 +49,8 @@ def print_tables(bench: dict[str, Any]) -> None:
     if bench["calls"]:
         console.print(rate_table(bench["calls"], "calls a second, without tensors", "in flight"))
     if bench["all_to_all"]:
-        console.print(rate_table([bench["all_to_all"]], "calls a second of all workers together, all to all", "workers"))
+        title = f"calls a second, all to all (TensorPipe over {config['all_to_all_torch']})"
+        console.print(rate_table([bench["all_to_all"]], title, "workers"))
     if bench["start"]:
         console.print(start_table(bench["start"], f"starting: medians of {config['start']}"))
     if idle := bench["idle"]:
@@ -63,7 +66,7 @@ def print_tables(bench: dict[str, Any]) -> None:
 
 LEGEND = """
  one way: a prepared write, seen by the waiting peer
- identity: a tensor there and back by rpc_sync; arena: made in registered memory (torch RPC: as ever); 8 tensors: in one call
+ identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call
  stream: one of many writes in a row (torch RPC: two pushes in flight)
  x + 1: rpc_sync, the callee allocates the result; remote: remote() and to_here() of an identity
  floor: a warm memcpy and a flag to the other process (there and back {flag_us:.2f} µs);
@@ -84,7 +87,6 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
         first, previous = row["case"] != previous, row["case"]
         if first:
             table.add_section()
-        beside = [f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]]
         table.add_row(
             CASES[row["case"]] if first else "",
             size_text(row["bytes"]),
@@ -93,27 +95,30 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
             time_text(row["torch_rpc_us"]),
             judged(row, "floor", f"{row['times_floor']:.2f}"),
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
-            *(
-                beside
-                or ([judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")] if "staged" in row["target"] else [""])
-            ),
+            beside_text(row),
         )
     return table
 
 
+def beside_text(row: dict[str, Any]) -> str:
+    """What else there is to a row."""
+    if "staged" in row["target"]:
+        return judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")
+    return next((f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]), "")
+
+
 def first_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
-    table = Table(title="the first call of a signature, and later ones", box=SIMPLE_HEAD)
-    for column in ("size", "rdmarpc", "later", "× later", "torch RPC", "later", "× later", "× torch"):
+    table = Table(title="the first call of a signature, the second, and later ones", box=SIMPLE_HEAD)
+    for column in ("size", "rdmarpc", "second", "later", "× later", "torch RPC", "second", "later", "× later", "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
+        ours, theirs = ([time_text(row[f"{what}_{part}us"]) for part in ("", "second_", "later_")] for what in LAYERS)
         table.add_row(
             size_text(row["bytes"]),
-            time_text(row["rdmarpc_us"]),
-            time_text(row["rdmarpc_later_us"]),
+            *ours,
             judged(row, "later", f"{row['times_later']:.2f}"),
-            time_text(row["torch_rpc_us"]),
-            time_text(row["torch_rpc_later_us"]),
+            *theirs,
             f"{row['torch_rpc_times_later']:.2f}",
             f"{row['times_faster_than_torch']:.1f}",
         )

@@ -88,11 +88,11 @@ def time_row(case: str, size: int, median: dict[Key, float], target: dict[str, f
 
 
 def first_row(size: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
-    """Microseconds of a first call and of later ones, and their ratio, for both layers."""
+    """Microseconds of a first call, a second and later ones, and the first by a later one, for both layers."""
     row: dict[str, Any] = {"case": "first", "bytes": size, "name": f"first call, {size_text(size)}"}
     for what, ratio in (("rdmarpc", "times_later"), ("torch_rpc", "torch_rpc_times_later")):
-        first, later = median["first", size, what], median["later", size, what]
-        row |= {f"{what}_us": first, f"{what}_later_us": later, ratio: first / later}
+        first, second, later = (median[case, size, what] for case in ("first", "second", "later"))
+        row |= {f"{what}_us": first, f"{what}_second_us": second, f"{what}_later_us": later, ratio: first / later}
     row["times_faster_than_torch"] = row["torch_rpc_us"] / row["rdmarpc_us"]
     return judge(row | {"bytes_staged": median["first", size, "staged"]}, target)
 

@@ -57,6 +57,7 @@ def start_s(module: str) -> tuple[float, float]:
         for worker in workers:
             line(worker, deadline)
         for worker in workers:
+            assert worker.stdin is not None
             worker.stdin.write("join\n")
             worker.stdin.flush()
         told = [json.loads(line(worker, deadline)) for worker in workers]

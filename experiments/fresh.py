@@ -11,13 +11,15 @@ def identity(x: torch.Tensor) -> torch.Tensor:
 
 COUNT = 2_000
 
-_names = [f"identity_{number}" for number in range(COUNT)]
-for _name in _names:
+for _number in range(COUNT):
+    _name = f"identity_{_number}"
     globals()[_name] = _function = FunctionType(identity.__code__, globals(), _name)
     _function.__qualname__ = _name  # by which it is pickled
 
+_unused = iter(range(COUNT))
+
 
 def take() -> tuple[FunctionType, int]:
-    """A function and a number that this process has not been given before. IndexError when there are no more."""
-    name = _names.pop()
-    return globals()[name], len(_names)
+    """A function that this process has not been given before, and its number. StopIteration when there are no more."""
+    number = next(_unused)
+    return globals()[f"identity_{number}"], number
