@@ -5,7 +5,7 @@
     python -m experiments.bench all_to_all=32           # 32 workers that all call each other, as well
     python -m experiments.bench --json                  # JSON on standard output instead of a table
 
-The run's folder receives bench.json and bench.png.
+The run's folder receives bench.json and, from the two workers, bench.png.
 """
 
 import json
@@ -60,7 +60,7 @@ def app(cfg: DictConfig) -> None:
         print()
     else:
         print_tables(bench)
-        print(f"bench.json and bench.png are in {folder}")
+        print(f"{'bench.json and bench.png are' if job['pair'] else 'bench.json is'} in {folder}")
 
 
 def run(job: dict[str, Any], display: "BenchDisplay") -> None:

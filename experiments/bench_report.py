@@ -9,8 +9,6 @@ from rich.table import Table
 
 from .bench_rows import CASES, MEASURES, size_text
 
-LAYERS = ("rdmarpc", "torch_rpc")
-
 
 class BenchDisplay:
     """Receives the events of worker0; draws on standard error, so that standard output is only the result."""
@@ -49,8 +47,8 @@ def print_tables(bench: dict[str, Any]) -> None:
     if bench["calls"]:
         console.print(rate_table(bench["calls"], "calls a second, without tensors", "in flight"))
     if bench["all_to_all"]:
-        title = f"calls a second, all to all (TensorPipe over {config['all_to_all_torch']})"
-        console.print(rate_table([bench["all_to_all"]], title, "workers"))
+        torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
+        console.print(rate_table([bench["all_to_all"]], "calls a second, all to all", "workers", torch_rpc))
     if bench["start"]:
         console.print(start_table(bench["start"], f"starting: medians of {config['start']}"))
     if idle := bench["idle"]:
@@ -113,7 +111,9 @@ def first_table(rows: list[dict[str, Any]]) -> Table:
     for column in ("size", "rdmarpc", "second", "later", "× later", "torch RPC", "second", "later", "× later", "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        ours, theirs = ([time_text(row[f"{what}_{part}us"]) for part in ("", "second_", "later_")] for what in LAYERS)
+        ours, theirs = (
+            [time_text(row[f"{what}_{part}us"]) for part in ("", "second_", "later_")] for what in ("rdmarpc", "torch_rpc")
+        )
         table.add_row(
             size_text(row["bytes"]),
             *ours,
@@ -125,10 +125,10 @@ def first_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def rate_table(rows: list[dict[str, Any]], title: str, numbered: str) -> Table:
+def rate_table(rows: list[dict[str, Any]], title: str, numbered: str, torch_rpc: str = "torch RPC") -> Table:
     """One line for each number of calls in flight, or of workers."""
     table = Table(title=title, box=SIMPLE_HEAD)
-    for column in (numbered, "rdmarpc", "torch RPC", "× torch"):
+    for column in (numbered, "rdmarpc", torch_rpc, "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
