@@ -100,7 +100,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
             raise SystemExit(f"error: {name}={sizes} are numbers of bytes, each of at least 1")
     if not job["sizes"]:
         raise SystemExit("error: sizes=[] must name at least one number of bytes")
-    most = COUNT // NEW_FUNCTIONS // max(len(job["cells"]["first"]), 1)
+    most = COUNT // NEW_FUNCTIONS // max(len(job["cells"].get("first", [])), 1)
     if not 1 <= job["rounds"] <= most:
         raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
