@@ -68,6 +68,7 @@ def dropped(rank):
         assert inner.is_leaf and inner.requires_grad and inner.grad_fn is None
         inner.sum().backward()
         assert inner.grad.tolist() == [1, 1, 1]
+        assert type(rpc.rpc_sync("worker1", identity, (torch.nn.Buffer(torch.ones(2)),))) is torch.Tensor
         parameter = torch.nn.Parameter(torch.ones(2))
         parameter.note = "kept, as torch does"
         assert rpc.rpc_sync("worker1", identity, (parameter,)).note == parameter.note
