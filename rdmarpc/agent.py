@@ -78,7 +78,7 @@ class Agent:
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.caller = Caller(self.device, self.progress)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.collect
+        self.caller.on_tick = self._tick
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -110,6 +110,7 @@ class Agent:
             "rpc_messages": sum(link.sent for link in links),
             "rpc_calls": sum(link.requests for link in links),
             "rpc_reads": sum(link.reads for link in links),
+            "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
         }
 
@@ -177,6 +178,10 @@ class Agent:
         rref, fork = self.new_id(), self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return RRef._of(self, to, rref, fork, pending)
+
+    def _tick(self) -> None:
+        self.collect()
+        self.callee.handovers.sweep()
 
     def collect(self) -> None:
         """Tell the owners of the handles that died here."""
@@ -361,7 +366,9 @@ _current: Agent | None = None
 
 def current() -> Agent:
     """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
-    return require(_NOT_INITIALIZED)
+    if _current is None:
+        raise RuntimeError(_NOT_INITIALIZED)
+    return _current
 
 
 def require(message: str) -> Agent:

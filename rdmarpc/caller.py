@@ -240,6 +240,8 @@ class Caller:
         if isinstance(answer, Exception):
             raise answer
         link, device = pending.link, self.device
+        if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
+            return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
         lent = answer.flags & (READS | BULK)
         try:
             frame = fetch_bulk(answer, device, link)
@@ -276,7 +278,8 @@ class Caller:
         try:
             if frame.tensors:
                 table, data = frame.body[payload_end:table_end], frame.body[table_end:]
-                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, pending.landing)
+                landing, known = pending.landing, link.places
+                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, landing, known)
         finally:
             if lent:
                 self._release(pending)
@@ -307,13 +310,12 @@ class Caller:
         self._answer(pending, error)
 
     def _bury(self, pending: Pending, frame: Frame) -> None:
-        """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
-        frame = fetch_bulk(frame, self.device, pending.link)
-        if frame.flags & (READS | BULK):
-            self._release(pending)
-        if frame.flags & HEAD:
-            grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
-            self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
+        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        try:
+            self.decode(pending, frame)
+        except Exception:
+            # Whatever was to be told to the caller: it has given up.
+            return
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""

@@ -194,6 +194,8 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(next(remaining) if value == _TENSOR and type(value) is str else value for value in values)
 
 
+ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
+"""``dump_flat_one`` of a tensor."""
 _NONE = pickle.dumps((None,), 5)
 
 

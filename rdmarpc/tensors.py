@@ -1,7 +1,8 @@
 """How the tensors of a message reach their places.
 
-Three ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
-place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory).
+Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
+place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
 What goes one of these ways is a run of bytes. Usually one tensor lies in it; the others of a message that share its memory
 (``sharing``) only refer to it. What of a tensor's memory travels: ``layout``.
 """
@@ -18,14 +19,18 @@ from . import layout, sharing
 from .layout import Description
 from .transport import Channel, Device, RdmaError, RemoteRegion
 
+# The function behind ``ctypes.string_at``, without a Python function in between.
+_string_at = ctypes._string_at  # type: ignore[attr-defined]
+
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
 _TINY_BYTES = 256
 """So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
-INLINE, WRITTEN, READ, VIEW, SAME = range(5)
+INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
 _MAX_CACHE = 4096
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
@@ -92,7 +97,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
         if known is not None:
             text, nbytes = known.text, known.nbytes
             if _rides(nbytes, inline):
-                entries.append((None, INLINE, text, ctypes.string_at(tensor.data_ptr(), nbytes)))
+                entries.append((None, INLINE, text, _string_at(tensor.data_ptr(), nbytes)))
                 inline += nbytes
                 continue
             run = tensor.detach()
@@ -106,7 +111,7 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
             gathered = not run.is_contiguous()
             run = run.contiguous()
             if _rides(nbytes, inline):
-                entries.append((None, INLINE, text, ctypes.string_at(run.data_ptr(), nbytes)))
+                entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
                 inline += nbytes
                 continue
             if gathered:
@@ -119,6 +124,11 @@ def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
 def _rides(nbytes: int, inline: int) -> bool:
     """Whether a run rides in the frame, where ``inline`` bytes do so already."""
     return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
+
+
+def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+    """The run and the encoded description of a contiguous tensor without conjugate or negative bit."""
+    return tensor.detach(), layout.outline(tensor).text
 
 
 def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
@@ -144,8 +154,7 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     known = layout.lone(tensor)
     if known is None or known.nbytes > INLINE_BYTES:
         return None
-    # A third of the cost of going through numpy, and every dtype has it.
-    return known.text, ctypes.string_at(tensor.data_ptr(), known.nbytes)
+    return known.text, _string_at(tensor.data_ptr(), known.nbytes)
 
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
@@ -174,6 +183,11 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
     return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
 
 
+def pack_handed(text: bytes, place: bytes) -> Outgoing:
+    """One tensor that was handed over (``handover.Handovers.give``)."""
+    return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
+
+
 def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
     """``run`` itself where the peer can read it, else a staging copy in the arena (counted)."""
     if device.can_lend(run, channel):
@@ -185,10 +199,16 @@ def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tenso
 
 
 def unpack(
-    table: bytes, data: bytes, count: int, device: Device, channel: Channel, landing: Landing | None
+    table: bytes,
+    data: bytes,
+    count: int,
+    device: Device,
+    channel: Channel,
+    landing: Landing | None,
+    known: dict[bytes, list[RemoteRegion]],
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
-    """The tensors of a message, the sizes of its large runs, and whether these were READ (then the sender waits for our
-    release)."""
+    """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
+    waits for our release). ``known``: as for ``load_places``."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -210,6 +230,9 @@ def unpack(
             piece = bytearray(data[offset : offset + what.nbytes])
             offset += what.nbytes
             run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
+        elif way == HANDED:
+            run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))
+            at += _HANDED_BYTES
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
@@ -218,7 +241,7 @@ def unpack(
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
                 run = place
             else:
-                run = device.empty(what.nbytes, dtype=torch.uint8)
+                run = device.arena.run(what.nbytes)[0]
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
                 at += RemoteRegion.WIRE_SIZE
         runs.append(run)
