@@ -55,6 +55,15 @@ class Room:
         return self._sent
 
 
+class Kept:
+    """What a peer may still read of an answer."""
+
+    __slots__ = ("keep",)
+
+    def __init__(self, keep: Any) -> None:
+        self.keep = keep
+
+
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
@@ -158,11 +167,19 @@ class Caller:
         return pending
 
     def send(
-        self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
-    ) -> Any:
-        """Send a frame, making progress while the peer's ring is full. A body too large for a frame is left in our memory for
-        the peer to READ; what must then stay alive is returned (and kept by ``keep``)."""
-        table, data, bulk = out.table, out.data, None
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keep: Pending | Kept | None,
+    ) -> None:
+        """Send a frame, making progress while the peer's ring is full. A body too large for a frame (``MAX_BODY``) is left in
+        our memory for the peer to READ: ``keep`` keeps it alive."""
+        table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             body = b"".join((function, payload, table, data))
             bulk = self.device.empty(len(body), dtype=_BYTE)
@@ -176,7 +193,6 @@ class Caller:
             # The peer has to consume first.
             attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
             self.progress.wait_for(Room(attempt))
-        return bulk
 
     # -- in
 
