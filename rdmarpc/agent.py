@@ -109,8 +109,8 @@ class Agent:
             **self.device.counters(),
             "rpc_messages": sum(link.sent for link in links),
             "rpc_calls": sum(link.requests for link in links),
-            "bytes_handed": self.callee.handovers.nbytes,
             "rpc_reads": sum(link.reads for link in links),
+            "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
         }
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from . import serialize
-from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
 from .handover import Handovers, sole
-from .link import CONTROL, ERROR, RESPONSE, Frame, Link
+from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_store import RRefStore
 from .tensors import (
@@ -49,7 +49,7 @@ class Callee:
         self._landings: dict[tuple[int, int], Landing] = {}
         self._granted = 0
         self._grants = itertools.count(1)
-        self._sources: dict[tuple[int, int], Any] = {}
+        self._sources: dict[tuple[int, int], Kept] = {}
         self._lock = threading.Lock()
         self.handovers = Handovers(device)
 
@@ -198,11 +198,11 @@ class Callee:
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
-            if out.lent:
-                self._sources[link.rank, call] = out.lent
-            bulk = self.caller.send(link, RESPONSE, call, flags, out, b"", payload, None)
-            if bulk is not None:
-                self._sources[link.rank, call] = (out.lent, bulk)
+            kept = None
+            if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
+                # Before it is sent: the caller may have read it, and say so, before we are back.
+                kept = self._sources[link.rank, call] = Kept(out.lent)
+            self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept)
         except PeerLost:
             pass
         except BaseException as error:
@@ -210,13 +210,14 @@ class Callee:
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
-        (run, _, text, _), *_ = describe_all([result], self.device).entries
-        if run is None or run.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+        run, text = describe(result)
+        if not run.is_contiguous():
             return NOTHING
         place = self.handovers.give(link, run, block)
         return NOTHING if place is None else pack_handed(text, place)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
+        self.release(link, call)  # of an answer that could not be sent
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
             self.rrefs.fail(rref, error)
@@ -231,9 +232,10 @@ class Callee:
         except Exception:
             payload = pickle.dumps((None, kind.__name__, text), 5)
         try:
-            bulk = self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
-            if bulk is not None:
-                self._sources[link.rank, call] = bulk
+            kept = None
+            if len(payload) > MAX_BODY:
+                kept = self._sources[link.rank, call] = Kept(None)
+            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             pass
 

@@ -55,6 +55,15 @@ class Room:
         return self._sent
 
 
+class Kept:
+    """What a peer may still read of an answer."""
+
+    __slots__ = ("keep",)
+
+    def __init__(self, keep: Any) -> None:
+        self.keep = keep
+
+
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
@@ -158,11 +167,19 @@ class Caller:
         return pending
 
     def send(
-        self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
-    ) -> Any:
-        """Send a frame, making progress while the peer's ring is full. A body too large for a frame is left in our memory for
-        the peer to READ; what must then stay alive is returned (and kept by ``keep``)."""
-        table, data, bulk = out.table, out.data, None
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keep: Pending | Kept | None,
+    ) -> None:
+        """Send a frame, making progress while the peer's ring is full. A body too large for a frame (``MAX_BODY``) is left in
+        our memory for the peer to READ: ``keep`` keeps it alive."""
+        table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             body = b"".join((function, payload, table, data))
             bulk = self.device.empty(len(body), dtype=_BYTE)
@@ -176,7 +193,6 @@ class Caller:
             # The peer has to consume first.
             attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
             self.progress.wait_for(Room(attempt))
-        return bulk
 
     # -- in
 
@@ -240,7 +256,7 @@ class Caller:
         if isinstance(answer, Exception):
             raise answer
         link, device = pending.link, self.device
-        if answer.flags & (LONE | HEAD | BULK) == LONE:
+        if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
             return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
         lent = answer.flags & (READS | BULK)
         try:
@@ -278,9 +294,8 @@ class Caller:
         try:
             if frame.tensors:
                 table, data = frame.body[payload_end:table_end], frame.body[table_end:]
-                tensors, sizes, was_read = unpack(
-                    table, data, frame.tensors, device, link.channel, pending.landing, link.places
-                )
+                landing, known = pending.landing, link.places
+                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, landing, known)
         finally:
             if lent:
                 self._release(pending)

@@ -33,7 +33,7 @@ def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
     # The caller's variable, our parameter, and getrefcount's own.
     if sys.getrefcount(tensor) != 3 or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
         return None
-    if not travels(tensor):
+    if not travels(tensor):  # of several parts, or of elements that mean nothing without their scale
         return None
     storage = tensor.untyped_storage()
     # Python's view of a storage counts once there, and is itself held by the storage, by us, and by getrefcount.

@@ -135,7 +135,7 @@ def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
     if what.plain:
         value = run if run.dtype is what.dtype else run.view(what.dtype)
         if len(what.shape) != 1:
-            # Detached: autograd would keep the run as the base of a view, and what arrives is nobody's view.
+            # Detached, because autograd's view of the run would keep the run itself: what arrives is nobody's view.
             value = value.view(what.shape).detach()
         return value.requires_grad_() if what.requires_grad else value
     value = torch.empty(0, dtype=what.dtype)
@@ -153,9 +153,12 @@ def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
 
 def lone(tensor: torch.Tensor) -> Outline | None:
     """The outline of a tensor whose span may be taken from memory as it lies; ``None`` for any other. The short way."""
-    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested:
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
-    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+    try:
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+    except RuntimeError:  # nested
+        return None
     found = _outlines.get(key)
     if found is None:
         if tensor.dtype in _QUANTISED:

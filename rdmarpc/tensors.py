@@ -30,9 +30,9 @@ INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
 _MAX_CACHE = 4096
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
-_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
 
 
 class Landing(NamedTuple):
@@ -126,6 +126,11 @@ def _rides(nbytes: int, inline: int) -> bool:
     return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
 
 
+def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+    """The run and the encoded description of a contiguous tensor without conjugate or negative bit."""
+    return tensor.detach(), layout.outline(tensor).text
+
+
 def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
     """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
     value, flips = layout.physical(tensor)
@@ -149,7 +154,6 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     known = layout.lone(tensor)
     if known is None or known.nbytes > INLINE_BYTES:
         return None
-    # A third of the cost of going through numpy, and every dtype has it.
     return known.text, _string_at(tensor.data_ptr(), known.nbytes)
 
 
@@ -203,8 +207,8 @@ def unpack(
     landing: Landing | None,
     known: dict[bytes, list[RemoteRegion]],
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
-    """The tensors of a message, the sizes of the large runs that need a landing place, and whether these were READ (then the
-    sender waits for our release). ``known``: as for ``load_places``."""
+    """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
+    waits for our release). ``known``: as for ``load_places``."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -227,9 +231,8 @@ def unpack(
             offset += what.nbytes
             run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
         elif way == HANDED:
-            memory, release = load_places(table[at : at + _HANDED_BYTES], known)
+            run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))
             at += _HANDED_BYTES
-            run = channel.adopt(memory, release)
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
