@@ -33,10 +33,10 @@ class Callee:
     def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefStore) -> None:
         self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
         self._functions: dict[bytes, Any] = {}
-        self._landings: dict[tuple[int, int], Landing] = {}
+        self._landings: dict[tuple[Link, int], Landing] = {}
         self._granted = 0
         self._grants = itertools.count(1)
-        self._sources: dict[tuple[int, int], Any] = {}
+        self._sources: dict[tuple[Link, int], Any] = {}
         self._lock = threading.Lock()
 
     # -- frames
@@ -47,21 +47,23 @@ class Callee:
 
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
-        self._sources.pop((link.rank, call), None)
+        self._sources.pop((link, call), None)
 
     def forgo(self, link: Link, frame: Frame) -> None:
         """The peer gives back landing places it will not use."""
         for (grant,) in struct.iter_unpack("<Q", frame.body):
             self._take_landing(link, grant)
 
-    def lost(self, link: Link) -> None:
-        """Forget what we kept for a peer that is gone. Its landing places go too: nothing of it can be under way."""
-        for rank, call in list(self._sources):
-            if rank == link.rank:
-                self.release(link, call)
-        for rank, grant in list(self._landings):
-            if rank == link.rank:
-                self._take_landing(link, grant)
+    def lost(self, link: Link) -> list[Any]:
+        """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
+        found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
+        found += [self._take_landing(link, grant) for owner, grant in list(self._landings) if owner is link]
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether no peer has still to fetch a result from our memory."""
+        return not self._sources
 
     # -- running a request
 
@@ -173,13 +175,14 @@ class Callee:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
             if out.lent:
-                self._sources[link.rank, call] = out.lent
+                self._sources[link, call] = out.lent
             bulk = self.caller.send(link, RESPONSE, call, flags, out, b"", payload, None)
             if bulk is not None:
-                self._sources[link.rank, call] = (out.lent, bulk)
+                self._sources[link, call] = (out.lent, bulk)
         except PeerLost:
-            pass
+            self._sources.pop((link, call), None)
         except BaseException as error:
+            self._sources.pop((link, call), None)
             self._fail(link, call, control, error, None)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
@@ -214,13 +217,13 @@ class Callee:
             return 0, b""
         number = next(self._grants)
         with self._lock:
-            self._landings[link.rank, number] = landing
+            self._landings[link, number] = landing
             self._granted += total
         return number, landing.places
 
     def _take_landing(self, link: Link, number: int) -> Landing | None:
         with self._lock:
-            landing = self._landings.pop((link.rank, number), None)
+            landing = self._landings.pop((link, number), None)
             if landing is not None:
                 self._granted -= sum(landing.sizes)
         return landing

@@ -43,6 +43,8 @@ class RpcBackendOptions:
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
+    1; 0: never). A peer whose process ends is lost at once.
     """
 
     def __init__(
@@ -54,11 +56,14 @@ class RpcBackendOptions:
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
+        peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
         if rpc_timeout < 0:
             raise RuntimeError("RPC Timeout must be non-negative")
+        if peer_timeout and not peer_timeout >= 1.0:
+            raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {peer_timeout}")
         if num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
@@ -67,3 +72,4 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+        self.peer_timeout = float(peer_timeout)
