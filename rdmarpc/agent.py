@@ -399,8 +399,10 @@ class Agent:
             link.settled = True
         self._read_out(link)
         left = self._registry is not None and error.status == "CLOSED"
-        named = self._departed(link.name) if left else PeerLost(
-            f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status
+        named = (
+            self._departed(link.name)
+            if left
+            else PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
         )
         named.peer = link.name
         with self._link_lock:

@@ -104,5 +104,3 @@ class Registry:
     def _swap(self, old: str, joins: int, records: list[Record]) -> bool:
         new = json.dumps([joins, [record.dump(self._secret) for record in records]])
         return bytes(self._store.compare_set("members", old, new)).decode() == new
-
-

@@ -4,7 +4,8 @@ Segments are memfds, handed to each peer over an abstract Unix socket and mapped
 so nothing is left behind however a process ends. The socket stays open as the detector of the peer's death.
 
 Threads: one service thread (accepting, announcements, end of peers, looking after their heartbeats), one that beats
-(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks nobody.
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class ShmDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
     ) -> None:
-        super().__init__(
-            "shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout
-        )
+        super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
         self._bells_memory, self._bells_fd = _memfd("rdmarpc-bells", BELLS * BELL_BYTES)
         self.bells = address_of(self._bells_memory)
         self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat

@@ -3,7 +3,8 @@
 Segments are private memory; payload travels between the two tensors and the sockets without a copy in between.
 
 Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, one that beats
-(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks nobody.
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ class TcpDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
     ) -> None:
-        super().__init__(
-            "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout
-        )
+        super().__init__("tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
         self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
         self.bells = self._bells_memory.ctypes.data
         self._listener = self._listen(place)
