@@ -221,8 +221,10 @@ class Caller:
             value = self.decode(pending, answer)
         except Exception as error:
             future.set_exception(error)
-            return
-        torch._C.Future.set_result(future, value)
+        else:
+            torch._C.Future.set_result(future, value)
+        # The two know each other: without this, results would live until the garbage collector comes.
+        future._pending = None
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
