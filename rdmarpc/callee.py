@@ -23,6 +23,7 @@ from .tensors import (
     NOTHING,
     Landing,
     Outgoing,
+    describe,
     describe_all,
     load_places,
     pack,
@@ -46,10 +47,10 @@ class Callee:
     def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefStore) -> None:
         self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
         self._functions: dict[bytes, Any] = {}
-        self._landings: dict[tuple[int, int], Landing] = {}
+        self._landings: dict[tuple[Link, int], Landing] = {}
         self._granted = 0
         self._grants = itertools.count(1)
-        self._sources: dict[tuple[int, int], Kept] = {}
+        self._sources: dict[tuple[Link, int], Kept] = {}
         self._lock = threading.Lock()
         self.handovers = Handovers(device)
 
@@ -61,21 +62,23 @@ class Callee:
 
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
-        self._sources.pop((link.rank, call), None)
+        self._sources.pop((link, call), None)
 
     def forgo(self, link: Link, frame: Frame) -> None:
         """The peer gives back landing places it will not use."""
         for (grant,) in struct.iter_unpack("<Q", frame.body):
             self._take_landing(link, grant)
 
-    def lost(self, link: Link) -> None:
-        """Forget what we kept for a peer that is gone. Its landing places go too: nothing of it can be under way."""
-        for rank, call in list(self._sources):
-            if rank == link.rank:
-                self.release(link, call)
-        for rank, grant in list(self._landings):
-            if rank == link.rank:
-                self._take_landing(link, grant)
+    def lost(self, link: Link) -> list[Any]:
+        """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
+        found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
+        found += [self._take_landing(link, grant) for owner, grant in list(self._landings) if owner is link]
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether no peer has still to fetch a result from our memory."""
+        return not self._sources
 
     # -- running a request
 
@@ -201,18 +204,19 @@ class Callee:
             kept = None
             if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 # Before it is sent: the caller may have read it, and say so, before we are back.
-                kept = self._sources[link.rank, call] = Kept(out.lent)
+                kept = self._sources[link, call] = Kept(out.lent)
             self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept)
         except PeerLost:
-            pass
+            self._sources.pop((link, call), None)
         except BaseException as error:
+            self._sources.pop((link, call), None)
             self._fail(link, call, control, error, None)
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
-        run, text = describe(result)
-        if not run.is_contiguous():
+        if result.is_conj() or result.is_neg() or not result.is_contiguous():
             return NOTHING
+        run, text = describe(result)
         place = self.handovers.give(link, run, block)
         return NOTHING if place is None else pack_handed(text, place)
 
@@ -234,7 +238,7 @@ class Callee:
         try:
             kept = None
             if len(payload) > MAX_BODY:
-                kept = self._sources[link.rank, call] = Kept(None)
+                kept = self._sources[link, call] = Kept(None)
             self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             pass
@@ -252,13 +256,13 @@ class Callee:
             return 0, b""
         number = next(self._grants)
         with self._lock:
-            self._landings[link.rank, number] = landing
+            self._landings[link, number] = landing
             self._granted += total
         return number, landing.places
 
     def _take_landing(self, link: Link, number: int) -> Landing | None:
         with self._lock:
-            landing = self._landings.pop((link.rank, number), None)
+            landing = self._landings.pop((link, number), None)
             if landing is not None:
                 self._granted -= sum(landing.sizes)
         return landing

@@ -242,8 +242,10 @@ class Caller:
             value = self.decode(pending, answer)
         except Exception as error:
             future.set_exception(error)
-            return
-        torch._C.Future.set_result(future, value)
+        else:
+            torch._C.Future.set_result(future, value)
+        # The two know each other: without this, results would live until the garbage collector comes.
+        future._pending = None
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
@@ -350,14 +352,18 @@ class Caller:
                 if self.pending:
                     self._ticking.set()
 
-    def lost(self, link: Link, error: RdmaError) -> None:
-        """Fail every call that waits for this peer."""
+    def lost(self, link: Link, error: RdmaError) -> list[Pending]:
+        """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""
+        found = []
         for calls in (self.pending, self._expired):
             for call in [call for call, pending in list(calls.items()) if pending.link is link]:
                 pending = calls.pop(call, None)
-                if pending is not None and calls is self.pending:
-                    self._answer(pending, error)
+                if pending is not None:
+                    found.append(pending)
+                    if calls is self.pending:
+                        self._answer(pending, error)
         self.progress.interrupt()
+        return found
 
     def stop(self) -> None:
         self._stopped = True

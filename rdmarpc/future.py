@@ -47,15 +47,18 @@ class Future(torch.futures.Future[Any]):
     def __init__(self, caller: Caller, pending: Pending) -> None:
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
         torch._C.Future.__init__(self, [])
-        self._caller, self._pending = caller, pending
+        self._caller = caller
+        self._pending: Pending | None = pending
+        """``None`` once the result is there."""
 
     def wait(self) -> Any:
         """The result of the call, or its exception."""
         if not self.done():
             pending = self._pending
-            pending.waited = True
-            self._caller.progress.wait_for(pending)
-            self._caller.finish(pending)
+            if pending is not None:
+                pending.waited = True
+                self._caller.progress.wait_for(pending)
+                self._caller.finish(pending)
         return torch._C.Future.wait(self)
 
     def done(self) -> bool:

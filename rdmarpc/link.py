@@ -59,8 +59,12 @@ class Link:
     """Any thread sends; one at a time reads. Lives as long as its channel."""
 
     def __init__(self, device: Device, channel: Channel | None, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.generation = rank, 0
         self.name = ""
+        self.row = 0
+        """Of the poller, once entered."""
+        self.settled = False
+        """Its end has been dealt with."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
         self._in_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
         self._out_tensor = device.empty(RING_BYTES, dtype=torch.uint8)

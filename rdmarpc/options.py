@@ -46,6 +46,8 @@ class RpcBackendOptions:
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
     ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
     and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
+    ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
+    1; 0: never). A peer whose process ends is lost at once.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class RpcBackendOptions:
         arena_limit: int | None = None,
         secret: str | None = None,
         pickler: str = "pickle",
+        peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
         if rpc_timeout < 0:
             raise RuntimeError("RPC Timeout must be non-negative")
+        if peer_timeout and not peer_timeout >= 1.0:
+            raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {peer_timeout}")
         if num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
@@ -76,3 +81,4 @@ class RpcBackendOptions:
         if pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
             raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
         self.pickler = pickler
+        self.peer_timeout = float(peer_timeout)

@@ -143,6 +143,12 @@ class Channel(abc.ABC):
     def close(self) -> None:
         """Say goodbye and release the connection. Idempotent."""
 
+    @property
+    def peer_copies(self) -> bool:
+        """After the end: whether a copy of the peer may still touch our memory, because the peer stopped in the middle of it.
+        Until this is false, what the peer could reach must not be used again."""
+        return False
+
     def take_numbers(self, count: int) -> int:
         """The first of ``count`` consecutive notification numbers that arrive *here* and belong to the caller alone from now
         on. Thread-safe. They are never given out twice: recycle them yourself. ``ValueError`` when there are none left."""

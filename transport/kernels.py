@@ -102,6 +102,12 @@ def swap_if(address: int, expected: int, desired: int) -> int:
 
 
 @njit(i64(i64), nogil=True, cache=True)
+def wake(word: int) -> int:
+    """Wake everybody who sleeps on this word."""
+    return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+
+
+@njit(i64(i64), nogil=True, cache=True)
 def ring_bell(bell: int) -> int:
     """Wake everybody who sleeps on this bell; no system call if nobody does."""
     fence()

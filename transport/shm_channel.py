@@ -23,6 +23,7 @@ import torch
 from . import cma, kernels
 from .channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .heartbeat import GIVEN_UP
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion, local_bytes
 
@@ -40,6 +41,20 @@ _SEND_TIMEOUT = 5.0
 _LAST_COPY_NS = 200_000_000
 # Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
 LENT = 0xFFFFFFFF
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended: it may be stopped."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return os.path.exists(f"/proc/{pid}")
+    try:
+        return not select.select([fd], [], [], 0)[0]
+    finally:
+        os.close(fd)
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -111,13 +126,19 @@ class CmaTransfer(Transfer):
         channel._check()
         for remote, tensor, write in self._pairs:
             local, nbytes = local_bytes(tensor)
-            # The lock keeps the owner's deregistration waiting until the copy is over.
+            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort.
             with channel.cma_lock:
                 address, mapped = channel.resolve(remote)
-                if mapped:
-                    kernels.copy(*((address, local) if write else (local, address)), nbytes)
-                elif nbytes:
-                    cma.transfer(channel.pid, local, address, nbytes, write=write)
+                kernels.add(channel.peer_inbox + INFLIGHT_AT, 1)
+                try:
+                    if kernels.load(channel.peer_inbox + CLOSED_AT):
+                        raise channel._ended()
+                    if mapped:
+                        kernels.copy(*((address, local) if write else (local, address)), nbytes)
+                    elif nbytes:
+                        cma.transfer(channel.pid, local, address, nbytes, write=write)
+                finally:
+                    kernels.add(channel.peer_inbox + INFLIGHT_AT, -1)
             kernels.add(channel.stats.ctypes.data, 1)
             kernels.add(channel.stats.ctypes.data + 8, nbytes)
         if self._imm is not None:
@@ -195,6 +216,7 @@ class ShmChannel(Channel):
         self._end_lock = threading.Lock()
         self.socket_open = True
         self.broke = False
+        self._beats, self._silence = -1, 0.0
         self._single = _Closable(self, None, ())
 
     # -- copies
@@ -360,6 +382,9 @@ class ShmChannel(Channel):
         elif kind in (GONE_ACK, SYNC_ACK):
             if event := self._acks.get((kind, number)):
                 event.set()
+        elif kind == BYE and number:
+            self.lose(PeerLost(GIVEN_UP, peer=self.peer, device="shm", status="GIVEN_UP"))
+            return False
         elif kind == BYE:
             self.lose(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
             return False
@@ -396,6 +421,26 @@ class ShmChannel(Channel):
         """``end``, not because somebody here wanted it."""
         if self.end(error):
             self.broke = True
+            kernels.store(self.inbox + CLOSED_AT, 1)
+
+    def look(self, seconds: float) -> float:
+        """How long (s) the peer's heart has stood still, as far as looks tell; this one counts for ``seconds``."""
+        beats = kernels.load(self.peer_bells)
+        self._silence = self._silence + seconds if beats == self._beats else 0.0
+        self._beats = beats
+        return self._silence
+
+    def give_up(self, error: RdmaError) -> None:
+        """End a channel whose peer does not run. Should it ever run again, it finds our goodbye."""
+        self.lose(error)
+        try:
+            self.sock.send(MESSAGE.pack(BYE, 1, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # it finds the end of the stream
+
+    @property
+    def peer_copies(self) -> bool:
+        return kernels.load(self.inbox + INFLIGHT_AT) > 0 and runs(self.pid)
 
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device._pid:
