@@ -15,7 +15,7 @@ from .api import (
     shutdown,
 )
 from .options import BackendType, RpcBackendOptions, WorkerInfo
-from .rref import RRef
+from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
     AuthenticationError,
@@ -41,6 +41,7 @@ __all__ = [
     "RpcBackendOptions",
     "TransferTimeout",
     "WorkerInfo",
+    "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "constants",
     "functions",

@@ -6,8 +6,6 @@ import itertools
 import struct
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
-from .link import CONTROL, CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
+from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .rendezvous import Record, Rendezvous
-from .rref_store import RRefStore
+from .rref_context import RRefContext
+from .rref_mail import Carrier
 from .termination import Termination
 from .transport import Channel, PeerLost, Poller, RdmaError, host_id, open_device
 
@@ -61,10 +60,17 @@ class Agent:
         self.workers = [WorkerInfo(record.name, record.rank) for record in records]
         self._by_name = {info.name: info for info in self.workers}
         self._addresses = [record.address.encode() for record in records]
-        self.garbage: deque[tuple[int, int, int, Pending | None]] = deque()
-        self.handles: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
-        self.rrefs = RRefStore()
         self._ids = itertools.count()
+        self._carrier = Carrier(self)
+        self.rrefs = RRefContext(
+            self.me.id,
+            names=lambda rank: self.workers[rank].name,
+            new_id=self.new_id,
+            transmit=self._carrier.transmit,
+            run=lambda job: self.progress.submit(job),
+            under_way=lambda rref: self.caller.creates(rref),
+        )
+        self.garbage = self.rrefs.garbage
         self._links: dict[int, Link] = {}
         self._rows: dict[int, Link] = {}
         self._connecting: set[int] = set()
@@ -74,9 +80,9 @@ class Agent:
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
-        self.caller = Caller(self.device, self.progress)
+        self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.collect
+        self.caller.on_tick = self.rrefs.collect
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -146,7 +152,7 @@ class Agent:
             raise TypeError("function should be callable.")
         limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
         if self.garbage:
-            self.collect()
+            self.rrefs.collect()
         link = self._links.get(to.id)
         if link is None:
             try:
@@ -170,25 +176,11 @@ class Agent:
         """``remote``: have ``to`` keep the result of a call; a handle to it at once."""
         from .rref import RRef
 
-        rref, fork = self.new_id(), self.new_id()
+        rref = self.new_id()
+        fork = rref if to.id == self.me.id else self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
-        return RRef._of(self, to, rref, fork, pending)
-
-    def collect(self) -> None:
-        """Tell the owners of the handles that died here."""
-        from .rref import _drop
-
-        for _ in range(len(self.garbage)):
-            try:
-                owner, rref, fork, creation = self.garbage.popleft()
-            except IndexError:
-                return
-            if owner == self.me.id:
-                self.rrefs.drop(rref, fork)
-            elif creation is not None and creation.future is not None and not creation.future.done():
-                self.garbage.append((owner, rref, fork, creation))  # the owner has to know it first
-            elif owner not in self._lost:
-                self.call_async(self.workers[owner], _drop, (rref, fork), None, 0, control=True)
+        pending.rref = rref
+        return RRef._over(self, self.rrefs.forks.created(to.id, rref, fork, pending))
 
     # -- links
 
@@ -271,6 +263,8 @@ class Agent:
                 self.callee.release(link, frame.call)
             elif kind == FORGO:
                 self.callee.forgo(link, frame)
+            elif kind == REFERENCES:
+                self.rrefs.receive(link.rank, frame.body)
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
@@ -300,6 +294,7 @@ class Agent:
         self._links.pop(link.rank, None)
         self.caller.lost(link, named)
         self.callee.lost(link)
+        self.rrefs.lost(link.rank, named)
         self.termination.fail(named)
         for callback in self._lost_callbacks:
             callback(link.name, named)
@@ -322,9 +317,7 @@ class Agent:
         deadline = time.monotonic() + timeout if timeout else None
         try:
             if graceful:
-                for handle in list(self.handles):
-                    handle._forget()
-                self.collect()
+                self.rrefs.collect()
                 self.termination.wait(deadline)
                 self._meeting.leave(_LEAVE_TIMEOUT_S)
         except RdmaError:
@@ -338,12 +331,11 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        for handle in list(self.handles):
-            handle._alive = False
-        self.garbage.clear()
+        error = PeerLost("RPC was shut down here", peer=self.name)
+        self._carrier.stop()
+        self.rrefs.close(error)
         self.device.on_lost = lambda channel: None
         self.caller.stop()
-        error = PeerLost("RPC was shut down here", peer=self.name)
         for link in list(self._rows.values()):
             self.caller.lost(link, error)
         self.progress.stop()

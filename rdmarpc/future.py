@@ -31,11 +31,27 @@ class Pending:
     """What the callee may still read."""
     landing: Landing | None = None
     """Where the callee may still write the result."""
+    rref = 0
+    """The reference whose value the call creates (``remote``)."""
+    expired = False
+    """Given up: the answer may still come."""
 
     def __init__(self, link: Link, call: int, timeout: float) -> None:
         self.link, self.call, self.timeout = link, call, timeout
         self.answers: list[Frame | Exception] = []
         """At most one; whoever pops it decodes it."""
+
+    @property
+    def refused(self) -> bool:
+        """Of a call with a future: answered by an error, not merely given up."""
+        future = self.future
+        if self.expired or future is None or not future.done():
+            return False
+        try:
+            future.value()
+        except Exception:
+            return True
+        return False
 
 
 class Future(torch.futures.Future[Any]):
