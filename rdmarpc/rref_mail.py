@@ -71,7 +71,7 @@ class Mail:
         """Send all that was put."""
         for rank, entries in list(self._out.items()):
             while entries:
-                batch = []
+                batch: list[bytes] = []
                 try:
                     while len(batch) < _BATCH:
                         batch.append(entries.popleft())

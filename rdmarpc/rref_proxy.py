@@ -53,7 +53,7 @@ def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: An
             function = _function(found.value(), name)
             future = rref._agent.call_async(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
         except Exception as error:
-            result.set_exception(error)  # type: ignore[arg-type]
+            result.set_exception(error)
             return
         future.add_done_callback(finish)
 
@@ -61,13 +61,13 @@ def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: An
         try:
             result.set_result(future.value())
         except Exception as error:
-            result.set_exception(error)  # type: ignore[arg-type]
+            result.set_exception(error)
 
     try:
         rref._check("call rpc_async() on it")
         rref._get_type(timeout, blocking=False).add_done_callback(issue)
     except Exception as error:
-        result.set_exception(error)  # type: ignore[arg-type]
+        result.set_exception(error)
     return result
 
 

@@ -108,8 +108,8 @@ class RRefStore:
     def _settle(self, rref: int) -> Slot | None:
         with self._lock:
             slot = self._slots.get(rref)
-            if slot is None or slot.settled:
-                return None  # nobody refers to it
+            if slot is None or slot.settled or not slot.known:
+                return None  # nobody refers to it, or only some who came too late
             slot.settled = True
             return slot
 
@@ -191,7 +191,7 @@ class RRefStore:
             self._send(holder, REFUSE, rref, number)
         slot.parked.clear()
         error = PeerLost(f"the value of RRef {id_text(rref)} does not exist: a worker that had the reference was lost")
-        self._jobs.append(partial(slot.future.set_exception, error))  # type: ignore[arg-type]
+        self._jobs.append(partial(slot.future.set_exception, error))
         self._drop_if_unused(rref, slot)
 
     def lost(self, rank: int) -> None:
@@ -219,7 +219,7 @@ class RRefStore:
             for slot in slots:
                 slot.settled = True
         for future in waiting:
-            future.set_exception(error)  # type: ignore[arg-type]
+            future.set_exception(error)
 
     # -- looking
 
