@@ -100,6 +100,7 @@ class Callee:
                 return
             del args, kwargs
         except BaseException as error:
+            args, kwargs = (), {}  # the error holds this frame
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref)
@@ -221,6 +222,7 @@ class Callee:
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
+            traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
             self.rrefs.store.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None)
             return

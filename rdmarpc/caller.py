@@ -232,6 +232,8 @@ class Caller:
         try:
             value = self.decode(pending, answer)
         except Exception as error:
+            if not pending.expired:
+                pending.keep = None
             future.set_exception(error)
             return
         torch._C.Future.set_result(future, value)

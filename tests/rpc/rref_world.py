@@ -61,6 +61,7 @@ class World:
         self.made = set()
         self.runs = {}
         self.resumed = {}
+        self.refused = []
         self.owners = {}
         self.fetches = {}
 
@@ -72,7 +73,7 @@ class World:
     def actions(self):
         """All that may happen next, in a fixed order."""
         found = []
-        for index, (kind, sender, to, *_) in enumerate(self.network):
+        for index, (kind, sender, *_) in enumerate(self.network):
             found.append(("deliver", index))
             if kind == "control" and self.duplicates:
                 found.append(("repeat", index))
@@ -83,9 +84,8 @@ class World:
                 continue
             if worker.program and self.enabled(worker, worker.program[0]):
                 found.append(("operate", worker.rank))
-            if worker.context.garbage:
-                found.append(("collect", worker.rank))
-            elif worker.context._probes and not all(rref in worker.unanswered for _, rref in worker.context._probes):
+            probes = worker.context._probes
+            if worker.context.garbage or any(rref not in worker.unanswered for _, rref in probes):
                 found.append(("collect", worker.rank))
             found.extend(("notice", worker.rank, rank) for rank in self.dead if (worker.rank, rank) not in self.noticed)
         found.extend(("kill", rank) for rank in self.kills)
@@ -242,6 +242,7 @@ class World:
             worker.handles[name] = forks[0]
         else:
             assert self.dead, "an argument is refused, and nobody died"
+            self.refused.append(worker.rank)
             worker.program[:] = [operation for operation in worker.program if operation[1] != name]
         forks.clear()
 
