@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .callee import Callee
 from .caller import REMOTE, Caller
-from .future import Future, Pending
+from .future import Future, Pending, fresh
 from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
@@ -192,7 +192,7 @@ class Agent:
                 if found is not None:
                     return found
                 if rank in self._lost:
-                    raise self._lost[rank]
+                    raise fresh(self._lost[rank])
                 self._connecting.add(rank)
             link = Link(self.device, None, rank)
             hello = _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox

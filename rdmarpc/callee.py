@@ -100,7 +100,7 @@ class Callee:
                 return
             del args, kwargs
         except BaseException as error:
-            args, kwargs = (), {}  # the error holds this frame
+            args, kwargs = (), {}  # noqa: F841 -- the error holds this frame
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref)

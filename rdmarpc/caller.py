@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import serialize
-from .future import Future, Pending
+from .future import Future, Pending, fresh
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, RESPONSE, Frame, Link
 from .progress import Progress
 from .rref_context import RRefContext
@@ -247,7 +247,7 @@ class Caller:
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
         if isinstance(answer, Exception):
-            raise answer
+            raise fresh(answer)
         link, device = pending.link, self.device
         frame = fetch_bulk(answer, device, link)
         head = frame.function

@@ -73,15 +73,20 @@ def bare(error: Exception) -> Exception:
     return error
 
 
-def _raise_copy(error: Exception) -> None:
+def fresh(error: Exception) -> Exception:
+    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
     try:
-        fresh = copy.copy(error)
+        made = copy.copy(error)
     except Exception:
-        fresh = error  # of a class that cannot be made of its own arguments
-    if type(fresh) is not type(error):
-        fresh = error
-    fresh.__cause__, fresh.__suppress_context__ = error.__cause__, True
-    raise fresh.with_traceback(error.__traceback__)
+        return error  # of a class that cannot be made of its own arguments
+    if type(made) is not type(error):
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, True
+    return made.with_traceback(error.__traceback__)
+
+
+def _raise_copy(error: Exception) -> None:
+    raise fresh(error)
 
 
 class Future(torch.futures.Future[Any]):

@@ -9,7 +9,7 @@ import torch
 from . import agent as _agent
 from . import serialize
 from .functions import async_execution
-from .future import bare, fail
+from .future import bare, fail, fresh
 from .link import CONTROL
 from .options import WorkerInfo
 from .rref_forks import Fork
@@ -116,7 +116,7 @@ class RRef(Generic[T]):
         if self._agent.rrefs.closed:
             raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
         if fork.error is not None:
-            raise fork.error
+            raise fresh(fork.error)
         creation = fork.creation
         if creation is None or creation.future is None or not creation.future.done():
             return
