@@ -17,7 +17,7 @@ from .api import (
     shutdown,
 )
 from .options import BackendType, RpcBackendOptions, WorkerInfo
-from .rref import RRef
+from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
     AuthenticationError,
@@ -45,6 +45,7 @@ __all__ = [
     "RpcBackendOptions",
     "TransferTimeout",
     "WorkerInfo",
+    "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "constants",
     "functions",

@@ -7,7 +7,6 @@ import logging
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from . import serialize
 from .callee import Callee
 from .caller import REMOTE, Caller
-from .future import Future, Pending
-from .link import CONTROL, CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
+from .future import Future, Pending, fresh
+from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
 from .members import Members, Record
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .registry import Registry
 from .rendezvous import Rendezvous, open_store
-from .rref_store import RRefStore
+from .rref_context import RRefContext
+from .rref_mail import Carrier
 from .termination import Termination
 from .transport import GONE, AuthenticationError, Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
 
@@ -77,10 +77,17 @@ class Agent:
             self.device.close()
             raise
         self.workers = Members(records)
-        self.garbage: deque[tuple[int, int, int, Pending | None]] = deque()
-        self.handles: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
-        self.rrefs = RRefStore()
         self._ids = itertools.count(self._record.generation << 32)
+        self._carrier = Carrier(self)
+        self.rrefs = RRefContext(
+            self.me.id,
+            names=self._name_of,
+            new_id=self.new_id,
+            transmit=self._carrier.transmit,
+            run=lambda job: self.progress.submit(job),
+            under_way=lambda rref: self.caller.creates(rref),
+        )
+        self.garbage = self.rrefs.garbage
         self._links: dict[int, Link] = {}
         self._rows: dict[int, Link] = {}
         self._connecting: set[int] = set()
@@ -95,7 +102,7 @@ class Agent:
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
-        self.caller = Caller(self.device, self.progress)
+        self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
         self.caller.on_tick = self._look_after
         self.progress.outstanding = self.caller.futures
@@ -159,6 +166,10 @@ class Agent:
             "rrefs": len(self.rrefs),
         }
 
+    def _name_of(self, rank: int) -> str:
+        info = self.workers.get(rank)
+        return f"of rank {rank}" if info is None else info.name
+
     def new_id(self) -> int:
         """A number unique in the group: our rank above 48 bits of count."""
         return self.me.id << 48 | next(self._ids)
@@ -203,7 +214,7 @@ class Agent:
             raise TypeError("function should be callable.")
         limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
         if self.garbage:
-            self.collect()
+            self.rrefs.collect()
         link = self._links.get(to.id)
         if link is None:
             try:
@@ -227,25 +238,11 @@ class Agent:
         """``remote``: have ``to`` keep the result of a call; a handle to it at once."""
         from .rref import RRef
 
-        rref, fork = self.new_id(), self.new_id()
+        rref = self.new_id()
+        fork = rref if to.id == self.me.id else self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
-        return RRef._of(self, to, rref, fork, pending)
-
-    def collect(self) -> None:
-        """Tell the owners of the handles that died here."""
-        from .rref import _drop
-
-        for _ in range(len(self.garbage)):
-            try:
-                owner, rref, fork, creation = self.garbage.popleft()
-            except IndexError:
-                return
-            if owner == self.me.id:
-                self.rrefs.drop(rref, fork)
-            elif creation is not None and creation.future is not None and not creation.future.done():
-                self.garbage.append((owner, rref, fork, creation))  # the owner has to know it first
-            elif owner not in self._lost:
-                self.call_async(self.workers[owner], _drop, (rref, fork), None, 0, control=True)
+        pending.rref = rref
+        return RRef._over(self, self.rrefs.forks.created(to.id, rref, fork, pending))
 
     # -- links
 
@@ -259,7 +256,7 @@ class Agent:
                 if found is not None:
                     return found
                 if rank in self._lost:
-                    raise self._lost[rank]
+                    raise fresh(self._lost[rank])
                 record = self.workers.record(rank)
                 if record is None:
                     raise PeerLost(f"there is no worker of rank {rank} in the group any more")
@@ -368,6 +365,8 @@ class Agent:
                 self.callee.release(link, frame.call)
             elif kind == FORGO:
                 self.callee.forgo(link, frame)
+            elif kind == REFERENCES:
+                self.rrefs.receive(link.rank, frame.body)
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
@@ -415,6 +414,7 @@ class Agent:
                 self._lost[link.rank] = named
                 self._links.pop(link.rank, None)
         touched = [*self.caller.lost(link, named), *self.callee.lost(link)]
+        self.rrefs.lost(link.rank, named)
         if link.channel.peer_copies:
             self._kept.append((link.channel, [link, *touched]))
         self._gone_rows.append(link)
@@ -437,7 +437,7 @@ class Agent:
 
     def _look_after(self) -> None:
         """Every second or so: what dead references and dead peers left, and what was released."""
-        self.collect()
+        self.rrefs.collect()
         self.callee.handovers.sweep()
         if self._kept:
             self._kept = [entry for entry in self._kept if entry[0].peer_copies]
@@ -461,9 +461,7 @@ class Agent:
         deadline = time.monotonic() + timeout if timeout else None
         try:
             if graceful:
-                for handle in list(self.handles):
-                    handle._forget()
-                self.collect()
+                self.rrefs.collect()
                 if self._meeting is None:
                     self._leave(deadline)
                 else:
@@ -502,12 +500,11 @@ class Agent:
             time.sleep(_IDLE_POLL_S)
 
     def close(self) -> None:
-        for handle in list(self.handles):
-            handle._alive = False
-        self.garbage.clear()
+        error = PeerLost("RPC was shut down here", peer=self.name)
+        self._carrier.stop()
+        self.rrefs.close(error)
         self.device.on_lost = lambda channel: None
         self.caller.stop()
-        error = PeerLost("RPC was shut down here", peer=self.name)
         for link in list(self._rows.values()):
             self.caller.lost(link, error)
         self.progress.stop()

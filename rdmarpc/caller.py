@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from . import serialize
-from .future import Future, Pending
+from .future import Future, Pending, fresh
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
+from .rref_context import RRefContext
 from .tensors import HANDED, NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
@@ -67,8 +68,8 @@ class Kept:
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
-    def __init__(self, device: Device, progress: Progress) -> None:
-        self.device, self.progress = device, progress
+    def __init__(self, device: Device, progress: Progress, rrefs: RRefContext) -> None:
+        self.device, self.progress, self.rrefs = device, progress, rrefs
         self.pending: dict[int, Pending] = {}
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
@@ -110,9 +111,9 @@ class Caller:
         out = NOTHING
         if not name:
             label = serialize.label(function, args)
-            payload, tensors = serialize.dumps((function, args, kwargs or {}), _CALL)
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank, _CALL)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs), _CALL[1:])
+            payload, tensors = serialize.dumps((args, kwargs), link.rank, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
@@ -121,7 +122,7 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}), _CALL[1:])
+            payload, tensors = serialize.dumps((args, {}), link.rank, _CALL[1:])
             flags |= REFERENCE
             if hasattr(function, "_names_callee"):
                 label = serialize.label(function, args)
@@ -132,6 +133,7 @@ class Caller:
             pending.deadline = now + timeout
         if flags & CONTROL:
             pending.control = True
+        places = b""
         try:
             sizes: tuple[int, ...] = ()
             grant = 0
@@ -143,7 +145,6 @@ class Caller:
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
             pending.key = (label, sizes)
-            places = b""
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 pending.landing = Landing.allocate(self.device, result_sizes)
                 places = pending.landing.places
@@ -163,8 +164,19 @@ class Caller:
             if future and pending.future is None:
                 pending.future = Future(self, pending)
             self.pending.pop(call, None)
+            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
             self._answer(pending, error)
+        except BaseException:
+            self.pending.pop(call, None)
+            self.futures.pop(call, None)
+            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
+            raise
         return pending
+
+    def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
+        """The references in a request that was not sent."""
+        if not flags & FLAT:
+            self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
 
     def send(
         self,
@@ -241,6 +253,8 @@ class Caller:
         try:
             value = self.decode(pending, answer)
         except Exception as error:
+            if not pending.expired:
+                pending.keep = None
             future.set_exception(error)
         else:
             torch._C.Future.set_result(future, value)
@@ -256,7 +270,7 @@ class Caller:
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
         if isinstance(answer, Exception):
-            raise answer
+            raise fresh(answer)
         link, device = pending.link, self.device
         if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
             return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
@@ -279,6 +293,9 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
+        references = None
+        if not frame.flags & FLAT and payload[0] == serialize.MARK:
+            references = self.rrefs.adopt(link.rank, payload)
         if grant:
             forgone = link.grants.put(pending.key, grant, load_places(places, link.places))
         else:
@@ -307,7 +324,7 @@ class Caller:
             link.grants.expect_result(pending.key, sizes)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
-        return serialize.loads(payload, tensors)
+        return serialize.loads(payload, tensors, references)
 
     def _release(self, pending: Pending) -> None:
         """What the callee left in its memory for us has been read, or is not wanted."""
@@ -316,11 +333,14 @@ class Caller:
     # -- giving up
 
     def _give_up(self, pending: Pending) -> None:
+        # In one table or the other at every moment: ``creates`` must find it.
+        self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
             # The answer came at the last moment: it is being entered.
+            del self._expired[pending.call]
             self.progress.wait_for(pending)
             return
-        self._expired[pending.call] = pending
+        pending.expired = True
         error = TransferTimeout(
             f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) "
             "and will now be marked with an error",
@@ -335,6 +355,13 @@ class Caller:
         except Exception:
             # Whatever was to be told to the caller: it has given up.
             return
+        finally:
+            self.rrefs.collect()
+
+    def creates(self, rref: int) -> bool:
+        """Whether a call that creates this reference elsewhere is unanswered, given up or not."""
+        calls = list(self.pending.values()) + list(self._expired.values())
+        return any(pending.rref == rref for pending in calls)
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""

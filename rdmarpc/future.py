@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,61 @@ class Pending:
     """What the callee may still read."""
     landing: Landing | None = None
     """Where the callee may still write the result."""
+    rref: int | None = None
+    """The reference whose value the call creates (``remote``). 0 is one."""
+    expired = False
+    """Given up: the answer may still come."""
 
     def __init__(self, link: Link, call: int, timeout: float) -> None:
         self.link, self.call, self.timeout = link, call, timeout
         self.answers: list[Frame | Exception] = []
         """At most one; whoever pops it decodes it."""
+
+    @property
+    def refused(self) -> bool:
+        """Of a call with a future: answered by an error, not merely given up."""
+        future = self.future
+        if self.expired or future is None or not future.done():
+            return False
+        try:
+            future.value()
+        except Exception:
+            return True
+        return False
+
+
+def fail(future: torch.futures.Future[Any], error: Exception) -> None:
+    """Complete ``future`` with an error, usually a ``bare`` one, of which every waiter gets a copy of its own.
+
+    An exception that is raised holds the frames it passes, and these may hold the future: a circle that Python's collector
+    cannot see, because it goes through C++. Whatever else those frames hold, references above all, would live for ever."""
+    torch._C.Future._set_unwrap_func(future, _raise_copy)
+    torch._C.Future.set_result(future, error)
+
+
+def bare(error: Exception) -> Exception:
+    """The error without the frames that it and its causes have passed."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def fresh(error: Exception) -> Exception:
+    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
+    try:
+        made = copy.copy(error)
+    except Exception:
+        return error  # of a class that cannot be made of its own arguments
+    if type(made) is not type(error):
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, True
+    return made.with_traceback(error.__traceback__)
+
+
+def _raise_copy(error: Exception) -> None:
+    raise fresh(error)
 
 
 class Future(torch.futures.Future[Any]):
@@ -63,6 +114,9 @@ class Future(torch.futures.Future[Any]):
 
     def done(self) -> bool:
         return torch._C.Future.done(self)
+
+    def set_exception(self, result: Any) -> None:
+        fail(self, bare(result))
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""

@@ -4,6 +4,9 @@ A dense tensor leaves the pickle as an index into the message's tensor list; wha
 So do the dense parts of other tensors and storages (``reducers``), and large buffers of other objects that offer them
 (``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
 ``use_cloudpickle`` was called.
+
+References (``rref``) leave the pickle in the same way: their forks stand in a table before it, so that the receiver can take
+them without unpickling anything.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import io
 import pickle
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +36,7 @@ _COUNT = struct.Struct("<I")  # after the pickle: how many of the tensors, the l
 class _Incoming(threading.local):
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.references: list[Any] = []
 
 
 _incoming = _Incoming()
@@ -42,16 +46,63 @@ def _landed(index: int) -> torch.Tensor:
     return _incoming.tensors[index]
 
 
-Reducer = Callable[[Any], Any]
-_reducers: dict[type, Reducer] = {
+def landed_reference(index: int) -> Any:
+    """Number ``index`` of what ``loads`` was given as references. Only while unpickling."""
+    return _incoming.references[index]
+
+
+class Enclosed(Protocol):
+    """What a message carries in front of its pickle."""
+
+    @property
+    def entry(self) -> tuple[int, int, int]: ...
+
+    def undo(self) -> None:
+        """The message will not be sent."""
+
+
+class Message:
+    """What a message takes along while it is being pickled. ``to``: rank of the receiver; ``None`` where there is none:
+    references cannot be pickled then."""
+
+    def __init__(self, to: int | None) -> None:
+        self.to = to
+        self.tensors: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self.enclosed: list[Enclosed] = []
+
+    def reduce(self, value: Any) -> Any:
+        """See ``pickle.Pickler.reducer_override``."""
+        kind = type(value)
+        if kind is torch.Tensor:
+            if travels(value):
+                self.tensors.append(value)
+                return _landed, (len(self.tensors) - 1,)
+            return reducers.reduce_tensor(value)
+        part = _parts.get(kind)
+        if part is not None:
+            return part(value)
+        special = _reducers.get(kind)
+        if special is not None:
+            return special(value, self)
+        if isinstance(value, torch.Tensor):
+            return reducers.reduce_subclass(value)
+        if isinstance(value, torch._C.Future):
+            raise RuntimeError("Can not pickle torch.futures.Future")
+        return NotImplemented
+
+
+_parts: dict[type, Callable[[Any], Any]] = {
     torch.nn.Parameter: reducers.reduce_parameter,
     torch.UntypedStorage: reducers.reduce_storage,
     torch.storage.TypedStorage: reducers.reduce_typed_storage,
 }
+_reducers: dict[type, Callable[[Any, Message], Any]] = {}
 
 
-def register_reducer(kind: type, reduce: Reducer) -> None:
-    """Let objects of exactly this type travel by RPC, as ``reduce`` says (see ``pickle``: ``__reduce__``)."""
+def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
+    """Let objects of exactly this type travel by RPC, as ``reduce(value, message)`` says (see ``pickle``: ``__reduce__``).
+    It may append to ``message.enclosed``."""
     _reducers[kind] = reduce
 
 
@@ -60,31 +111,16 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], buffers: list[torch.Tensor]) -> None:
         super().__init__(file, protocol=5, buffer_callback=partial(keep_in_band, buffers))
-        self.reducer_override = reduce  # type: ignore[method-assign]  # looked up on the object: one Python call less for everything that is pickled
-
-
-def _reduce(tensors: list[torch.Tensor], value: Any) -> Any:
-    kind = type(value)
-    if kind is torch.Tensor:
-        if travels(value):
-            tensors.append(value)
-            return _landed, (len(tensors) - 1,)
-        return reducers.reduce_tensor(value)
-    special = _reducers.get(kind)
-    if special is not None:
-        return special(value)
-    if isinstance(value, torch.Tensor):
-        return reducers.reduce_subclass(value)
-    if isinstance(value, torch._C.Future):
-        raise RuntimeError("Can not pickle torch.futures.Future")
-    return NotImplemented
+        # Looked up on the object: one Python call less for everything that is pickled.
+        self.reducer_override = reduce  # type: ignore[method-assign]
 
 
 def _fails(value: Any) -> bool:
     """Whether an object cannot be pickled. Without what else pickling does: objects of registered types are passed over."""
+    message = Message(None)
 
     def reduce(part: Any) -> Any:
-        return (int, ()) if type(part) in _reducers else _reduce([], part)
+        return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
 
     try:
         _pickler(io.BytesIO(), reduce, []).dump(value)
@@ -109,32 +145,58 @@ def _address(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data
 
 
-def dumps(value: Any, names: tuple[str, ...] = ()) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of ``value`` and the tensors it refers to. Raises what pickling raises; its text says where in ``value``
-    (``names``: what the members of a tuple are called there)."""
+MARK = 0x52
+"""First byte of a payload with a table of references; that of a pickle is 0x80."""
+_TABLE = struct.Struct("<BI")
+_ENTRY = struct.Struct("<HQQ")
+
+
+def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
+    """The entries of the table in front of a pickle, if there is one."""
+    if not payload or payload[0] != MARK:
+        return iter(())
+    count = _TABLE.unpack_from(payload)[1]
+    return _ENTRY.iter_unpack(memoryview(payload)[_TABLE.size : _TABLE.size + count * _ENTRY.size])
+
+
+def dumps(value: Any, to: int | None = None, names: tuple[str, ...] = ()) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
+    in ``value`` (``names``: what the members of a tuple are called there).
+
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``)."""
     file = io.BytesIO()
-    tensors: list[torch.Tensor] = []
-    buffers: list[torch.Tensor] = []
+    message = Message(to)
     try:
-        _pickler(file, partial(_reduce, tensors), buffers).dump(value)
-    except Exception as error:
-        unpicklable.explain(error, value, names, _fails)
+        _pickler(file, message.reduce, message.buffers).dump(value)
+    except BaseException as error:
+        for item in message.enclosed:
+            item.undo()
+        if isinstance(error, Exception):
+            unpicklable.explain(error, value, names, _fails)
         raise
+    buffers, tensors = message.buffers, message.tensors
     file.write(_COUNT.pack(len(buffers)))
-    return file.getvalue(), tensors + buffers if buffers else tensors
+    payload, tensors = file.getvalue(), tensors + buffers if buffers else tensors
+    if not message.enclosed:
+        return payload, tensors
+    table = b"".join(_ENTRY.pack(*item.entry) for item in message.enclosed)
+    return _TABLE.pack(MARK, len(message.enclosed)) + table + payload, tensors
 
 
-def loads(payload: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Inverse of ``dumps``. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
-    outer = _incoming.tensors
-    _incoming.tensors = tensors
+def loads(payload: bytes, tensors: list[torch.Tensor], references: list[Any] | None = None) -> Any:
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table. User code may run in here (constructors,
+    ``__setstate__``), and may call RPC."""
+    if references:
+        payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
+    outer = _incoming.tensors, _incoming.references
+    _incoming.tensors, _incoming.references = tensors, references or []
     (count,) = _COUNT.unpack_from(payload, len(payload) - _COUNT.size)
     try:
         if not count:
             return pickle.loads(payload)
         return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        _incoming.tensors = outer
+        _incoming.tensors, _incoming.references = outer
 
 
 _pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler
