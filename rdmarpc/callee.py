@@ -118,6 +118,8 @@ class Callee:
             del args, kwargs
         except BaseException as error:
             args, kwargs = (), {}  # noqa: F841 -- the error holds this frame
+            if references:
+                references.clear()
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref)

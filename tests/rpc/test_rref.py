@@ -134,6 +134,10 @@ def four_ways(rank):
         assert [reference.to_here() for reference in nested.to_here()[1:]] == [{"who": 0}]
         same, other = rpc.rpc_sync("worker2", pair_of, (mine, mine))
         assert same is other and same.is_owner()
+        # beside more than fits in a frame
+        large = b"x" * 500_000
+        assert rpc.rpc_sync("worker2", pair_of, (large, theirs))[1].to_here().number == 5
+        assert rpc.remote("worker2", pair_of, (large, theirs)).to_here()[1].to_here().number == 5
         # to oneself
         assert rpc.rpc_sync("worker0", value_of, (theirs,)).number == 5
         assert rpc.rpc_sync("worker0", is_own, (mine,))

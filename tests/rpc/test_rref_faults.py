@@ -9,7 +9,6 @@ import random
 import threading
 import time
 import weakref
-from typing import ClassVar
 
 import pytest
 from group import results, run_group
@@ -58,16 +57,15 @@ class Faults:
 class Value:
     """Lives on its owner; what is fetched of it is its number."""
 
-    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
-
     def __init__(self, number):
         self.number = number
-        Value.alive.add(self)
+        alive.add(self)
 
     def __reduce__(self):
         return int, (self.number,)
 
 
+alive: weakref.WeakSet = weakref.WeakSet()
 ran: collections.Counter = collections.Counter()
 held: list = []
 lock = threading.Lock()
@@ -135,7 +133,7 @@ def load(rank):
 
 def report():
     """Which calls ran here and how often, and how many values are left."""
-    return dict(ran), len(Value.alive)
+    return dict(ran), len(alive)
 
 
 def clear():
@@ -154,9 +152,9 @@ def storm(rank):
         wait_until_empty(range(SIZE), 30)
         reports = [rpc.rpc_sync(name, report) for name in names]
         runs = collections.Counter()
-        for counts, alive in reports:
+        for counts, left in reports:
             runs.update(counts)
-            assert alive == 0
+            assert left == 0
         assert runs == collections.Counter(itertools.chain(*made)), "not every function ran exactly once"
         assert sum(sent) >= SIZE * SENDS
         assert all(item["repeated"] > 100 for item in seen)

@@ -61,6 +61,10 @@ EVERY_ORDER = {
         [[("own", "a"), ("send", "a", 1, "b"), ("drop", "a")], [("result", "b", 2, "c"), ("drop", "b")], [("drop", "c")]],
         {"kills": [1]},
     ),
+    "the holder dies while the value is being made": (
+        [[], [("create", "a", 0), ("result", "a", 2, "b"), ("drop", "a")], []],
+        {"kills": [2]},
+    ),
     "the last holder dies": (
         [[("own", "a"), ("send", "a", 1, "b"), ("drop", "a")], [("result", "b", 2, "c"), ("drop", "b")], [("drop", "c")]],
         {"kills": [2]},
