@@ -257,9 +257,7 @@ class Progress:
 
     def _watch(self) -> None:
         while not self._stopping:
-            found = words.watch(
-                self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS
-            )
+            found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
             if found and not self._stands_by:
                 self._call_out()
             elif found == 2 and self.jobs:

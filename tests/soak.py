@@ -143,7 +143,7 @@ def main(seconds: float, device: str = "shm", size: int = 3) -> int:
             process.start()
             theirs.close()
             running.append((process, ours))
-        for rank, (process, pipe) in enumerate(running):
+        for rank, (_, pipe) in enumerate(running):
             try:
                 if not pipe.poll(seconds + 120):
                     raise EOFError
