@@ -45,6 +45,7 @@ def _receive(sock: socket.socket, slow: float, found: dict[int, int], wrong: lis
 def test_beats_go_between_frames_whatever_room_there_is(slow):
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+    ours.settimeout(20)
     heart = Heart(frame=_BEAT, tick_ns=20_000)
     found, wrong = {1: 0, 2: 0}, []
     receiver = threading.Thread(target=_receive, args=(theirs, slow, found, wrong))
