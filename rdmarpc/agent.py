@@ -425,7 +425,7 @@ class Agent:
         record = self.workers.record(link.rank)
         if self._registry is not None and record is not None and record.generation == link.generation:
             if not left:
-                self._registry.remove(record, _LEAVE_TIMEOUT_S)
+                self._take_out(record)
             self.refresh()
 
     def _read_out(self, link: Link) -> None:
@@ -472,8 +472,7 @@ class Agent:
             self._finish(deadline)
             raise
         finally:
-            if self._registry is not None:
-                self._announce_leave()
+            self._take_out(self._record)
             self.close()
 
     def _leave(self, deadline: float | None) -> None:
@@ -482,13 +481,15 @@ class Agent:
             if deadline is not None and time.monotonic() > deadline:
                 raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
             time.sleep(_IDLE_POLL_S)
-        self._announce_leave()
+        self._take_out(self._record)
         self._finish(deadline)
 
-    def _announce_leave(self) -> None:
-        assert self._registry is not None
+    def _take_out(self, record: Record) -> None:
+        """Of the members of a dynamic group; nobody new finds that worker afterwards."""
+        if self._registry is None:
+            return
         try:
-            self._registry.remove(self._record, _LEAVE_TIMEOUT_S)
+            self._registry.remove(record, _LEAVE_TIMEOUT_S)
         except (RuntimeError, ValueError) as error:
             logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
 
