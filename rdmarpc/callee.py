@@ -23,6 +23,7 @@ from .tensors import (
     NOTHING,
     Landing,
     Outgoing,
+    describe,
     describe_all,
     load_places,
     pack,
@@ -210,9 +211,9 @@ class Callee:
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
-        run, text = describe(result)
-        if not run.is_contiguous():
+        if result.is_conj() or result.is_neg() or not result.is_contiguous():
             return NOTHING
+        run, text = describe(result)
         place = self.handovers.give(link, run, block)
         return NOTHING if place is None else pack_handed(text, place)
 
