@@ -91,6 +91,13 @@ class Agent:
         """All workers, in rank order."""
         return [info.name for info in self.workers]
 
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers, in rank order (torch's name for it)."""
+        return list(self.workers)
+
+    def get_worker_info(self, worker: Any = None) -> WorkerInfo:
+        return self.me if worker is None else self.resolve(worker)
+
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
         return self.link(self.resolve(worker).id).channel

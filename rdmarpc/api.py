@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from . import agent as _agent
 from .agent import Agent
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT
 from .future import Future
+from .gather import _all_gather
+from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions, WorkerInfo
 from .rref import RRef
 
@@ -62,7 +70,10 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by
     the future."""
     agent = _agent.current()
-    return agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
+    future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
+    if _collecting:
+        _collect(future)
+    return future
 
 
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
@@ -75,6 +86,48 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
     """Who ``worker_name`` is; without a name, who we are."""
     agent = _agent.current()
     return agent.me if worker_name is None else agent.resolve(worker_name)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Collect the futures of every ``rpc_async`` of this thread, and wait for them at the end of the block."""
+    global _collecting
+    _thread_local_var.future_list = []
+    with _collecting_lock:
+        _collecting += 1
+    try:
+        yield
+    finally:
+        with _collecting_lock:
+            _collecting -= 1
+        futures = _thread_local_var.future_list
+        del _thread_local_var.future_list
+        torch.futures.wait_all(futures)
+
+
+def _collect(future: Future) -> None:
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+
+
+_thread_local_var = threading.local()
+_collecting = 0
+"""How many threads are inside ``_wait_all``."""
+_collecting_lock = threading.Lock()
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Return when every worker has come here. ``timeout`` in seconds, 0: none."""
+    _all_gather(None, timeout=timeout)
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _agent._current is not None
+
+
+def _get_current_rpc_agent() -> Agent:
+    return _agent.require(_NO_AGENT)
 
 
 def get_rpc_timeout() -> float:

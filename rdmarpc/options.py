@@ -12,9 +12,10 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
 class BackendType(Enum):
-    """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation."""
+    """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation, whatever it is called."""
 
     RDMARPC = "RDMARPC"
+    TENSORPIPE = RDMARPC
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,7 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+"""The name that programs written for torch use."""
