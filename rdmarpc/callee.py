@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-import sys
 import threading
-import traceback
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import serialize
+from . import remote_error, serialize
 from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
 from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
@@ -21,9 +19,6 @@ from .rref_store import RRefStore
 from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import ArenaFull, Device, PeerLost
 
-_PICKLER_HINT = (
-    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
-)
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
 
@@ -120,8 +115,8 @@ class Callee:
                 function = self._function(body[:start])
             else:
                 function, args, kwargs = serialize.loads(payload, tensors)
-        except (AttributeError, ModuleNotFoundError) as error:
-            raise RuntimeError(f"{type(error).__name__}: {error}. RPC pickler does not serialize it: {_PICKLER_HINT}") from None
+        except (AttributeError, ImportError) as error:
+            raise remote_error.unknown_name(error) from error
         return function, args, kwargs, sizes, places
 
     def _function(self, name: bytes) -> Any:
@@ -180,7 +175,7 @@ class Callee:
         except PeerLost:
             pass
         except BaseException as error:
-            self._fail(link, call, control, error, None)
+            self._fail(link, call, control, remote_error.unsendable(error), None)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
@@ -188,14 +183,8 @@ class Callee:
             self.rrefs.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None)
             return
-        kind = type(error) if isinstance(error, Exception) else RuntimeError
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        text = f"On {self.me}:\n{error!r}\n{trace}" if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
-        print(text, file=sys.stderr)
-        try:
-            payload = pickle.dumps((kind, kind.__name__, text), 5)
-        except Exception:
-            payload = pickle.dumps((None, kind.__name__, text), 5)
+        payload = remote_error.dump(error, self.me)
+        remote_error.show(payload)
         try:
             self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
         except PeerLost:
