@@ -10,8 +10,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from . import device_maps
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
@@ -33,6 +35,7 @@ _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
 _CROSSING_S = 2.0
 _ABORT_TIMEOUT_S = 1.0
+_PASSED_S = 1e-9
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -53,7 +56,9 @@ class Agent:
             kind = "shm" if len(set(meeting.hosts(host))) == 1 else "tcp"
         self.device = open_device(kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect)
         try:
-            records = meeting.meet(Record(name, meeting.rank, host, self.device.address.decode()), secret)
+            devices = device_maps.dump(options.device_maps, options.devices)
+            records = meeting.meet(Record(name, meeting.rank, host, self.device.address.decode(), devices=devices), secret)
+            device_maps.check({record.name: record.devices for record in records})
         except BaseException:
             self.device.close()
             raise
@@ -151,7 +156,7 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
-        limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.collect()
         link = self._links.get(to.id)
@@ -357,6 +362,13 @@ class Agent:
         self.device.close()
         self._rows.clear()
         self._links.clear()
+
+
+def _seconds(timeout: float) -> float:
+    """A call's own limit: 0 for none, and what is negative has passed already."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"a timeout is a number of seconds, got {type(timeout).__name__}")
+    return float(timeout) if timeout >= 0 else _PASSED_S
 
 
 _current: Agent | None = None

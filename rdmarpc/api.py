@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from . import agent as _agent
+from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
 from .future import Future
@@ -35,10 +37,15 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    for value, kind in ((name, str), (rank, Integral), (world_size, Integral | None)):
+        if not isinstance(value, kind):
+            raise RuntimeError(f"Argument {value!r} must be of type {kind} but got type {type(value)}")
     if _agent._current is not None:
         raise RuntimeError("RPC is already initialized")
     WorkerInfo(name, 0)
-    agent = Agent(name, rank, world_size, rpc_backend_options or RpcBackendOptions())
+    options = rpc_backend_options or RpcBackendOptions()
+    options.validate()
+    agent = Agent(name, int(rank), world_size, options)
     _agent.set_current(agent)
     agent._ready.set()
 

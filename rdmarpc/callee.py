@@ -180,7 +180,7 @@ class Callee:
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
-            self.rrefs.fail(rref, error)
+            self.rrefs.fail(rref, remote_error.ordinary(error))
             self._reply(link, call, control, [None], (), None, None)
             return
         payload = remote_error.dump(error, self.me)

@@ -230,7 +230,7 @@ class Caller:
             value = self.decode(pending, answer)
         except BaseException as error:
             # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
-            _fail(future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+            _fail(future, remote_error.ordinary(error))
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             return
@@ -355,6 +355,8 @@ def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
 
 
 def _fail(future: Future, error: Exception) -> None:
+    if future.done():  # by the user; and ``set_exception`` would spoil what is there before it finds out
+        return
     try:
         future.set_exception(error)
     except RuntimeError:

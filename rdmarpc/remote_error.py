@@ -70,6 +70,11 @@ def unknown_name(error: Exception) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
 
 
+def ordinary(error: BaseException) -> Exception:
+    """An exception that may cross, or be kept: those that would end an interpreter are ``RuntimeError`` for everybody else."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def unsendable(error: BaseException) -> BaseException:
     """For a result that cannot be pickled: a ``RuntimeError`` in any case, as it is not the function that failed."""
     if isinstance(error, RuntimeError):

@@ -31,9 +31,11 @@ class Record:
     rank: int
     host: str
     address: str
+    devices: str = ""
+    """See ``device_maps.dump``."""
 
     def proof(self, secret: bytes) -> str:
-        text = json.dumps([self.name, self.rank, self.host, self.address])
+        text = json.dumps([self.name, self.rank, self.host, self.address, self.devices])
         return hmac.new(secret, b"record" + text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -70,13 +72,13 @@ class Rendezvous:
         Raises the same error at every worker: ``AuthenticationError`` for a wrong secret, ``RuntimeError`` for a name used
         twice; ``TransferTimeout`` naming the ranks that did not join.
         """
-        fields = [mine.name, mine.rank, mine.host, mine.address, mine.proof(secret)]
+        fields = [mine.name, mine.rank, mine.host, mine.address, mine.devices, mine.proof(secret)]
         self._store.set(f"worker/{self.rank}", json.dumps(fields))
         self._wait([(f"worker/{rank}", f"rank {rank}") for rank in range(self.world_size)])
         records = []
         for rank in range(self.world_size):
-            name, number, host, address, proof = json.loads(self._store.get(f"worker/{rank}"))
-            record = Record(name, number, host, address)
+            name, number, host, address, devices, proof = json.loads(self._store.get(f"worker/{rank}"))
+            record = Record(name, number, host, address, devices)
             if not hmac.compare_digest(proof, record.proof(secret)):
                 raise AuthenticationError(
                     f"worker {name} (rank {rank}) and worker {mine.name} (rank {mine.rank}) do not hold the same job secret",

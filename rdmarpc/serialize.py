@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from . import device_maps
+
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
 _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
@@ -63,8 +65,12 @@ def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes out of band: dense, on the CPU, not quantised."""
-    return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype not in _QUANTISED
+    """Whether a tensor goes out of band: dense, on the CPU, not quantised. Raises ``RuntimeError`` for one of a GPU."""
+    if tensor.layout is torch.strided and tensor.is_cpu:
+        return tensor.dtype not in _QUANTISED
+    if tensor.is_cuda:
+        raise RuntimeError(device_maps.NO_GPU)
+    return False
 
 
 def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
