@@ -253,6 +253,8 @@ class Agent:
         link.name = link.channel.peer = self.workers[link.rank].name
         row = self._poller.add(link.channel, RING)
         self._rows[row] = link
+        # Who polls now looks at as many rows as there were when it began: it has to begin again, or it sleeps through news here.
+        self._poller.kick()
         if not serve_only:
             self._links[link.rank] = link
         self._link_lock.notify_all()
