@@ -15,7 +15,7 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "expecttest"]
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -39,6 +39,7 @@ setup(
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,
+        "cloudpickle": ["cloudpickle"],
         "verbs": ["pyverbs"],
         "cuda": ["cuda-python"],
         "dev": ["ruff", "mypy"],

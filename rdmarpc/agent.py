@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from . import device_maps
+from . import device_maps, serialize
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
@@ -48,6 +48,7 @@ class Agent:
         meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
         self.me = WorkerInfo(name, meeting.rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
         secret = meeting.secret(options.secret)
         host = host_id()
@@ -81,7 +82,7 @@ class Agent:
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.caller = Caller(self.device, self.progress)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.collect
+        self.caller.on_tick = self._tick
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -112,12 +113,15 @@ class Agent:
         self._lost_callbacks.append(callback)
 
     def counters(self) -> dict[str, int]:
-        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rrefs``."""
+        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
+        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``."""
         links = list(self._rows.values())
         return {
             **self.device.counters(),
             "rpc_messages": sum(link.sent for link in links),
             "rpc_calls": sum(link.requests for link in links),
+            "bytes_handed": self.callee.handovers.nbytes,
+            "rpc_reads": sum(link.reads for link in links),
             "rrefs": len(self.rrefs),
         }
 
@@ -186,6 +190,10 @@ class Agent:
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return RRef._of(self, to, rref, fork, pending)
 
+    def _tick(self) -> None:
+        self.collect()
+        self.callee.handovers.sweep()
+
     def collect(self) -> None:
         """Tell the owners of the handles that died here."""
         from .rref import _drop
@@ -253,7 +261,7 @@ class Agent:
         link.name = link.channel.peer = self.workers[link.rank].name
         row = self._poller.add(link.channel, RING)
         self._rows[row] = link
-        # Who polls now looks at as many rows as there were when it began: it has to begin again, or it sleeps through news here.
+        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
         self._poller.kick()
         if not serve_only:
             self._links[link.rank] = link
@@ -378,7 +386,9 @@ _current: Agent | None = None
 
 def current() -> Agent:
     """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
-    return require(_NOT_INITIALIZED)
+    if _current is None:
+        raise RuntimeError(_NOT_INITIALIZED)
+    return _current
 
 
 def require(message: str) -> Agent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from numbers import Integral
@@ -48,6 +50,15 @@ def init_rpc(
     agent = Agent(name, int(rank), world_size, options)
     _agent.set_current(agent)
     agent._ready.set()
+    atexit.register(_end_with_the_interpreter, agent, os.getpid())
+
+
+def _end_with_the_interpreter(agent: Agent, process: int) -> None:
+    """For programs that end without ``shutdown``: a thread of ours that is inside torch when the interpreter goes would
+    abort the process. Bounded, as ``shutdown(graceful=False)`` is."""
+    if agent is _agent._current and os.getpid() == process:
+        _agent.set_current(None)
+        agent.close()
 
 
 def is_available() -> bool:
@@ -62,6 +73,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         agent.shutdown(graceful, timeout)
     finally:
         _agent.set_current(None)
+        atexit.unregister(_end_with_the_interpreter)
 
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:

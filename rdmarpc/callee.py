@@ -13,11 +13,24 @@ import torch
 
 from . import remote_error, serialize
 from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .handover import Handovers, sole
 from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_store import RRefStore
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import (
+    NOTHING,
+    Landing,
+    Outgoing,
+    describe_all,
+    load_places,
+    pack,
+    pack_handed,
+    pack_lone,
+    unpack,
+    unpack_lone,
+)
 from .transport import ArenaFull, Device, PeerLost
+from .transport.arena import Block
 
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
@@ -33,6 +46,7 @@ class Callee:
         self._grants = itertools.count(1)
         self._sources: dict[tuple[int, int], Any] = {}
         self._lock = threading.Lock()
+        self.handovers = Handovers(device)
 
     # -- frames
 
@@ -88,6 +102,10 @@ class Callee:
         self, link: Link, frame: Frame
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None]:
         body, start = frame.body, frame.function
+        if frame.flags & (LONE | HEAD) == LONE:
+            table_at = start + frame.payload
+            data_at = table_at + frame.table
+            return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), None
         grant = places_bytes = 0
         at = start
         if frame.flags & HEAD:
@@ -101,9 +119,11 @@ class Callee:
         tensors: list[torch.Tensor] = []
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
-            tensors, sizes, _ = unpack(
-                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing
+            tensors, sizes, was_read = unpack(
+                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing, link.places
             )
+            if was_read:
+                link.count_read()
         try:
             if frame.flags & LONE:
                 return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
@@ -153,7 +173,13 @@ class Callee:
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
+                if not sizes and link.try_send(RESPONSE, call, flags, 1, b"", b"", lone[0], lone[1]):
+                    return
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            elif type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
+                flags |= FLAT
+                payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
+                tensors = None if out.tensors else [result]
             elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
@@ -163,7 +189,7 @@ class Callee:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
             del result, tensors
-            grant, blob = self._grant(link, sizes)
+            grant, blob = self._grant(link, sizes) if sizes else (0, b"")
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
@@ -177,6 +203,14 @@ class Callee:
         except BaseException as error:
             self._fail(link, call, control, remote_error.unsendable(error), None)
 
+    def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
+        """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
+        (run, _, text, _), *_ = describe_all([result], self.device).entries
+        if run is None or run.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+            return NOTHING
+        place = self.handovers.give(link, run, block)
+        return NOTHING if place is None else pack_handed(text, place)
+
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
@@ -186,7 +220,9 @@ class Callee:
         payload = remote_error.dump(error, self.me)
         remote_error.show(payload)
         try:
-            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            bulk = self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            if bulk is not None:
+                self._sources[link.rank, call] = bulk
         except PeerLost:
             pass
 

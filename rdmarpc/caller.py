@@ -26,7 +26,7 @@ from . import remote_error, serialize
 from .future import Future, Pending
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import HANDED, NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
@@ -37,6 +37,7 @@ FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # an
 REQUEST_HEAD = struct.Struct("<QQQI")
 RESPONSE_HEAD = struct.Struct("<QI")
 _BYTE = torch.uint8
+_CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 
 
@@ -95,12 +96,14 @@ class Caller:
     ) -> Pending:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error."""
         name = serialize.reference(function) or b""
+        label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
         out = NOTHING
         if not name:
-            payload, tensors = serialize.dumps((function, args, kwargs or {}))
+            label = serialize.label(function, args)
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), _CALL)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs))
+            payload, tensors = serialize.dumps((args, kwargs), _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
@@ -109,8 +112,10 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}))
+            payload, tensors = serialize.dumps((args, {}), _CALL[1:])
             flags |= REFERENCE
+            if hasattr(function, "_names_callee"):
+                label = serialize.label(function, args)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()
@@ -124,11 +129,11 @@ class Caller:
             if tensors:
                 described = describe_all(tensors, self.device)
                 sizes = described.sizes
-                granted = link.grants.take((name, sizes)) if sizes else None
+                granted = link.grants.take((label, sizes)) if sizes else None
                 out = pack(described, self.device, link.channel, granted[1] if granted else None)
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
-            pending.key = (name, sizes)
+            pending.key = (label, sizes)
             places = b""
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 pending.landing = Landing.allocate(self.device, result_sizes)
@@ -252,9 +257,18 @@ class Caller:
         if isinstance(answer, Exception):
             raise answer
         link, device = pending.link, self.device
-        frame = fetch_bulk(answer, device, link)
+        if answer.flags & (LONE | HEAD | BULK) == LONE:
+            return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
+        lent = answer.flags & (READS | BULK)
+        try:
+            frame = fetch_bulk(answer, device, link)
+        except BaseException:
+            self._release(pending)
+            raise
         head = frame.function
         if frame.kind == ERROR:
+            if lent:
+                self._release(pending)
             raise remote_error.rebuild(frame.body[head : head + frame.payload])
         grant, places_bytes, start = 0, 0, head
         if frame.flags & HEAD:
@@ -264,7 +278,12 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
-        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places, link.places))):
+        if grant:
+            forgone = link.grants.put(pending.key, grant, load_places(places, link.places))
+        else:
+            # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
+            forgone = link.grants.make_room(pending.key) if pending.key[1] else []
+        if forgone:
             numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
             self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))
@@ -273,19 +292,29 @@ class Caller:
         tensors: list[torch.Tensor] = []
         sizes: tuple[int, ...] = ()
         was_read = False
-        if frame.tensors:
-            tensors, sizes, was_read = unpack(
-                frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
-            )
-        link.grants.expect_result(pending.key, sizes)
-        if was_read or answer.flags & BULK:
-            self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        try:
+            if frame.tensors:
+                table, data = frame.body[payload_end:table_end], frame.body[table_end:]
+                tensors, sizes, was_read = unpack(
+                    table, data, frame.tensors, device, link.channel, pending.landing, link.places
+                )
+        finally:
+            if lent:
+                self._release(pending)
+        if was_read:
+            link.count_read()
+        if not frame.tensors or frame.body[payload_end] != HANDED:  # that says nothing of calls to come
+            link.grants.expect_result(pending.key, sizes)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
         try:
             return serialize.loads(payload, tensors)
         except (AttributeError, ImportError) as error:
             raise remote_error.unknown_name(error) from error
+
+    def _release(self, pending: Pending) -> None:
+        """What the callee left in its memory for us has been read, or is not wanted."""
+        self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
 
     # -- giving up
 
@@ -303,13 +332,12 @@ class Caller:
         self._answer(pending, error)
 
     def _bury(self, pending: Pending, frame: Frame) -> None:
-        """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
-        frame = fetch_bulk(frame, self.device, pending.link)
-        if frame.flags & (READS | BULK):
-            self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
-        if frame.flags & HEAD:
-            grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
-            self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
+        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        try:
+            self.decode(pending, frame)
+        except Exception:
+            # Whatever was to be told to the caller: it has given up.
+            return
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""
@@ -341,7 +369,7 @@ class Caller:
         self._ticking.set()
 
 
-_BULK = struct.Struct("<IIII")
+_BULK = struct.Struct("<QQQQ")
 
 
 def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
@@ -351,6 +379,7 @@ def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
     function, payload, table, data = _BULK.unpack_from(frame.body)
     body = device.empty(function + payload + table + data, dtype=_BYTE)
     link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
+    link.count_read()
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .grants import Signature
 from .link import Frame, Link
 from .tensors import Landing
 
@@ -25,7 +26,7 @@ class Pending:
     waited = False
     """Some thread waits in ``Future.wait`` and will decode the answer itself."""
     future: Future | None = None
-    key: tuple[bytes, tuple[int, ...]] = (b"", ())
+    key: Signature = (b"", ())
     """The signature: function and sizes of the large arguments."""
     keep: Any = None
     """What the callee may still read."""

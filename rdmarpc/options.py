@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class RpcBackendOptions:
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
+    and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class RpcBackendOptions:
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
+        pickler: str = "pickle",
     ) -> None:
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = rpc_timeout
@@ -77,13 +81,14 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+        self.pickler = pickler
         self.validate()
         for to, given in (device_maps or {}).items():
             self.set_device_map(to, given)
         self.set_devices(devices or [])
 
     def validate(self) -> None:
-        """Raises ``TypeError`` or ``RuntimeError`` for values that cannot be."""
+        """Raises ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError`` for values that cannot be."""
         if not isinstance(self.rpc_timeout, Real):
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, got {type(self.rpc_timeout).__name__}"
@@ -92,6 +97,10 @@ class RpcBackendOptions:
             raise RuntimeError("RPC Timeout must be non-negative")
         if self.num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
+        if self.pickler not in ("pickle", "cloudpickle"):
+            raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
+        if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
+            raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
         """Where tensors on our devices (CUDA index, text or ``torch.device``) go on worker ``to``; results come back the other

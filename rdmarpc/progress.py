@@ -77,12 +77,13 @@ class Progress:
         mine = self._waiter()
         while not awaited.done:
             if words.take(self._token, mine, self._bell):
+                held = mine
                 try:
-                    self._drive(awaited, mine, deadline)
+                    held = self._drive(awaited, mine, deadline)
                 finally:
-                    if not (self.outstanding and words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)):
+                    if not (self.outstanding and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
                         self._lingers_until = 0.0
-                        words.let_go(self._token, mine, self._bell, self._table, self._poller.rows)
+                        words.let_go(self._token, held, self._bell, self._table, self._poller.rows)
                     if self._followers:
                         words.event(self._events)
             else:
@@ -106,7 +107,8 @@ class Progress:
         if words.linger(self._token, self._waiter() - 2, self._bell, self._runs, self._asleep):
             self._lingers_until = now + _LINGER_S
 
-    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
+    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> int:
+        """Read until ``awaited`` is done or the deadline has passed. Returns the token as it is left."""
         token, table, bell, poller = self._token, self._table, self._bell, self._poller
         spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
@@ -114,15 +116,20 @@ class Progress:
             if found >= 0:
                 try:
                     self._read(found >> 32, found & 0xFFFFFFFF)
-                finally:
+                except BaseException:
                     kernels.store(token, mine)
+                    raise
+                if awaited.done and not self.jobs:
+                    return mine + words.HOLDING
+                kernels.store(token, mine)
                 if self.jobs:
                     self._call_out()
             elif deadline is not None:
                 left = int((deadline - time.monotonic()) * 1e9)
                 if left <= 0:
-                    return
+                    return mine
                 limit = min(limit, left)
+        return mine
 
     def _follow(self, awaited: Awaited, mine: int) -> None:
         seen = kernels.load(self._events)

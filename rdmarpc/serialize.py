@@ -1,24 +1,33 @@
 """Objects to bytes: pickle protocol 5 with the tensors taken out of band.
 
 A dense tensor leaves the pickle as an index into the message's tensor list; what travels of it is described by ``tensors``.
-Everything else (sparse and quantised tensors too) is ordinary pickle. Functions travel by reference.
+So do the dense parts of other tensors and storages (``reducers``), and large buffers of other objects that offer them
+(``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
+``use_cloudpickle`` was called.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
+import struct
 import threading
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
-from . import device_maps
+from . import reducers, unpicklable
+from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
-_QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_BUFFER_BYTES = 4096
+"""Buffers smaller than this stay in the pickle."""
+_COUNT = struct.Struct("<I")  # after the pickle: how many of the tensors, the last ones, are buffers
 
 
 class _Incoming(threading.local):
@@ -33,62 +42,117 @@ def _landed(index: int) -> torch.Tensor:
     return _incoming.tensors[index]
 
 
-def _landed_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_incoming.tensors[index].detach(), requires_grad)
+Reducer = Callable[[Any], Any]
+_reducers: dict[type, Reducer] = {
+    torch.nn.Parameter: reducers.reduce_parameter,
+    torch.UntypedStorage: reducers.reduce_storage,
+    torch.storage.TypedStorage: reducers.reduce_typed_storage,
+}
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file, protocol=5)
-        self._tensors = tensors
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor and travels(value):
-            self._tensors.append(value)
-            return _landed, (len(self._tensors) - 1,)
-        if kind is torch.nn.Parameter and travels(value):
-            self._tensors.append(value.data)
-            return _landed_parameter, (len(self._tensors) - 1, value.requires_grad)
-        if isinstance(value, torch._C.Future):
-            raise RuntimeError("Can not pickle torch.futures.Future")
-        special = _reducers.get(kind)
-        return NotImplemented if special is None else special(value)
-
-
-_reducers: dict[type, Callable[[Any], Any]] = {}
-
-
-def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
+def register_reducer(kind: type, reduce: Reducer) -> None:
     """Let objects of exactly this type travel by RPC, as ``reduce`` says (see ``pickle``: ``__reduce__``)."""
     _reducers[kind] = reduce
 
 
-def travels(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes out of band: dense, on the CPU, not quantised. Raises ``RuntimeError`` for one of a GPU."""
-    if tensor.layout is torch.strided and tensor.is_cpu:
-        return tensor.dtype not in _QUANTISED
-    if tensor.is_cuda:
-        raise RuntimeError(device_maps.NO_GPU)
+class _Pickler(pickle.Pickler):
+    """``reduce`` gives the tensors another way; ``buffers`` receives the large buffers of other objects."""
+
+    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], buffers: list[torch.Tensor]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=partial(keep_in_band, buffers))
+        self.reducer_override = reduce  # type: ignore[method-assign]  # looked up on the object: one Python call less for everything that is pickled
+
+
+def _reduce(tensors: list[torch.Tensor], value: Any) -> Any:
+    kind = type(value)
+    if kind is torch.Tensor:
+        if travels(value):
+            tensors.append(value)
+            return _landed, (len(tensors) - 1,)
+        return reducers.reduce_tensor(value)
+    special = _reducers.get(kind)
+    if special is not None:
+        return special(value)
+    if isinstance(value, torch.Tensor):
+        return reducers.reduce_subclass(value)
+    if isinstance(value, torch._C.Future):
+        raise RuntimeError("Can not pickle torch.futures.Future")
+    return NotImplemented
+
+
+def _fails(value: Any) -> bool:
+    """Whether an object cannot be pickled. Without what else pickling does: objects of registered types are passed over."""
+
+    def reduce(part: Any) -> Any:
+        return (int, ()) if type(part) in _reducers else _reduce([], part)
+
+    try:
+        _pickler(io.BytesIO(), reduce, []).dump(value)
+    except Exception:
+        return True
     return False
 
 
-def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of ``value`` and the tensors it refers to. Raises what pickling raises."""
+def keep_in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Take a large buffer out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
+    view = buffer.raw()
+    if view.nbytes < _BUFFER_BYTES:
+        return True
+    # By address: torch makes no tensor of read-only memory without a warning. It is only read from.
+    memory = (ctypes.c_char * view.nbytes).from_address(_address(view))
+    memory.owner = view  # type: ignore[attr-defined]
+    buffers.append(torch.frombuffer(memory, dtype=torch.uint8))
+    return False
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def dumps(value: Any, names: tuple[str, ...] = ()) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``value`` and the tensors it refers to. Raises what pickling raises; its text says where in ``value``
+    (``names``: what the members of a tuple are called there)."""
     file = io.BytesIO()
     tensors: list[torch.Tensor] = []
-    _Pickler(file, tensors).dump(value)
-    return file.getvalue(), tensors
+    buffers: list[torch.Tensor] = []
+    try:
+        _pickler(file, partial(_reduce, tensors), buffers).dump(value)
+    except Exception as error:
+        unpicklable.explain(error, value, names, _fails)
+        raise
+    file.write(_COUNT.pack(len(buffers)))
+    return file.getvalue(), tensors + buffers if buffers else tensors
 
 
 def loads(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dumps``. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
     outer = _incoming.tensors
     _incoming.tensors = tensors
+    (count,) = _COUNT.unpack_from(payload, len(payload) - _COUNT.size)
     try:
-        return pickle.loads(payload)
+        if not count:
+            return pickle.loads(payload)
+        return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
         _incoming.tensors = outer
+
+
+_pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler
+_needed_by_value: Callable[[Any], bool] | None = None
+"""Whether a function or class has to travel by value."""
+
+
+def use_cloudpickle(wanted: bool) -> None:
+    """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
+    process). ``ImportError`` if cloudpickle is not installed."""
+    global _pickler, _needed_by_value
+    if wanted:
+        from . import by_value
+
+        _pickler, _needed_by_value = by_value.Pickler, by_value.needed
+    else:
+        _pickler, _needed_by_value = _Pickler, None
+    _references.clear()
 
 
 def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
@@ -130,6 +194,8 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(next(remaining) if value == _TENSOR and type(value) is str else value for value in values)
 
 
+ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
+"""``dump_flat_one`` of a tensor."""
 _NONE = pickle.dumps((None,), 5)
 
 
@@ -158,6 +224,26 @@ def reference(function: Any) -> bytes | None:
         return None
     if kind is not FunctionType and kind is not BuiltinFunctionType and not isinstance(function, type):
         return None
-    found = pickle.dumps(function, 5)
+    if _needed_by_value is not None and _needed_by_value(function):
+        return None
+    try:
+        found = pickle.dumps(function, 5)
+    except Exception as error:
+        unpicklable.hint(error)
+        raise
     _references[function] = found
     return found
+
+
+def label(function: Any, args: tuple[Any, ...]) -> str:
+    """What stands for a callable in the signature of a call where its reference does not, or would say too little: the name of
+    its function, the same for all objects of a class. Two functions of one name only share landing places.
+
+    A function that runs what one of its arguments names says so: ``function._names_callee`` is the index of that argument."""
+    if (at := getattr(function, "_names_callee", None)) is not None:
+        return f"{function.__qualname__}:{args[at]}"
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        return f"{type(function.__self__).__qualname__}:{function.__func__.__qualname__}"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -143,8 +143,26 @@ class ShmWindow(_Closable, Window):
             raise self._channel._ended()
 
 
+class _Adoption(weakref.ref):
+    """Watches adopted memory: its end is told to the peer."""
+
+    __slots__ = ("channel", "release")
+    channel: ShmChannel
+    release: int
+
+
+def _disown(adoption: _Adoption) -> None:
+    # Runs in finalizers of any thread: no lock, one kernel. On a channel that has ended there is nobody to tell.
+    # A forked child's copies mean nothing.
+    channel = adoption.channel
+    channel._adoptions.pop(id(adoption), None)
+    if os.getpid() == channel.device._pid:
+        kernels.release(channel._single._address, adoption.release)
+
+
 class ShmChannel(Channel):
     device: ShmDevice
+    can_adopt = True
 
     def __init__(
         self,
@@ -168,7 +186,8 @@ class ShmChannel(Channel):
         self.cma_lock = threading.Lock()
         self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
         self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
-        self._maps: list[mmap.mmap] = []
+        self._maps: dict[int, memoryview] = {}
+        self._adoptions: dict[int, _Adoption] = {}
         self._users: weakref.WeakSet[_Closable] = weakref.WeakSet()
         self._send_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
@@ -222,6 +241,28 @@ class ShmChannel(Channel):
         if not mapped:
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)
         return ShmWindow(self, address, local, notify)
+
+    def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
+        known = remote.resolved
+        if known is None or known[0] is not self or release.resolved is None:
+            (address, mapped), (word, word_mapped) = self.resolve(remote), self.resolve(release)
+            if not mapped or not word_mapped or release.nbytes != 8 or word % 8:
+                raise self._refuse("only arena memory can be handed over")
+            remote.resolved, release.resolved = (self, address), (self, word)
+        assert release.resolved is not None
+        view = self._maps[remote.region][remote.offset : remote.offset + remote.nbytes]
+        adoption = _Adoption(view, _disown)
+        adoption.channel, adoption.release = self, release.resolved[1]
+        self._adoptions[id(adoption)] = adoption
+        # The storage holds ``view``, and that the mapping.
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def peer_ended(self) -> bool:
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
 
     def record(self, imm: int) -> int:
         check_notify(imm)
@@ -306,7 +347,7 @@ class ShmChannel(Channel):
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
         if kind == SEGMENT and fds:
             memory = mmap.mmap(fds[0], nbytes)
-            self._maps.append(memory)
+            self._maps[number] = memoryview(memory)
             self._mapped[number] = (address_of(memory), nbytes, key)
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)

@@ -238,7 +238,7 @@ class TcpDevice(Device):
             self._channels.add(channel)
             self._by_fd[sock.fileno()] = channel
             self._epoll.register(sock, _IN)
-        channel.adopt()
+        channel.enlist()
         return True
 
     # -- memory

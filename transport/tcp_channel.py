@@ -169,7 +169,7 @@ class TcpChannel(Channel):
 
     # -- sending
 
-    def adopt(self) -> None:
+    def enlist(self) -> None:
         """From here on the I/O thread serves this channel; what was posted before goes out now."""
         with self._sending:
             self._adopted = True
