@@ -102,6 +102,5 @@ AFTER_MERGE: dict[str, str] = {
     **{f"test_{name}": "rref" for name in _RREF},
     **{f"test_{name}": "see" for name in _SEE},
     **{f"test_{name}": "dynamic" for name in _DYNAMIC},
-    "test_non_cont_tensors": "tensors",
 }
 """Temporary: expected to pass once that part is merged."""
