@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import constants, functions, transport
+from . import api, constants, functions, internal, transport
 from .api import (
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
@@ -16,7 +18,7 @@ from .api import (
     rpc_sync,
     shutdown,
 )
-from .options import BackendType, RpcBackendOptions, WorkerInfo
+from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo
 from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
@@ -43,15 +45,20 @@ __all__ = [
     "RegistrationError",
     "RemoteAccessError",
     "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
     "TransferTimeout",
     "WorkerInfo",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
+    "api",
     "constants",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "internal",
     "is_available",
     "remote",
     "rpc_async",

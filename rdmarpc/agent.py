@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from . import serialize
+from . import device_maps, serialize
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending, fresh
@@ -38,6 +39,7 @@ _IDLE_POLL_S = 0.005
 _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
+_PASSED_S = 1e-9
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -66,14 +68,17 @@ class Agent:
         self.device = open_device(
             kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
         )
+        devices = device_maps.dump(options.device_maps, options.devices)
+        self._record = Record(name, rank, host, self.device.address.decode(), devices=devices)
         try:
-            self._record = Record(name, rank, host, self.device.address.decode())
             if self._meeting is not None:
                 records = self._meeting.meet(self._record, secret)
             else:
                 assert self._registry is not None
                 self._record, records = self._registry.join(self._record, self._listens)
+            device_maps.check({record.name: record.devices for record in records})
         except BaseException:
+            self._take_out(self._record)
             self.device.close()
             raise
         self.workers = Members(records)
@@ -145,6 +150,13 @@ class Agent:
     def _departed(self, name: str) -> PeerLost:
         return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
 
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers, in rank order (torch's name for it)."""
+        return list(self.workers)
+
+    def get_worker_info(self, worker: Any = None) -> WorkerInfo:
+        return self.me if worker is None else self.resolve(worker)
+
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
         return self.link(self.resolve(worker).id).channel
@@ -212,7 +224,7 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
-        limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
         link = self._links.get(to.id)
@@ -333,6 +345,8 @@ class Agent:
         link.name = link.channel.peer = name
         link.row = self._poller.add(link.channel, RING)
         self._rows[link.row] = link
+        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
+        self._poller.kick()
         if not serve_only:
             self._links[link.rank] = link
         self._link_lock.notify_all()
@@ -512,6 +526,13 @@ class Agent:
         self.device.close()
         self._rows.clear()
         self._links.clear()
+
+
+def _seconds(timeout: float) -> float:
+    """A call's own limit: 0 for none, and what is negative has passed already."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"a timeout is a number of seconds, got {type(timeout).__name__}")
+    return float(timeout) if timeout >= 0 else _PASSED_S
 
 
 _current: Agent | None = None
