@@ -726,6 +726,26 @@ def test_handles_die_anywhere():
     results(run_group(collected_anywhere, 3, timeout=90))
 
 
+def leaves_with_a_value_in_the_making(rank):
+    if rank == 0:
+        making = rpc.remote("worker1", Thing, (1, 8.0))
+        rpc.rpc_async("worker1", is_own, (making,))
+        rpc.rpc_async("worker1", finished.set)
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            making.to_here()
+        rpc.shutdown(graceful=False)
+        return
+    assert finished.wait(20)
+    time.sleep(0.3)
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    assert time.monotonic() - start < 4.0
+
+
+def test_leaving_while_others_wait_for_a_value():
+    results(run_group(leaves_with_a_value_in_the_making))
+
+
 _AT_EXIT = """
 import sys, torch, rdmarpc as rpc
 rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
