@@ -359,7 +359,7 @@ class Caller:
         self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
             # The answer came at the last moment: it is being entered.
-            del self._expired[pending.call]
+            self._expired.pop(pending.call, None)
             self.progress.wait_for(pending)
             return
         pending.expired = True
