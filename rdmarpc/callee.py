@@ -217,7 +217,7 @@ class Callee:
                 flags |= FLAT
                 payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
                 tensors = None if out.tensors else [result]
-            elif (tensors := serialize.flat((result,))) is not None:
+            elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:

@@ -23,8 +23,8 @@ from .transport.arena import Block, size_class
 # The function behind ``ctypes.string_at``, without a Python function in between.
 _string_at = ctypes._string_at  # type: ignore[attr-defined]
 
-INLINE_BYTES = 4096
-_INLINE_TOTAL = 32768
+INLINE_BYTES = 32 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
+_INLINE_TOTAL = 64 << 10
 _TINY_BYTES = 256
 """So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
 INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
