@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import constants, functions, transport
+from . import constants, functions, profiling, timeline, transport
 from .api import (
     _set_rpc_timeout,
     get_rpc_timeout,
@@ -48,10 +48,12 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "profiling",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "timeline",
     "transport",
     "wrap",
 ]

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd import profiler as torch_profiler
+
+from . import profiling, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
@@ -80,6 +83,7 @@ class Agent:
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
+        self.timeline = timeline.for_run(self)
 
     # -- for the layers above
 
@@ -157,12 +161,16 @@ class Agent:
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
-        return self.caller.result(self._start(to, function, args, kwargs, timeout, CONTROL if control else 0))
+        flags = CONTROL if control else 0
+        if torch_profiler._is_profiler_enabled:
+            return profiling.call(self, to, function, args, kwargs, timeout, flags)
+        return self.caller.result(self._start(to, function, args, kwargs, timeout, flags))
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        future = self._start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
+        start = profiling.start if torch_profiler._is_profiler_enabled and not control else Agent._start
+        future = start(self, to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
         assert future is not None
         return future
 
@@ -171,7 +179,8 @@ class Agent:
         from .rref import RRef
 
         rref, fork = self.new_id(), self.new_id()
-        pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
+        start = profiling.start if torch_profiler._is_profiler_enabled else Agent._start
+        pending = start(self, to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return RRef._of(self, to, rref, fork, pending)
 
     def collect(self) -> None:
@@ -326,6 +335,8 @@ class Agent:
                     handle._forget()
                 self.collect()
                 self.termination.wait(deadline)
+                if self.timeline is not None:
+                    self.timeline.gather(deadline)
                 self._meeting.leave(_LEAVE_TIMEOUT_S)
         except RdmaError:
             # Others may still wait for functions that run here.
@@ -350,6 +361,8 @@ class Agent:
         self.device.close()
         self._rows.clear()
         self._links.clear()
+        if self.timeline is not None:
+            self.timeline.close()
 
 
 _current: Agent | None = None

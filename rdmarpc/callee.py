@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from . import serialize
+from . import profiling, serialize
 from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
 from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
@@ -75,6 +76,8 @@ class Callee:
                 self.rrefs.add(rref, fork)
             function, args, kwargs, sizes, places = self._decode(link, frame)
             inner = getattr(function, "_wrapped_async_rpc_function", None)
+            if torch_profiler._is_profiler_enabled and not control:
+                function = profiling.serving(function, link.name, self.me.name)
             if inner is None:
                 answer = [function(*args, **kwargs)]
             else:

@@ -43,6 +43,7 @@ class RpcBackendOptions:
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``timeline``: folder, or file ending in ``.json``, for a timeline of the run (default: ``RDMARPC_TIMELINE``; see ``timeline``).
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RpcBackendOptions:
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
+        timeline: str | None = None,
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
@@ -67,3 +69,4 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+        self.timeline = timeline

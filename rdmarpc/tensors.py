@@ -239,3 +239,17 @@ def unpack(
                 was_read = True
         tensors.append(shaped(run, what))
     return tensors, tuple(sizes), was_read
+
+
+def traffic(out: Outgoing) -> dict[str, int]:
+    """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``."""
+    totals = {"inline": len(out.data), "direct": 0, "read": 0}
+    at = 0
+    while at < len(out.table):
+        way, length = _ENTRY.unpack_from(out.table, at)
+        at += _ENTRY.size + length
+        if way != INLINE:
+            totals["direct" if way == WRITTEN else "read"] += decode(out.table[at - length : at]).nbytes
+        if way == READ:
+            at += RemoteRegion.WIRE_SIZE
+    return totals
