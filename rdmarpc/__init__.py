@@ -14,6 +14,7 @@ from .api import (
     rpc_sync,
     shutdown,
 )
+from .debug import counters, debug_info, explain
 from .options import BackendType, RpcBackendOptions, WorkerInfo
 from .rref import RRef
 from .transport import (
@@ -43,6 +44,9 @@ __all__ = [
     "WorkerInfo",
     "_set_rpc_timeout",
     "constants",
+    "counters",
+    "debug_info",
+    "explain",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",

@@ -48,6 +48,7 @@ class Agent:
         meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
         self.me = WorkerInfo(name, meeting.rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        self.since = time.monotonic()
         self._ready = threading.Event()  # peers may connect before we are complete
         secret = meeting.secret(options.secret)
         host = host_id()
@@ -169,7 +170,7 @@ class Agent:
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        start = profiling.start if torch_profiler._is_profiler_enabled and not control else Agent._start
+        start = profiling.start if torch_profiler._is_profiler_enabled else Agent._start
         future = start(self, to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
         assert future is not None
         return future

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import agent as _agent
+from . import debug
 from .agent import Agent
 from .future import Future
 from .options import BackendType, RpcBackendOptions, WorkerInfo
@@ -33,6 +34,7 @@ def init_rpc(
     agent = Agent(name, rank, world_size, rpc_backend_options or RpcBackendOptions())
     _agent.set_current(agent)
     agent._ready.set()
+    debug.listen_to_signal()
 
 
 def is_available() -> bool:

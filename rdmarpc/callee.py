@@ -64,6 +64,10 @@ class Callee:
             if rank == link.rank:
                 self._take_landing(link, grant)
 
+    def granted(self, link: Link) -> int:
+        """How many landing places this peer holds of us."""
+        return sum(rank == link.rank for rank, _ in list(self._landings))
+
     # -- running a request
 
     def _serve(self, link: Link, frame: Frame) -> None:

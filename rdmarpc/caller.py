@@ -116,6 +116,8 @@ class Caller:
         now = time.monotonic()
         if timeout > 0:
             pending.deadline = now + timeout
+        else:
+            pending.since = now
         if flags & CONTROL:
             pending.control = True
         try:

@@ -19,6 +19,8 @@ class Pending:
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     deadline: float | None = None
+    since = 0.0
+    """When it was sent, where no deadline tells."""
     control = False
     done = False
     """The answer is there (not yet decoded)."""
@@ -36,6 +38,10 @@ class Pending:
         self.link, self.call, self.timeout = link, call, timeout
         self.answers: list[Frame | Exception] = []
         """At most one; whoever pops it decodes it."""
+
+    def age(self, now: float) -> float:
+        """Seconds since it was sent (``time.monotonic``)."""
+        return now - (self.since if self.deadline is None else self.deadline - self.timeout)
 
 
 class Future(torch.futures.Future[Any]):

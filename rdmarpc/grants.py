@@ -44,3 +44,6 @@ class Grants:
             return []
         self.result_sizes.pop(old, None)
         return [number for number, _ in forgone]
+
+    def __len__(self) -> int:
+        return sum(len(places) for places in list(self._places.values()))

@@ -1,7 +1,7 @@
 """What ``torch.profiler`` shows of calls.
 
 On the calling side ``rpc_sync#module.function(worker0 -> worker1)``, and the same with ``rpc_async``, ``remote`` and
-``to_here``; on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's function. The event of a call
+``to_here`` (``control`` is a message of our own); on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's function. The event of a call
 with a future ends when that future completes.
 
 torch profiles the thread that started the profiler, and with ``profile_all_threads`` every thread. Functions called by others
@@ -15,7 +15,6 @@ all that is here runs only if it is set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +41,18 @@ def name_of(function: Any) -> str:
     return f"{module}.{named.__qualname__}" if module else str(named.__qualname__)
 
 
-def call(agent: Agent, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int) -> Any:
-    """``Agent.call`` inside its event. Of our own messages only fetches have one."""
-    kind = "rpc_sync"
+def kind_of(function: Any, flags: int, future: bool) -> str:
+    """What a call is for its user; ``control``: a message of our own, but for the fetch of a reference's value."""
     if flags & CONTROL:
-        kind = "to_here" if function.__name__ == "_fetch" else ""
-    with record_function(_text(kind, function, agent.name, to.name)) if kind else nullcontext():
+        return "to_here" if function.__name__ == "_fetch" else "control"
+    if flags & REMOTE:
+        return "remote"
+    return "rpc_async" if future else "rpc_sync"
+
+
+def call(agent: Agent, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int) -> Any:
+    """``Agent.call`` inside its event."""
+    with record_function(_text(kind_of(function, flags, False), function, agent.name, to.name)):
         return agent.caller.result(agent._start(to, function, args, kwargs, timeout, flags))
 
 
@@ -55,7 +60,7 @@ def start(
     agent: Agent, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, *rest: Any
 ) -> Pending:
     """``Agent._start`` of a call with a future, in an event that ends with that future."""
-    event = record_function(_text("remote" if flags & REMOTE else "rpc_async", function, agent.name, to.name))
+    event = record_function(_text(kind_of(function, flags, True), function, agent.name, to.name))
     event.__enter__()
     try:
         pending = agent._start(to, function, args, kwargs, timeout, flags, *rest)
@@ -64,6 +69,7 @@ def start(
         raise
     # Ending it ourselves would not do: the thread that completes the future need not be one that is profiled, and there
     # torch leaves the event open. This way it takes the profiler of this thread along.
+    assert pending.future is not None
     event._call_end_callbacks_on_future(pending.future)
     return pending
 

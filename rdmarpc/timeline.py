@@ -32,7 +32,7 @@ from . import trace_events
 from .callee import Callee
 from .caller import Caller
 from .functions import async_execution
-from .traced import Message, TracedCallee, TracedCaller
+from .traced import Message, Serving, TracedCallee, TracedCaller
 from .transport import RdmaError, host_id
 
 if TYPE_CHECKING:
@@ -52,28 +52,35 @@ class Timeline:
         self.agent, self.rank, self.path = agent, agent.me.id, Path(path)
         (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
         self.message = Message()
+        self.serving: dict[tuple[int, int], Serving] = {}
+        """The requests whose functions run now."""
         self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
         self._count = itertools.count()
         self._tracks: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._local = threading.local()
+        self._stopped = 0
         self._kept = False
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.caller.timeline = agent.callee.timeline = self  # type: ignore[attr-defined]
-        agent.caller.__class__, agent.callee.__class__ = TracedCaller, TracedCallee
+        self._record_as(TracedCaller, TracedCallee)
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
         """One fact, on the track of this thread: see ``traced``."""
+        next(self._count)
+        self._records.append((kind, rank, call, self.track(), *fields))
+
+    def track(self) -> int:
+        """The number of this thread."""
         try:
-            track = self._local.track
+            return self._local.track
         except AttributeError:
             track = self._local.track = next(self._numbers)
             self._tracks[track] = threading.current_thread().name
-        next(self._count)
-        self._records.append((kind, rank, call, track, *fields))
+            return track
 
     def _count_staged(self, nbytes: int) -> None:
         held = self.message.bytes
@@ -82,16 +89,22 @@ class Timeline:
 
     def stop(self) -> None:
         """Note nothing more, but for what is under way on other threads at this moment."""
-        caller, callee = self.agent.caller, self.agent.callee
+        caller = self.agent.caller
         if isinstance(caller, TracedCaller) and caller.timeline is self:
-            caller.__class__, callee.__class__ = Caller, Callee
+            self._record_as(Caller, Callee)
+            self._stopped = time.monotonic_ns()
             del self.agent.device.count_staged
+
+    def _record_as(self, caller: type[Caller], callee: type[Callee]) -> None:
+        self.agent.caller.__class__, self.agent.callee.__class__ = caller, callee
 
     def trace(self) -> trace_events.Trace:
         """What was recorded. After ``stop``."""
         records = list(self._records)
         worker = self._worker | {"dropped": next(self._count) - len(records)}
-        return trace_events.trace_of(worker, records, self._tracks, self.agent.worker_names())
+        for serving in list(self.serving.values()):
+            records.append(("served", *serving.key, serving.track, *serving.spans(self._stopped)))
+        return trace_events.trace_of(worker, records, self._tracks, self._stopped)
 
     # -- the whole group's
 

@@ -26,9 +26,9 @@ _INSIDE = 1
 """ns: how far inside of its span an arrow begins or ends."""
 
 
-def trace_of(worker: dict[str, Any], records: Iterable[tuple[Any, ...]], tracks: dict[int, str], names: list[str]) -> Trace:
-    """``worker``: what is known of this one (``rank``, ``name``, ``pid``, ``host``, ``wall``); ``names``: all workers', by
-    rank; ``tracks``: number -> thread name."""
+def trace_of(worker: dict[str, Any], records: Iterable[tuple[Any, ...]], tracks: dict[int, str], last: int) -> Trace:
+    """``worker``: what is known of it: ``rank``, ``name``, ``pid``, ``host``, ``wall`` (ns from the monotonic clock to that on
+    the wall), ``dropped``. ``tracks``: number -> thread name. ``last``: until when calls are shown that did not end."""
     rank = worker["rank"]
     events: list[Event] = [
         _named("process_name", rank, 0, f"{worker['name']} (process {worker['pid']})"),
@@ -36,29 +36,24 @@ def trace_of(worker: dict[str, Any], records: Iterable[tuple[Any, ...]], tracks:
         *[_named("thread_name", rank, track, name) for track, name in sorted(tracks.items())],
     ]
     calls: dict[tuple[int, int], dict[str, tuple[Any, ...]]] = {}
-    last = 0
     for record in records:
         kind, caller, call, *fields = record
         if kind == "waited":
-            begin, end = fields[1:]
-            events.append(_span("wait", "wait", rank, fields[0], begin, end, call=f"{caller}.{call}"))
-            continue
-        calls.setdefault((caller, call), {})[kind] = tuple(fields)
-        last = max([last, *[field for field in fields[1:] if type(field) is int]]) if kind != "sent" else max(last, fields[2])
+            events.append(_span("wait", "wait", rank, *fields, call=f"{caller}.{call}"))
+        else:
+            calls.setdefault((caller, call), {})[kind] = tuple(fields)
     for (caller, call), noted in calls.items():
         known = f"{caller}.{call}"
         if "sent" in noted:
-            events.extend(_calling(rank, known, noted["sent"], noted.get("done"), names, last))
+            events.extend(_calling(rank, known, noted["sent"], noted.get("done"), last))
         if "came" in noted or "served" in noted or "replied" in noted:
-            events.extend(_called(rank, known, noted, names[caller], last))
+            events.extend(_called(rank, known, noted, last))
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"workers": [worker]}}
 
 
-def _calling(
-    rank: int, known: str, sent: tuple[Any, ...], done: tuple[Any, ...] | None, names: list[str], last: int
-) -> Iterator[Event]:
-    track, begin, written, kind, function, peer, carried = sent
-    arguments = {"call": known, "to": names[peer], "sent": carried}
+def _calling(rank: int, known: str, sent: tuple[Any, ...], done: tuple[Any, ...] | None, last: int) -> Iterator[Event]:
+    track, begin, written, kind, future, function, peer, carried = sent
+    arguments = {"call": known, "to": peer, "sent": carried}
     if done is None:
         arguments["unfinished"] = True
         back, end = last, last
@@ -66,8 +61,8 @@ def _calling(
         back, end = done[1], done[2]
         if done[3]:
             arguments["error"] = done[3]
-    title = f"{kind} {function} -> {names[peer]}"
-    if kind == "rpc_sync" or (kind == "control" and done is not None and done[0] == track and back >= written):
+    title = f"{kind} {function} -> {peer}"
+    if not future:
         yield _span(title, kind, rank, track, begin, end, **arguments)
         yield _span("send", "send", rank, track, begin, written, call=known)
         yield _span("wait", "wait", rank, track, written, back, call=known)
@@ -80,24 +75,26 @@ def _calling(
         yield _arrow("f", "answer", rank, done[0], back, known)
 
 
-def _called(rank: int, known: str, noted: dict[str, tuple[Any, ...]], caller: str, last: int) -> Iterator[Event]:
+def _called(rank: int, known: str, noted: dict[str, tuple[Any, ...]], last: int) -> Iterator[Event]:
     came, served, replied = noted.get("came"), noted.get("served"), noted.get("replied")
     if came is not None:
         yield from _apart("queued", "queue", rank, known, came[1], served[1] if served else last, {"call": known})
     if served is not None:
         track, begin, unpickled, returned, end, function = served
-        arguments: dict[str, Any] = {"call": known, "from": caller}
+        arguments: dict[str, Any] = {"call": known}
+        caller = "?"
         if came is not None:
-            arguments["queued_us"] = (begin - came[1]) / 1e3
+            caller = came[2]
+            arguments |= {"from": caller, "queued_us": (begin - came[1]) / 1e3}
         if replied is not None and replied[4]:
             arguments["error"] = replied[4]
         yield _span(f"{function} <- {caller}", "serve", rank, track, begin, end, **arguments)
         yield _span("unpickle", "unpickle", rank, track, begin, unpickled, call=known)
         yield _span(f"run {function}", "run", rank, track, unpickled, returned, call=known)
         yield _arrow("f", "request", rank, track, begin, known)
-        if replied is None or replied[1] > end:  # an asynchronous function: its future is awaited by nobody
-            title = f"deferred {function}"
-            yield from _apart(title, "deferred", rank, known, returned, replied[1] if replied else last, {"call": known})
+        until = replied[1] if replied is not None else last
+        if until > end:  # an asynchronous function: no thread waits for its future
+            yield from _apart(f"deferred {function}", "deferred", rank, known, returned, until, {"call": known})
     if replied is not None:
         yield _span("reply", "reply", rank, replied[0], replied[1], replied[2], call=known, sent=replied[3])
         yield _arrow("s", "answer", rank, replied[0], replied[1], known)

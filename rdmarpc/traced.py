@@ -5,10 +5,10 @@ state, and nothing of this is on the way of a call when none records). What is n
 one thread, as tuples; which of them belong to one call is found out when they are written down (``trace_events``). A call is
 named by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
 
-    ("sent", rank, call, track, begin, end, kind, function, peer, bytes)     the calling side: pickled and written
+    ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written
     ("waited", rank, call, track, begin, end)                                the same: in ``Future.wait``
     ("done", rank, call, track, begin, end, error)                           the same: the answer read back
-    ("came", rank, call, track, at)                                          the called side: read from the ring
+    ("came", rank, call, track, at, caller)                                  the called side: read from the ring
     ("served", rank, call, track, begin, unpickled, returned, end, function)
     ("replied", rank, call, track, begin, end, bytes, error)                 the same: pickled and written, whenever that was
 """
@@ -20,10 +20,10 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from .callee import Callee
-from .caller import LONE, REMOTE, Caller
+from .caller import LONE, Caller
 from .future import Future, Pending
-from .link import CONTROL, REQUEST, RESPONSE, Frame, Link
-from .profiling import name_of
+from .link import REQUEST, RESPONSE, Frame, Link
+from .profiling import kind_of, name_of
 from .tensors import Outgoing, traffic
 
 if TYPE_CHECKING:
@@ -39,12 +39,17 @@ class Message(threading.local):
 
 
 class Serving:
-    """A request while its function runs, on the thread that runs it."""
+    """A request that a thread serves. Written by that thread."""
 
-    def __init__(self, rank: int, call: int) -> None:
-        self.key = (rank, call)
+    def __init__(self, rank: int, call: int, track: int) -> None:
+        self.key, self.track = (rank, call), track
+        self.begin = monotonic_ns()
         self.unpickled = self.returned = 0
         self.function = "?"
+
+    def spans(self, end: int) -> tuple[Any, ...]:
+        returned = self.returned or end
+        return self.begin, self.unpickled or returned, returned, end, self.function
 
 
 class TracedCaller(Caller):
@@ -67,9 +72,9 @@ class TracedCaller(Caller):
         begin = monotonic_ns()
         pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork)
         end = monotonic_ns()
-        kind = "control" if flags & CONTROL else "remote" if flags & REMOTE else "rpc_async" if future else "rpc_sync"
         bytes_sent, line.message.bytes = line.message.bytes, {}
-        line.note("sent", line.rank, pending.call, begin, end, kind, name_of(function), link.rank, bytes_sent)
+        what = kind_of(function, flags, future), future, name_of(function), link.name, bytes_sent
+        line.note("sent", line.rank, pending.call, begin, end, *what)
         if pending.future is not None:
             pending.future.__class__ = TracedFuture
         return pending
@@ -112,21 +117,19 @@ class TracedCallee(Callee):
     timeline: Timeline
 
     def accept(self, link: Link, frame: Frame) -> None:
-        self.timeline.note("came", link.rank, frame.call, monotonic_ns())
+        self.timeline.note("came", link.rank, frame.call, monotonic_ns(), link.name)
         super().accept(link, frame)
 
     def _serve(self, link: Link, frame: Frame) -> None:
         line = self.timeline
-        outer, serving = line.message.serving, Serving(link.rank, frame.call)
-        line.message.serving = serving
-        begin = monotonic_ns()
+        outer, serving = line.message.serving, Serving(link.rank, frame.call, line.track())
+        line.message.serving = line.serving[serving.key] = serving
         try:
             super()._serve(link, frame)
         finally:
-            end = monotonic_ns()
+            line.note("served", link.rank, frame.call, *serving.spans(monotonic_ns()))
+            line.serving.pop(serving.key, None)
             line.message.serving = outer
-            returned = serving.returned or end
-            line.note("served", link.rank, frame.call, begin, serving.unpickled or returned, returned, end, serving.function)
 
     def _decode(self, link: Link, frame: Frame) -> Any:
         decoded = super()._decode(link, frame)
