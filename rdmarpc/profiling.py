@@ -1,8 +1,8 @@
 """What ``torch.profiler`` shows of calls.
 
-On the calling side ``rpc_sync#module.function(worker0 -> worker1)``, and the same with ``rpc_async``, ``remote`` and
-``to_here`` (``control`` is a message of our own); on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's function. The event of a call
-with a future ends when that future completes.
+On the calling side ``rpc_sync#module.function(worker0 -> worker1)``, and the same with ``rpc_async``, ``remote``, ``to_here``
+and, for a message of our own, ``control``; on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's
+function. The event of a call with a future ends when that future completes.
 
 torch profiles the thread that started the profiler, and with ``profile_all_threads`` every thread. Functions called by others
 run in threads of the pool, so the called side needs the latter: ``profile(experimental_config=all_threads())``.

@@ -147,7 +147,7 @@ def merge(traces: list[Trace]) -> Trace:
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"workers": workers}}
 
 
-def clock_offsets(traces: list[Trace]) -> list[float]:
+def clock_offsets(traces: list[Trace]) -> list[int]:
     """By how many ns each trace's clock is ahead of the first one's. 0 on the same host.
 
     Across hosts every call is a ping: a request arrives after it was sent, an answer likewise, so the quickest of each
@@ -156,12 +156,12 @@ def clock_offsets(traces: list[Trace]) -> list[float]:
     """
     hosts = [trace["otherData"]["workers"][0]["host"] for trace in traces]
     least = _quickest(traces)
-    offsets: dict[int, float] = {}
+    offsets: dict[int, int] = {}
     for first in range(len(traces)):
         if first in offsets:
             continue
         walls = [trace["otherData"]["workers"][0]["wall"] for trace in traces]
-        offsets[first] = 0.0 if first == 0 else float(walls[0] - walls[first])
+        offsets[first] = 0 if first == 0 else walls[0] - walls[first]
         reached = deque([first])
         while reached:
             here = reached.popleft()
@@ -171,7 +171,7 @@ def clock_offsets(traces: list[Trace]) -> list[float]:
                 if hosts[here] == hosts[there]:
                     offsets[there] = offsets[here]
                 elif (here, there) in least and (there, here) in least:
-                    offsets[there] = offsets[here] + (least[here, there] - least[there, here]) / 2
+                    offsets[there] = offsets[here] + round((least[here, there] - least[there, here]) / 2)
                 else:
                     continue
                 reached.append(there)
