@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from . import agent as _agent
@@ -94,12 +94,12 @@ def explain() -> str:
         f"device {agent.device.name}, {info['agent.thread_pool_size']} threads, {info['agent.num_idle_threads']} idle"
     ]
     calls = sorted(agent.caller.pending.values(), key=lambda call: -call.age(now))
-    lines.append(f"waits for the answers of {len(calls)} calls" + (", the oldest:" if calls else ""))
+    lines.append(f"calls without an answer yet: {len(calls)}")
     for call in calls[:_SHOWN]:
         limit = "no limit" if call.deadline is None else f"{call.deadline - now:.1f} s left"
         lines.append(f"  {call.age(now):8.1f} s  {_function(call)} -> {call.link.name}  (call {call.call}, {limit})")
     running = list(_running())
-    lines.append(f"runs {len(running)} functions for others; {info['agent.num_queued']} more jobs wait for a thread")
+    lines.append(f"functions running here for others: {len(running)}; jobs that wait for a thread: {info['agent.num_queued']}")
     lines.extend(f"  {text}" for text in running)
     for link in list(agent._links.values()):
         known = ", ".join(f"{key} {value}" for key, value in _link(agent, link).items())
@@ -124,16 +124,18 @@ def _running() -> Iterator[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     package = os.path.dirname(__file__)
     for ident, innermost in sys._current_frames().items():
-        frame = innermost
+        frame: FrameType | None = innermost
+        at: list[str] = []
         while frame is not None and frame.f_code is not Callee._serve.__code__:
-            frame = frame.f_back  # type: ignore[assignment]
+            if not frame.f_code.co_filename.startswith(package):
+                at.append(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
+            frame = frame.f_back
         if frame is None:
             continue
         held = frame.f_locals
         title = name_of(held["function"]) if "function" in held else "a request that is being read"
-        at = [entry for entry in traceback.extract_stack(innermost) if not entry.filename.startswith(package)]
-        place = f", at {at[-1].filename}:{at[-1].lineno} in {at[-1].name}" if "function" in held and at else ""
-        yield f"{title} <- {held['link'].name}  (call {held.get('call', '?')}, {names.get(ident)}{place})"
+        place = " > ... > ".join([*at[-1:], *at[:1]][: len(at)])
+        yield f"{title} <- {held['link'].name}  (call {held.get('call', '?')}, {names.get(ident)}{': ' if at else ''}{place})"
 
 
 # -- on demand
