@@ -14,6 +14,7 @@ all that is here runs only if it is set.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ def start(
 def serving(function: Callable[..., Any], caller: str, me: str) -> Callable[..., Any]:
     """``function`` inside the event of the called side."""
 
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with record_function(_text("rpc", function, caller, me)):
             return function(*args, **kwargs)
