@@ -16,7 +16,7 @@ from .api import (
 )
 from .debug import counters, debug_info, explain
 from .options import BackendType, RpcBackendOptions, WorkerInfo
-from .rref import RRef
+from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
     AuthenticationError,
@@ -42,6 +42,7 @@ __all__ = [
     "RpcBackendOptions",
     "TransferTimeout",
     "WorkerInfo",
+    "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "constants",
     "counters",

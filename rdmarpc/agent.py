@@ -6,8 +6,6 @@ import itertools
 import struct
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,11 +16,12 @@ from . import profiling, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
-from .link import CONTROL, CREDIT, ERROR, FORGO, RELEASE, REQUEST, RESPONSE, RING, Link
+from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .rendezvous import Record, Rendezvous
-from .rref_store import RRefStore
+from .rref_context import RRefContext
+from .rref_mail import Carrier
 from .termination import Termination
 from .transport import Channel, PeerLost, Poller, RdmaError, host_id, open_device
 
@@ -65,10 +64,17 @@ class Agent:
         self.workers = [WorkerInfo(record.name, record.rank) for record in records]
         self._by_name = {info.name: info for info in self.workers}
         self._addresses = [record.address.encode() for record in records]
-        self.garbage: deque[tuple[int, int, int, Pending | None]] = deque()
-        self.handles: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
-        self.rrefs = RRefStore()
         self._ids = itertools.count()
+        self._carrier = Carrier(self)
+        self.rrefs = RRefContext(
+            self.me.id,
+            names=lambda rank: self.workers[rank].name,
+            new_id=self.new_id,
+            transmit=self._carrier.transmit,
+            run=lambda job: self.progress.submit(job),
+            under_way=lambda rref: self.caller.creates(rref),
+        )
+        self.garbage = self.rrefs.garbage
         self._links: dict[int, Link] = {}
         self._rows: dict[int, Link] = {}
         self._connecting: set[int] = set()
@@ -78,9 +84,9 @@ class Agent:
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
-        self.caller = Caller(self.device, self.progress)
+        self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.collect
+        self.caller.on_tick = self.rrefs.collect
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -149,29 +155,31 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
+        event = None
+        if torch_profiler._is_profiler_enabled:
+            event = profiling.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
         if self.garbage:
-            self.collect()
+            self.rrefs.collect()
         link = self._links.get(to.id)
         if link is None:
             try:
                 link = self.link(to.id)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
-        return self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        pending = self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        if event is not None:
+            profiling.follow(event, pending)
+        return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
-        flags = CONTROL if control else 0
-        if torch_profiler._is_profiler_enabled:
-            return profiling.call(self, to, function, args, kwargs, timeout, flags)
-        return self.caller.result(self._start(to, function, args, kwargs, timeout, flags))
+        return self.caller.result(self._start(to, function, args, kwargs, timeout, CONTROL if control else 0))
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        start = profiling.start if torch_profiler._is_profiler_enabled else Agent._start
-        future = start(self, to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
+        future = self._start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
         assert future is not None
         return future
 
@@ -179,26 +187,11 @@ class Agent:
         """``remote``: have ``to`` keep the result of a call; a handle to it at once."""
         from .rref import RRef
 
-        rref, fork = self.new_id(), self.new_id()
-        start = profiling.start if torch_profiler._is_profiler_enabled else Agent._start
-        pending = start(self, to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
-        return RRef._of(self, to, rref, fork, pending)
-
-    def collect(self) -> None:
-        """Tell the owners of the handles that died here."""
-        from .rref import _drop
-
-        for _ in range(len(self.garbage)):
-            try:
-                owner, rref, fork, creation = self.garbage.popleft()
-            except IndexError:
-                return
-            if owner == self.me.id:
-                self.rrefs.drop(rref, fork)
-            elif creation is not None and creation.future is not None and not creation.future.done():
-                self.garbage.append((owner, rref, fork, creation))  # the owner has to know it first
-            elif owner not in self._lost:
-                self.call_async(self.workers[owner], _drop, (rref, fork), None, 0, control=True)
+        rref = self.new_id()
+        fork = rref if to.id == self.me.id else self.new_id()
+        pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
+        pending.rref = rref
+        return RRef._over(self, self.rrefs.forks.created(to.id, rref, fork, pending))
 
     # -- links
 
@@ -281,6 +274,8 @@ class Agent:
                 self.callee.release(link, frame.call)
             elif kind == FORGO:
                 self.callee.forgo(link, frame)
+            elif kind == REFERENCES:
+                self.rrefs.receive(link.rank, frame.body)
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
@@ -310,6 +305,7 @@ class Agent:
         self._links.pop(link.rank, None)
         self.caller.lost(link, named)
         self.callee.lost(link)
+        self.rrefs.lost(link.rank, named)
         self.termination.fail(named)
         for callback in self._lost_callbacks:
             callback(link.name, named)
@@ -332,9 +328,7 @@ class Agent:
         deadline = time.monotonic() + timeout if timeout else None
         try:
             if graceful:
-                for handle in list(self.handles):
-                    handle._forget()
-                self.collect()
+                self.rrefs.collect()
                 self.termination.wait(deadline)
                 if self.timeline is not None:
                     self.timeline.gather(deadline)
@@ -350,12 +344,11 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        for handle in list(self.handles):
-            handle._alive = False
-        self.garbage.clear()
+        error = PeerLost("RPC was shut down here", peer=self.name)
+        self._carrier.stop()
+        self.rrefs.close(error)
         self.device.on_lost = lambda channel: None
         self.caller.stop()
-        error = PeerLost("RPC was shut down here", peer=self.name)
         for link in list(self._rows.values()):
             self.caller.lost(link, error)
         self.progress.stop()

@@ -15,10 +15,11 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from . import profiling, serialize
-from .caller import FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
+from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
 from .link import CONTROL, ERROR, RESPONSE, Frame, Link
 from .options import WorkerInfo
-from .rref_store import RRefStore
+from .rref_context import RRefContext
+from .rref_forks import Fork
 from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import ArenaFull, Device, PeerLost
 
@@ -31,7 +32,7 @@ _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.
 class Callee:
     """Thread-safe. Grants at most a quarter of the arena's limit ahead of calls."""
 
-    def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefStore) -> None:
+    def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefContext) -> None:
         self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
         self._functions: dict[bytes, Any] = {}
         self._landings: dict[tuple[int, int], Landing] = {}
@@ -44,6 +45,8 @@ class Callee:
 
     def accept(self, link: Link, frame: Frame) -> None:
         """A request arrived (called by the holder of the polling role): leave it to the pool."""
+        if frame.flags & REMOTE and not frame.flags & BULK:
+            self._introduce(link, frame)
         self.caller.progress.jobs.append(partial(self._serve, link, frame))
 
     def release(self, link: Link, call: int) -> None:
@@ -70,18 +73,30 @@ class Callee:
 
     # -- running a request
 
-    def _serve(self, link: Link, frame: Frame) -> None:
+    def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
+        """Without ``references`` for the first time; with them when those among the arguments are confirmed."""
         call, control = frame.call, frame.flags & CONTROL
         rref: int | None = None
         try:
             frame = fetch_bulk(frame, self.device, link)
             if frame.flags & REMOTE:
-                _, rref, fork, _ = REQUEST_HEAD.unpack_from(frame.body, frame.function)
-                self.rrefs.add(rref, fork)
-            function, args, kwargs, sizes, places = self._decode(link, frame)
+                rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
+                if frame.flags & BULK:
+                    self._introduce(link, frame)
+                    frame = frame._replace(flags=frame.flags & ~BULK)
+            if references is None and not frame.flags & FLAT:
+                at = _payload_at(frame)
+                if frame.body[at] == serialize.MARK:
+                    references = self.rrefs.adopt(link.rank, frame.body[at : frame.function + frame.payload])
+                    held = frame._replace(flags=frame.flags & ~BULK)
+                    if self.rrefs.hold(references, partial(self._resume, link, held, rref, references)):
+                        return
+            function, args, kwargs, sizes, places = self._decode(link, frame, references)
+            if references:
+                references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
             if torch_profiler._is_profiler_enabled and not control:
-                function = profiling.serving(function, link.name, self.me.name)
+                function = profiling.serving(function, args, link.name, self.me.name)
             if inner is None:
                 answer = [function(*args, **kwargs)]
             else:
@@ -96,8 +111,22 @@ class Callee:
             return
         self._reply(link, call, control, answer, sizes, places, rref)
 
+    def _resume(
+        self, link: Link, frame: Frame, rref: int | None, references: list[Fork], error: Exception | None = None
+    ) -> None:
+        """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
+        if error is None:
+            self._serve(link, frame, references)
+        else:
+            self._fail(link, frame.call, frame.flags & CONTROL, error, rref)
+
+    def _introduce(self, link: Link, frame: Frame) -> None:
+        """A call that creates a value arrived: from now on its creator's reference is known."""
+        _, rref, fork, _ = REQUEST_HEAD.unpack_from(frame.body, frame.function)
+        self.rrefs.introduce(rref, fork, link.rank)
+
     def _decode(
-        self, link: Link, frame: Frame
+        self, link: Link, frame: Frame, references: list[Fork] | None
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None]:
         body, start = frame.body, frame.function
         grant = places_bytes = 0
@@ -123,10 +152,10 @@ class Callee:
                 args, kwargs = serialize.load_flat(payload, tensors), {}
                 function = self._function(body[:start])
             elif frame.flags & REFERENCE:
-                args, kwargs = serialize.loads(payload, tensors)
+                args, kwargs = serialize.loads(payload, tensors, references)
                 function = self._function(body[:start])
             else:
-                function, args, kwargs = serialize.loads(payload, tensors)
+                function, args, kwargs = serialize.loads(payload, tensors, references)
         except (AttributeError, ModuleNotFoundError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}. RPC pickler does not serialize it: {_PICKLER_HINT}") from None
         return function, args, kwargs, sizes, places
@@ -157,9 +186,10 @@ class Callee:
         """
         result = answer.pop()
         if rref is not None:
-            self.rrefs.fulfil(rref, result)
+            self.rrefs.store.fulfil(rref, result)
             result = None
         flags = control
+        payload = blob = b""
         try:
             tensors: list[torch.Tensor] | None = None
             out = NOTHING
@@ -170,7 +200,7 @@ class Callee:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:
-                payload, tensors = serialize.dumps(result)
+                payload, tensors = serialize.dumps(result, link.rank)
             if tensors:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
@@ -185,14 +215,20 @@ class Callee:
             if bulk is not None:
                 self._sources[link.rank, call] = (out.lent, bulk)
         except PeerLost:
-            pass
+            self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
         except BaseException as error:
+            self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
             self._fail(link, call, control, error, None)
+
+    def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
+        """The references in an answer that was not sent."""
+        if not flags & FLAT:
+            self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
-            self.rrefs.fail(rref, error)
+            self.rrefs.store.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None)
             return
         kind = type(error) if isinstance(error, Exception) else RuntimeError
@@ -231,3 +267,10 @@ class Callee:
             if landing is not None:
                 self._granted -= sum(landing.sizes)
         return landing
+
+
+def _payload_at(frame: Frame) -> int:
+    """Where in a request's body the pickle begins, with the references in front of it."""
+    if not frame.flags & HEAD:
+        return frame.function
+    return frame.function + REQUEST_HEAD.size + REQUEST_HEAD.unpack_from(frame.body, frame.function)[3]

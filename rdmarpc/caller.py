@@ -24,8 +24,9 @@ import torch
 
 from . import serialize
 from .future import Future, Pending
-from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
+from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, RESPONSE, Frame, Link
 from .progress import Progress
+from .rref_context import RRefContext
 from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
@@ -57,8 +58,8 @@ class Room:
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
-    def __init__(self, device: Device, progress: Progress) -> None:
-        self.device, self.progress = device, progress
+    def __init__(self, device: Device, progress: Progress, rrefs: RRefContext) -> None:
+        self.device, self.progress, self.rrefs = device, progress, rrefs
         self.pending: dict[int, Pending] = {}
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
@@ -98,9 +99,9 @@ class Caller:
         tensors: list[torch.Tensor] | None = None
         out = NOTHING
         if not name:
-            payload, tensors = serialize.dumps((function, args, kwargs or {}))
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs))
+            payload, tensors = serialize.dumps((args, kwargs), link.rank)
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
@@ -109,7 +110,7 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}))
+            payload, tensors = serialize.dumps((args, {}), link.rank)
             flags |= REFERENCE
         call = next(self._calls)
         pending = Pending(link, call, timeout)
@@ -120,6 +121,7 @@ class Caller:
             pending.since = now
         if flags & CONTROL:
             pending.control = True
+        places = b""
         try:
             sizes: tuple[int, ...] = ()
             grant = 0
@@ -131,7 +133,6 @@ class Caller:
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
             pending.key = (name, sizes)
-            places = b""
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 pending.landing = Landing.allocate(self.device, result_sizes)
                 places = pending.landing.places
@@ -151,8 +152,19 @@ class Caller:
             if future and pending.future is None:
                 pending.future = Future(self, pending)
             self.pending.pop(call, None)
+            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
             self._answer(pending, error)
+        except BaseException:
+            self.pending.pop(call, None)
+            self.futures.pop(call, None)
+            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
+            raise
         return pending
+
+    def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
+        """The references in a request that was not sent."""
+        if not flags & FLAT:
+            self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
 
     def send(
         self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
@@ -228,9 +240,13 @@ class Caller:
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
-        if not self.progress.wait_for(pending, pending.deadline):
-            self._give_up(pending)
-        return self.decode(pending, pending.answers.pop())
+        try:
+            if not self.progress.wait_for(pending, pending.deadline):
+                self._give_up(pending)
+            return self.decode(pending, pending.answers.pop())
+        finally:
+            if pending.event is not None:
+                pending.event.__exit__(None, None, None)
 
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
@@ -249,6 +265,9 @@ class Caller:
         payload_end = head + frame.payload
         table_end = payload_end + frame.table
         payload = frame.body[start + places_bytes : payload_end]
+        references = None
+        if not frame.flags & FLAT and payload[0] == serialize.MARK:
+            references = self.rrefs.adopt(link.rank, payload)
         if grant and (forgone := link.grants.put(pending.key, grant, load_places(places, link.places))):
             numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
@@ -267,16 +286,19 @@ class Caller:
             self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
-        return serialize.loads(payload, tensors)
+        return serialize.loads(payload, tensors, references)
 
     # -- giving up
 
     def _give_up(self, pending: Pending) -> None:
+        # In one table or the other at every moment: ``creates`` must find it.
+        self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
             # The answer came at the last moment: it is being entered.
+            del self._expired[pending.call]
             self.progress.wait_for(pending)
             return
-        self._expired[pending.call] = pending
+        pending.expired = True
         error = TransferTimeout(
             f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) "
             "and will now be marked with an error",
@@ -285,13 +307,23 @@ class Caller:
         self._answer(pending, error)
 
     def _bury(self, pending: Pending, frame: Frame) -> None:
-        """A late answer: nothing of it is wanted, but its memory must be released at both ends."""
+        """A late answer: nothing of it is wanted, but its memory must be released at both ends, and the references in it."""
         frame = fetch_bulk(frame, self.device, pending.link)
         if frame.flags & (READS | BULK):
             self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        start = frame.function
         if frame.flags & HEAD:
-            grant, _ = RESPONSE_HEAD.unpack_from(frame.body, frame.function)
+            grant, places_bytes = RESPONSE_HEAD.unpack_from(frame.body, start)
+            start += RESPONSE_HEAD.size + places_bytes
             self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
+        if frame.kind == RESPONSE and not frame.flags & FLAT:
+            self.rrefs.adopt(pending.link.rank, frame.body[start : frame.function + frame.payload])
+            self.rrefs.collect()
+
+    def creates(self, rref: int) -> bool:
+        """Whether a call that creates this reference elsewhere is unanswered, given up or not."""
+        calls = list(self.pending.values()) + list(self._expired.values())
+        return any(pending.rref == rref for pending in calls)
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""

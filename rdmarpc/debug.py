@@ -59,11 +59,8 @@ def debug_info() -> dict[str, int]:
         "agent.num_workers": len(agent.workers),
         "agent.num_lost": len(agent._lost),
         "agent.uptime_ms": round((time.monotonic() - agent.since) * 1000),
-        "num_owner_rrefs": len(agent.rrefs),
+        **agent.rrefs.debug_info(),
     }
-    of_references = getattr(agent.rrefs, "debug_info", None)
-    if of_references is not None:
-        info |= of_references()
     for link in list(agent._links.values()):
         info |= {f"link.{link.name}.{key}": value for key, value in _link(agent, link).items()}
     return info | {f"device.{key}": value for key, value in agent.device.counters().items()}
@@ -133,7 +130,7 @@ def _running() -> Iterator[str]:
         if frame is None:
             continue
         held = frame.f_locals
-        title = name_of(held["function"]) if "function" in held else "a request that is being read"
+        title = name_of(held["function"], held.get("args", ())) if "function" in held else "a request that is being read"
         place = " > ... > ".join([*at[-1:], *at[:1]][: len(at)])
         yield f"{title} <- {held['link'].name}  (call {held.get('call', '?')}, {names.get(ident)}{': ' if at else ''}{place})"
 

@@ -19,6 +19,8 @@ class Pending:
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     deadline: float | None = None
+    event: Any = None
+    """The profiler's, of a call that somebody waits for at once (``profiling``)."""
     since = 0.0
     """When it was sent, where no deadline tells."""
     control = False
@@ -33,6 +35,10 @@ class Pending:
     """What the callee may still read."""
     landing: Landing | None = None
     """Where the callee may still write the result."""
+    rref = 0
+    """The reference whose value the call creates (``remote``)."""
+    expired = False
+    """Given up: the answer may still come."""
 
     def __init__(self, link: Link, call: int, timeout: float) -> None:
         self.link, self.call, self.timeout = link, call, timeout
@@ -42,6 +48,18 @@ class Pending:
     def age(self, now: float) -> float:
         """Seconds since it was sent (``time.monotonic``)."""
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
+
+    @property
+    def refused(self) -> bool:
+        """Of a call with a future: answered by an error, not merely given up."""
+        future = self.future
+        if self.expired or future is None or not future.done():
+            return False
+        try:
+            future.value()
+        except Exception:
+            return True
+        return False
 
 
 class Future(torch.futures.Future[Any]):

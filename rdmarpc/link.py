@@ -31,7 +31,7 @@ MAX_BODY = RING_BYTES // 8
 _ALIGN = 64
 
 # Frame kinds.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, CREDIT, WRAP = range(1, 8)
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, CREDIT, WRAP = range(1, 9)
 
 # The one flag that matters here: a message of our own, not of a user.
 CONTROL = 32

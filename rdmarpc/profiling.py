@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.profiler import record_function
 
+from . import rref_proxy
 from .caller import REMOTE
 from .link import CONTROL
 
 if TYPE_CHECKING:
-    from .agent import Agent
     from .future import Pending
-    from .options import WorkerInfo
 
 
 def all_threads() -> Any:
@@ -35,10 +34,12 @@ def all_threads() -> Any:
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
-def name_of(function: Any) -> str:
-    """``module.function``; of a callable object, its class."""
+def name_of(function: Any, args: Any = ()) -> str:
+    """``module.function``; of a callable object, its class; ``rref.method`` for a call through a reference's proxy."""
     named = function if hasattr(function, "__qualname__") else type(function)
     module = getattr(named, "__module__", None)
+    if module == rref_proxy.__name__ and len(args) > 1:
+        return f"rref.{args[1]}"
     return f"{module}.{named.__qualname__}" if module else str(named.__qualname__)
 
 
@@ -51,40 +52,34 @@ def kind_of(function: Any, flags: int, future: bool) -> str:
     return "rpc_async" if future else "rpc_sync"
 
 
-def call(agent: Agent, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int) -> Any:
-    """``Agent.call`` inside its event."""
-    with record_function(_text(kind_of(function, flags, False), function, agent.name, to.name)):
-        return agent.caller.result(agent._start(to, function, args, kwargs, timeout, flags))
-
-
-def start(
-    agent: Agent, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, *rest: Any
-) -> Pending:
-    """``Agent._start`` of a call with a future, in an event that ends with that future."""
-    event = record_function(_text(kind_of(function, flags, True), function, agent.name, to.name))
+def begin(function: Any, args: Any, flags: int, future: bool, me: str, to: str) -> record_function:
+    """The event of a call that this thread begins now. It ends at the latest when it dies (nothing was sent)."""
+    event = record_function(_text(kind_of(function, flags, future), function, args or (), me, to))
     event.__enter__()
-    try:
-        pending = agent._start(to, function, args, kwargs, timeout, flags, *rest)
-    except BaseException:
-        event.__exit__(None, None, None)
-        raise
+    return event
+
+
+def follow(event: record_function, pending: Pending) -> None:
+    """Let the event end with its call, which was sent."""
+    if pending.future is None:
+        pending.event = event  # ended by ``Caller.result``
+        return
     # Ending it ourselves would not do: the thread that completes the future need not be one that is profiled, and there
     # torch leaves the event open. This way it takes the profiler of this thread along.
-    assert pending.future is not None
     event._call_end_callbacks_on_future(pending.future)
-    return pending
 
 
-def serving(function: Callable[..., Any], caller: str, me: str) -> Callable[..., Any]:
+def serving(function: Callable[..., Any], args: Any, caller: str, me: str) -> Callable[..., Any]:
     """``function`` inside the event of the called side."""
+    text = _text("rpc", function, args, caller, me)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(_text("rpc", function, caller, me)):
+        with record_function(text):
             return function(*args, **kwargs)
 
     return run
 
 
-def _text(kind: str, function: Any, source: str, target: str) -> str:
-    return f"{kind}#{name_of(function)}({source} -> {target})"
+def _text(kind: str, function: Any, args: Any, source: str, target: str) -> str:
+    return f"{kind}#{name_of(function, args)}({source} -> {target})"

@@ -1,19 +1,19 @@
-"""Remote references: a value that stays on its owner, and handles to it that travel.
-
-Life: the owner keeps a value while its own handles and any fork of a user exist. A user that sends a handle to a third worker
-first has the owner enter the new fork, and waits for that, so a value is never deleted while a handle is under way
-(``torch.distributed.rpc`` defers this with more messages; the guarantee is the same). A handle that is sent to the owner needs
-no fork: the sender's own stays alive until the call is answered.
-"""
+"""Remote references: a value that stays on its owner, and handles to it that travel. ``rref_context`` has the protocol."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from . import agent as _agent
 from . import serialize
 from .functions import async_execution
+from .link import CONTROL
 from .options import WorkerInfo
+from .rref_forks import Fork
+from .rref_proxy import Proxy, call, call_async, create
+from .rref_store import id_text
 from .transport import PeerLost
 
 if TYPE_CHECKING:
@@ -21,125 +21,216 @@ if TYPE_CHECKING:
     from .future import Pending
 
 T = TypeVar("T")
-_LOCAL_BITS = 48
-
-
-def _id_text(number: int) -> str:
-    return f"GloballyUniqueId(created_on={number >> _LOCAL_BITS}, local_id={number & ((1 << _LOCAL_BITS) - 1)})"
+_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+_EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
 
 
 class RRef(Generic[T]):
-    """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` one to a value elsewhere."""
+    """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` one to a value elsewhere.
+
+    Thread-safe. The value lives while a handle to it does, on any worker; handles are passed on by RPC only.
+    Equality is identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_fork", "_type")
+    _agent: Agent
+    _fork: Fork
+    _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None:
-            raise RuntimeError("type_hint is for TorchScript, which is not supported")
-        agent = _agent.require("Current RPC agent is not set! Did you initialize the RPC framework")
-        number = agent.new_id()
-        self._enter(agent, agent.me, number, number, None)
-        agent.rrefs.add(number, number)
-        agent.rrefs.fulfil(number, value)
-
-    def _enter(self, agent: Agent, owner: WorkerInfo, rref: int, fork: int, creation: Pending | None) -> None:
-        self._agent, self._owner, self._rref, self._fork, self._creation = agent, owner, rref, fork, creation
-        self._alive = True
-        self._confirmed = creation is None
-        agent.handles.add(self)
+            raise RuntimeError("RRef(type_hint=) is for TorchScript, which is not supported")
+        agent = _agent.require(_NO_AGENT)
+        if agent.garbage:
+            agent.rrefs.collect()
+        self._agent, self._fork, self._type = agent, agent.rrefs.own(value), None
 
     @classmethod
-    def _of(cls, agent: Agent, owner: WorkerInfo, rref: int, fork: int, creation: Pending | None = None) -> RRef[Any]:
+    def _over(cls, agent: Agent, fork: Fork) -> RRef[Any]:
+        """The handle of a fork."""
         handle = cls.__new__(cls)
-        handle._enter(agent, owner, rref, fork, creation)
+        handle._agent, handle._fork, handle._type = agent, fork, None
         return handle
 
+    # -- who and what
+
     def owner(self) -> WorkerInfo:
-        return self._owner
+        return self._agent.workers[self._fork.owner]
 
     def owner_name(self) -> str:
-        return self._owner.name
+        return self.owner().name
 
     def is_owner(self) -> bool:
-        return self._owner == self._agent.me
+        return self._fork.owner == self._agent.me.id
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to hold this reference."""
-        return self._confirmed or self.is_owner() or (self._creation is not None and self._creation.done)
+        """Whether the owner is known to know this reference. Always true on the owner, and of arguments of a running call."""
+        fork = self._fork
+        creation = fork.creation
+        return fork.confirmed or (creation is not None and creation.done and not creation.expired and not creation.refused)
+
+    def __repr__(self) -> str:
+        fork = self._fork
+        if self.is_owner():
+            return f"OwnerRRef({id_text(fork.rref)})"
+        return f"UserRRef(RRefId = {id_text(fork.rref)}, ForkId = {id_text(fork.number)})"
+
+    # -- the value
 
     def to_here(self, timeout: float = -1.0) -> T:
-        """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists."""
+        """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists, elsewhere at most
+        ``timeout`` seconds (-1 = the default, 0 = no limit). Raises what the function that was to make it raised,
+        ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given up."""
+        self._check("call to_here() on it")
         if self.is_owner():
             return self.local_value()
-        self._check_alive("call to_here() on it")
-        self._check_creation()
-        value = self._agent.call(self._owner, _fetch, (self._rref,), None, timeout, control=True)
-        self._confirmed = True
+        agent = self._agent
+        pending = agent._start(self.owner(), _fetch, (self._fork.rref,), None, timeout, CONTROL)
+        self._pin(pending)
+        value = agent.caller.result(pending)
+        if self._fork.creation is not None:
+            self._fork.confirmed = True  # the owner has made it
         return value
 
     def local_value(self) -> T:
-        """The value on its owner; waits until it exists, raises the error of its creation."""
+        """The value on its owner; waits until it exists, raises the error of its creation. ``RuntimeError`` elsewhere."""
+        fork = self._fork
         if not self.is_owner():
-            raise RuntimeError(
-                f"For {self._text('rref_id', 'fork_id')}, can't call localValue() on user {self._agent.me}. "
-                f"Call it on owner {self._owner}"
-            )
-        return self._agent.rrefs.slot(self._rref).future.wait()
+            text = f"UserRRef(rref_id={id_text(fork.rref)}, fork_id={id_text(fork.number)})"
+            raise RuntimeError(f"For {text}, can't call localValue() on user {self._agent.me}. Call it on owner {self.owner()}")
+        self._check("call local_value() on it")
+        return self._agent.rrefs.future(fork.rref).wait()
 
-    def _check_alive(self, what: str) -> None:
-        if not self._alive:
+    def _pin(self, pending: Pending) -> None:
+        """Keep the fork until the owner has answered, however late: a fetch of a value that it may have dropped meanwhile would
+        wait for ever."""
+        pending.keep = (pending.keep, self._fork)
+
+    def _check(self, what: str) -> None:
+        """Raise if the handle is of no use any more."""
+        fork = self._fork
+        if self._agent.rrefs.closed:
             raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
+        if fork.error is not None:
+            raise fork.error
+        creation = fork.creation
+        if creation is None or creation.future is None or not creation.future.done():
+            return
+        try:
+            creation.future.value()
+        except PeerLost:
+            raise
+        except Exception as error:
+            raise RuntimeError(_EXPIRED) from error
 
-    def _check_creation(self) -> None:
-        creation = self._creation
-        if creation is not None and creation.future is not None and creation.future.done():
-            try:
-                creation.future.value()
-            except PeerLost:
-                raise
-            except Exception as error:
-                raise RuntimeError(
-                    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
-                    "does not exist."
-                ) from error
+    # -- calls on the value
 
-    def _text(self, rref: str, fork: str) -> str:
-        return f"UserRRef({rref}={_id_text(self._rref)}, {fork}={_id_text(self._fork)})"
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in seconds
+        holds for the call, and for the question after the value's type the first time."""
+        return Proxy(self, call, timeout)
 
-    def __repr__(self) -> str:
-        if self.is_owner():
-            return f"OwnerRRef({_id_text(self._rref)})"
-        return f"UserRRef(RRefId = {_id_text(self._rref)}, ForkId = {_id_text(self._fork)})"
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """As ``rpc_sync``; calls return a future at once, and all errors come through it."""
+        return Proxy(self, call_async, timeout)
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """As ``rpc_sync``; calls return an ``RRef`` to the result."""
+        return Proxy(self, create, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """On the owner, without a context: ``torch.autograd.backward`` of the value, into ``.grad``."""
+        if dist_autograd_ctx_id != -1:
+            raise RuntimeError("RRef.backward in a context: distributed autograd is not built yet (rdmarpc.autograd)")
+        if not self.is_owner():
+            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        value: Any = self.local_value()
+        if not isinstance(value, torch.Tensor):
+            raise RuntimeError("RRef should contain a tensor for .backward()")
+        torch.autograd.backward([value], retain_graph=retain_graph)
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """Of the creation: ``None`` once the owner has made the value or failed to; fails if the call is given up or lost."""
+        creation = self._fork.creation
+        if creation is None or creation.future is None:
+            raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
+        return creation.future
+
+    def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
+        """The type of the value, asked for once; ``blocking=False``: a future of it. Raises as ``to_here`` does."""
+        if self._type is not None:
+            return self._type if blocking else _completed(self._type)
+        self._check("call _get_type() on it")
+        agent = self._agent
+        pending = agent._start(self.owner(), _type_of, (self._fork.rref,), None, timeout, 0, not blocking)
+        self._pin(pending)
+        if not blocking:
+            assert pending.future is not None
+            pending.future.add_done_callback(self._learn)
+            return pending.future
+        self._type = agent.caller.result(pending)
+        return self._type
+
+    # -- travelling
+
+    def _serialize(self) -> tuple[int, int, int, int]:
+        """What ``_deserialize`` on another worker, once, makes a handle of. Until then this one's value is kept."""
+        self._check("call fork an UserRRef")
+        return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.me.id
+
+    @classmethod
+    def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:
+        agent = _agent.current()
+        return cls._over(agent, agent.rrefs.claim(*data))
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
-    def _forget(self) -> None:
-        if self._alive:
-            self._alive = False
-            # Also runs inside the garbage collector: the queue is all that may be touched.
-            self._agent.garbage.append((self._owner.id, self._rref, self._fork, self._creation))
-
-    def __del__(self) -> None:
-        if hasattr(self, "_alive"):
-            self._forget()
+    def _learn(self, future: torch.futures.Future[type]) -> None:
+        try:
+            self._type = future.value()
+        except Exception:
+            pass  # whoever asked gets it from the future
 
 
-def _reduce(handle: RRef[Any]) -> Any:
-    agent = handle._agent
-    handle._check_alive("call fork an UserRRef")
-    handle._check_creation()
-    fork = agent.new_id()
-    if handle.is_owner():
-        agent.rrefs.add(handle._rref, fork)
-    else:
-        agent.call(handle._owner, _add_fork, (handle._rref, fork), None, -1.0, control=True)
-    return _receive, (handle._owner.name, handle._owner.id, handle._rref, fork)
+class _Child:
+    """A fork in a message that is being pickled."""
+
+    __slots__ = ("_agent", "_to", "entry")
+
+    def __init__(self, handle: RRef[Any], to: int) -> None:
+        self._agent, self._to = handle._agent, to
+        self.entry = self._agent.rrefs.forks.fork(handle._fork, to)
+
+    def undo(self) -> None:
+        self._agent.rrefs.forks.undo(self._to, [self.entry])
 
 
-def _receive(name: str, rank: int, rref: int, fork: int) -> RRef[Any]:
-    return RRef._of(_agent.current(), WorkerInfo(name, rank), rref, fork)
+def _reduce(handle: RRef[Any], pickler: Any) -> Any:
+    handle._check("call fork an UserRRef")
+    if pickler.to is None:
+        return handle.__reduce__()
+    pickler.enclosed.append(_Child(handle, pickler.to))
+    return _receive, (len(pickler.enclosed) - 1,)
+
+
+def _receive(index: int) -> RRef[Any]:
+    return RRef._over(_agent.current(), serialize.landed_reference(index))
 
 
 serialize.register_reducer(RRef, _reduce)
+
+
+def _completed(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def _rref_context_get_debug_info() -> dict[str, int]:
+    """``num_owner_rrefs``, ``num_forks``: values of this worker that others (or ``remote``) refer to, and their references;
+    ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet."""
+    return _agent.current().rrefs.debug_info()
 
 
 # What other workers call here.
@@ -147,12 +238,18 @@ serialize.register_reducer(RRef, _reduce)
 
 @async_execution
 def _fetch(rref: int) -> Any:
-    return _agent.current().rrefs.slot(rref).future
+    return _agent.current().rrefs.future(rref)
 
 
-def _add_fork(rref: int, fork: int) -> None:
-    _agent.current().rrefs.add(rref, fork)
+@async_execution
+def _type_of(rref: int) -> torch.futures.Future[type]:
+    found: torch.futures.Future[type] = torch.futures.Future()
 
+    def tell(value: torch.futures.Future[Any]) -> None:
+        try:
+            found.set_result(type(value.value()))
+        except Exception as error:
+            found.set_exception(error)  # type: ignore[arg-type]
 
-def _drop(rref: int, fork: int) -> None:
-    _agent.current().rrefs.drop(rref, fork)
+    _agent.current().rrefs.future(rref).add_done_callback(tell)
+    return found

@@ -2,16 +2,20 @@
 
 A dense tensor leaves the pickle as an index into the message's tensor list; what travels of it is described by ``tensors``.
 Everything else (sparse and quantised tensors too) is ordinary pickle. Functions travel by reference.
+
+References (``rref``) leave the pickle in the same way: their forks stand in a table before it, so that the receiver can take
+them without unpickling anything.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +26,7 @@ _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 class _Incoming(threading.local):
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.references: list[Any] = []
 
 
 _incoming = _Incoming()
@@ -35,10 +40,18 @@ def _landed_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
     return torch.nn.Parameter(_incoming.tensors[index].detach(), requires_grad)
 
 
+def landed_reference(index: int) -> Any:
+    """Number ``index`` of what ``loads`` was given as references. Only while unpickling."""
+    return _incoming.references[index]
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], to: int | None) -> None:
         super().__init__(file, protocol=5)
         self._tensors = tensors
+        self.to = to
+        """Rank of the receiver; ``None`` where there is none: references cannot be pickled then."""
+        self.enclosed: list[Enclosed] = []
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -51,15 +64,40 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         special = _reducers.get(kind)
-        return NotImplemented if special is None else special(value)
+        return NotImplemented if special is None else special(value, self)
 
 
-_reducers: dict[type, Callable[[Any], Any]] = {}
+class Enclosed(Protocol):
+    """What a message carries in front of its pickle."""
+
+    @property
+    def entry(self) -> tuple[int, int, int]: ...
+
+    def undo(self) -> None:
+        """The message will not be sent."""
 
 
-def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
-    """Let objects of exactly this type travel by RPC, as ``reduce`` says (see ``pickle``: ``__reduce__``)."""
+_reducers: dict[type, Callable[[Any, _Pickler], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any, _Pickler], Any]) -> None:
+    """Let objects of exactly this type travel by RPC, as ``reduce(value, pickler)`` says (see ``pickle``: ``__reduce__``).
+    It may append to ``pickler.enclosed``."""
     _reducers[kind] = reduce
+
+
+MARK = 0x52
+"""First byte of a payload with a table of references; that of a pickle is 0x80."""
+_TABLE = struct.Struct("<BI")
+_ENTRY = struct.Struct("<HQQ")
+
+
+def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
+    """The entries of the table in front of a pickle, if there is one."""
+    if not payload or payload[0] != MARK:
+        return iter(())
+    count = _TABLE.unpack_from(payload)[1]
+    return _ENTRY.iter_unpack(memoryview(payload)[_TABLE.size : _TABLE.size + count * _ENTRY.size])
 
 
 def travels(tensor: torch.Tensor) -> bool:
@@ -67,22 +105,36 @@ def travels(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype not in _QUANTISED
 
 
-def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of ``value`` and the tensors it refers to. Raises what pickling raises."""
+def dumps(value: Any, to: int | None = None) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises.
+
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``)."""
     file = io.BytesIO()
     tensors: list[torch.Tensor] = []
-    _Pickler(file, tensors).dump(value)
-    return file.getvalue(), tensors
+    pickler = _Pickler(file, tensors, to)
+    try:
+        pickler.dump(value)
+    except BaseException:
+        for item in pickler.enclosed:
+            item.undo()
+        raise
+    if not pickler.enclosed:
+        return file.getvalue(), tensors
+    table = b"".join(_ENTRY.pack(*item.entry) for item in pickler.enclosed)
+    return _TABLE.pack(MARK, len(pickler.enclosed)) + table + file.getvalue(), tensors
 
 
-def loads(payload: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Inverse of ``dumps``. User code may run in here (constructors, ``__setstate__``), and may call RPC."""
-    outer = _incoming.tensors
-    _incoming.tensors = tensors
+def loads(payload: bytes, tensors: list[torch.Tensor], references: list[Any] | None = None) -> Any:
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table. User code may run in here (constructors,
+    ``__setstate__``), and may call RPC."""
+    if references:
+        payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
+    outer = _incoming.tensors, _incoming.references
+    _incoming.tensors, _incoming.references = tensors, references or []
     try:
         return pickle.loads(payload)
     finally:
-        _incoming.tensors = outer
+        _incoming.tensors, _incoming.references = outer
 
 
 def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:

@@ -73,7 +73,7 @@ class TracedCaller(Caller):
         pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork)
         end = monotonic_ns()
         bytes_sent, line.message.bytes = line.message.bytes, {}
-        what = kind_of(function, flags, future), future, name_of(function), link.name, bytes_sent
+        what = kind_of(function, flags, future), future, name_of(function, args), link.name, bytes_sent
         line.note("sent", line.rank, pending.call, begin, end, *what)
         if pending.future is not None:
             pending.future.__class__ = TracedFuture
@@ -120,22 +120,22 @@ class TracedCallee(Callee):
         self.timeline.note("came", link.rank, frame.call, monotonic_ns(), link.name)
         super().accept(link, frame)
 
-    def _serve(self, link: Link, frame: Frame) -> None:
+    def _serve(self, link: Link, frame: Frame, *references: Any) -> None:
         line = self.timeline
         outer, serving = line.message.serving, Serving(link.rank, frame.call, line.track())
         line.message.serving = line.serving[serving.key] = serving
         try:
-            super()._serve(link, frame)
+            super()._serve(link, frame, *references)
         finally:
             line.note("served", link.rank, frame.call, *serving.spans(monotonic_ns()))
             line.serving.pop(serving.key, None)
             line.message.serving = outer
 
-    def _decode(self, link: Link, frame: Frame) -> Any:
-        decoded = super()._decode(link, frame)
+    def _decode(self, link: Link, frame: Frame, *references: Any) -> Any:
+        decoded = super()._decode(link, frame, *references)
         serving = self.timeline.message.serving
         if serving is not None:
-            serving.unpickled, serving.function = monotonic_ns(), name_of(decoded[0])
+            serving.unpickled, serving.function = monotonic_ns(), name_of(*decoded[:2])
         return decoded
 
     def _reply(self, link: Link, call: int, *rest: Any) -> None:

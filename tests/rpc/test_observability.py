@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -73,7 +74,11 @@ def profiled(rank):
             for _ in range(3):
                 rpc.rpc_sync("worker1", double, (torch.ones(100),))
             future = rpc.rpc_async("worker1", nap, (0.2,))
-            rpc.remote("worker1", double, (torch.ones(2),)).to_here()
+            rref = rpc.remote("worker1", double, (torch.ones(2),))
+            rref.to_here()
+            assert rref.rpc_sync().sum() == 4
+            with pytest.raises((AttributeError, pickle.PicklingError)):
+                rpc.rpc_sync("worker1", lambda: None)
             with pytest.raises(ValueError, match="no"):
                 rpc.rpc_sync("worker1", fail)
             with pytest.raises(ValueError, match="no"):
@@ -95,6 +100,9 @@ def test_profiler_shows_calls_on_both_sides():
     assert len(calling[f"rpc_sync#{here}double{there}"]) == 3
     assert len(calling[f"remote#{here}double{there}"]) == 1
     assert len([name for name in calling if name.startswith("to_here#") and name.endswith(there)]) == 1
+    assert len(calling[f"rpc_sync#rref.sum{there}"]) == len(called[f"rpc#rref.sum{there}"]) == 1
+    [(unsent, _)] = [event for name, events in calling.items() if "<lambda>" in name for event in events]
+    assert unsent < 100_000  # it was never sent, and the event of a call that nobody waits for ends as well
     assert len(calling[f"rpc_sync#{here}fail{there}"]) == len(calling[f"rpc_async#{here}fail{there}"]) == 1
     [(elapsed, _)] = calling[f"rpc_async#{here}nap{there}"]
     assert elapsed > 190_000  # until the answer, not until it was sent

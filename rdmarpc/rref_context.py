@@ -1,0 +1,224 @@
+"""The protocol of references: who keeps a value alive, and how nobody has to wait for it.
+
+An *RRef* is a value on its *owner*. A *fork* is one reference to it, held by one worker; forks form a tree, whose root is the
+fork of the creator. Ids of both are drawn by whoever makes them. After Damania et al. ("PyTorch RPC", MLSys 2023) and
+the design notes of ``torch.distributed.rpc``; what differs is said at the end.
+
+Invariants:
+
+G1  The owner is told when a fork dies, exactly once (DELETE), and before that exactly once that it exists: by the call that
+    creates the value, by a FORK, or because the owner made the fork itself.
+G2  A fork does not die before all its children are confirmed by the owner, or their holders are lost. It is in its holder's
+    ``pending_children`` until then. So as long as a fork lives anywhere, or is under way, there is one that the owner knows, or
+    the call that creates the value is on its way: the value is never deleted early.
+G3  Pickling a reference asks nobody and waits for nobody. The forks of a message travel in front of its pickle, and are adopted
+    as a whole before anything else of the message is looked at: so unpickling may fail, and answers may come that nobody
+    waits for any more, without losing one.
+G4  A user's function runs after all forks among its arguments are confirmed. No thread waits for that.
+G5  ACCEPT means that the creating call has reached the owner. A FORK or a fetch that comes before it is parked, and the owner
+    PROBEs the creator: who answers GONE when the call was answered, or is not known. In the absence of lost workers
+    the creating call has come by then (G2). So nobody waits for a value that will never be.
+G6  No lock is held while something is sent, a future is completed, a value dies or users' code runs. Messages are taken on
+    whatever thread reads them, and never queue behind users' functions.
+
+Who sends what (``rref_mail``: each entry takes effect once):
+
+    FORK    child's holder -> owner     a user gave me this fork              answered by ACCEPT or REFUSE
+    CHILD   child's holder -> parent    the owner has decided, or I am the owner: you need not keep the parent for me
+    DELETE  holder -> owner             this fork died
+    PROBE   owner -> creator            tell me when the call that creates this was answered
+    GONE    creator -> owner            it was, or never was
+
+    user -> owner (argument, result)    CHILD at once
+    owner -> user                       nothing: the owner has entered the fork before it sends it
+    user -> user                        FORK, ACCEPT, CHILD
+
+Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``RRefStore._early``) and annuls it; a
+refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way. A creating call that its
+caller has given up still runs once; if the caller's handle died meanwhile its value is dropped as soon as it is made.
+
+Lost workers: the owner drops all forks that a lost worker held, parents forget the children it got, forks of values it owned
+that were not confirmed yet fail with ``PeerLost``.
+
+Differences from torch: a fork may be deleted before it was confirmed; the owner knows the holder of each fork; the value's
+creation is confirmed by the answer to the call; PROBE and GONE, without which a lost worker could leave others waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from . import serialize
+from .rref_forks import Fork, Forks, Resume
+from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
+from .rref_store import Job, RRefStore
+
+
+class RRefContext:
+    """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
+    those of other workers (``mail``). Thread-safe, never blocks.
+
+    ``names(rank)`` for texts; ``new_id()`` draws ids; ``transmit(rank, message)`` carries a message to ``receive`` at ``rank``;
+    ``run(job)`` runs a job on another thread; ``under_way(rref)``: whether a call of ours that creates ``rref`` is unanswered.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        *,
+        names: Callable[[int], str],
+        new_id: Callable[[], int],
+        transmit: Callable[[int, bytes], None],
+        run: Callable[[Job], None],
+        under_way: Callable[[int], bool],
+    ) -> None:
+        self._me, self._new_id, self._run, self._under_way = me, new_id, run, under_way
+        self._jobs: deque[Job] = deque()
+        self.mail = Mail(transmit)
+        self.store = RRefStore(me, self.mail.put, self._jobs)
+        self.forks = Forks(me, names, new_id, self.store, self.mail.put, self._jobs)
+        self.garbage = self.forks.garbage
+        self._probes: deque[tuple[int, int]] = deque()
+        self.closed = False
+        """After shutdown: every handle is deleted, whoever still has it."""
+
+    # -- handles
+
+    def own(self, value: Any) -> Fork:
+        """A value of ours."""
+        number = self._new_id()
+        self.store.add(number, value)
+        return self.forks.own(number)
+
+    # -- messages with forks in them
+
+    def adopt(self, sender: int, payload: bytes) -> list[Fork]:
+        """The forks in front of a pickle that came from ``sender``."""
+        forks = self.forks.adopt(sender, serialize.enclosed(payload))
+        self._act()
+        return forks
+
+    def claim(self, owner: int, rref: int, number: int, parent: int) -> Fork:
+        """See ``Forks.claim``."""
+        fork = self.forks.claim(owner, rref, number, parent)
+        self._act()
+        return fork
+
+    def hold(self, forks: list[Fork], resume: Resume) -> bool:
+        """See ``Forks.hold``."""
+        held = self.forks.hold(forks, resume)
+        self._act()
+        return held
+
+    def undo(self, to: int, payload: bytes) -> None:
+        """Take back the forks in front of a pickle that was not sent to ``to``, if there are any."""
+        self.forks.undo(to, serialize.enclosed(payload))
+        self._act()
+
+    def introduce(self, rref: int, fork: int, creator: int) -> None:
+        self.store.introduce(rref, fork, creator)
+        self._act()
+
+    def future(self, rref: int) -> Any:
+        """Of a value here."""
+        future = self.store.future(rref)
+        self._act()
+        return future
+
+    # -- control messages
+
+    def receive(self, sender: int, message: bytes) -> None:
+        """A control message came (on whatever thread read it)."""
+        store, forks = self.store, self.forks
+        for kind, rref, fork in self.mail.open(sender, message):
+            if kind == DELETE:
+                store.delete(rref, fork, sender)
+            elif kind == FORK:
+                store.request(rref, fork, sender)
+            elif kind == ACCEPT or kind == REFUSE:
+                forks.accepted(fork, refused=kind == REFUSE)
+            elif kind == CHILD:
+                forks.child_accepted(fork)
+            elif kind == PROBE:
+                self._probes.append((sender, rref))
+            elif kind == GONE:
+                store.gone(rref)
+        if self._probes:
+            self._answer_probes()
+        self._act()
+
+    def _answer_probes(self) -> None:
+        for _ in range(len(self._probes)):
+            try:
+                owner, rref = self._probes.popleft()
+            except IndexError:
+                return  # another thread answers, too
+            if self._under_way(rref):
+                self._probes.append((owner, rref))
+            else:
+                self.mail.put(owner, GONE, rref, 0)
+
+    def collect(self) -> None:
+        """Tell the owners of the forks that died here. Called from time to time."""
+        for _ in range(len(self.garbage)):
+            try:
+                owner, rref, fork, creation = self.garbage.popleft()
+            except IndexError:
+                break  # another thread collects, too
+            if creation is not None and creation.refused:
+                continue  # the owner never knew it
+            if owner == self._me:
+                self.store.delete(rref, fork, owner)
+            else:
+                self.mail.put(owner, DELETE, rref, fork)
+        if self._probes:
+            self._answer_probes()
+        self._act()
+
+    def lost(self, rank: int, error: Exception) -> None:
+        """A worker was lost. For good."""
+        self.mail.lost(rank)
+        self.store.lost(rank)
+        self.forks.lost(rank, error)
+        self._act()
+
+    def _act(self) -> None:
+        """Without any lock: what follows from what was entered."""
+        while self._jobs:
+            try:
+                self._run(self._jobs.popleft())
+            except IndexError:
+                break
+        if self.store.dead:
+            self._run(self._bury)
+        self.mail.flush()
+
+    def _bury(self) -> None:
+        """Values die here: their finalizers are users' code."""
+        while self.store.dead:
+            try:
+                self.store.dead.popleft()
+            except IndexError:
+                return
+
+    def close(self, error: Exception) -> None:
+        self.closed = True
+        self.store.close(error)
+        self.garbage.clear()
+
+    # -- looking
+
+    def __len__(self) -> int:
+        """Values that live here."""
+        return len(self.store)
+
+    def debug_info(self) -> dict[str, int]:
+        owners, forks = self.store.counts()
+        return {
+            "num_owner_rrefs": owners,
+            "num_forks": forks,
+            "num_pending_users": len(self.forks.pending_users),
+            "num_pending_children": len(self.forks.pending_children),
+        }

@@ -1,0 +1,164 @@
+"""Control messages of references: numbered by the sender, taken once by the receiver, whatever happens in between.
+
+A message is a frame of entries ``(kind, rref, fork)`` under one number. Numbers count from 0 for each pair of sender and
+receiver. The receiver keeps a watermark (all below it were taken) and the numbers taken above it, so a message may be delayed,
+overtaken and repeated, and its entries still take effect exactly once. The links below neither lose nor repeat frames; the
+protocol does not rely on their order, and with this not on their care either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from .link import CONTROL, REFERENCES
+from .transport import PeerLost, RdmaError
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
+"""Kinds of entries; what they mean is said in ``rref_context``."""
+
+_NUMBER = struct.Struct("<Q")
+_ENTRY = struct.Struct("<BQQ")
+_BATCH = 1024  # the reader of the rings takes a whole message at once
+_PAUSE_S = 0.001  # between attempts to write to a ring that is full
+
+
+class Taken:
+    """Which numbers of one sender were taken."""
+
+    __slots__ = ("above", "watermark")
+
+    def __init__(self) -> None:
+        self.watermark = 0
+        self.above: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """``False`` for a number that was taken before."""
+        if number < self.watermark or number in self.above:
+            return False
+        self.above.add(number)
+        while self.watermark in self.above:
+            self.above.discard(self.watermark)
+            self.watermark += 1
+        return True
+
+
+class Mail:
+    """Thread-safe; never blocks. ``transmit(rank, message)`` carries bytes to the ``open`` of another worker, some day."""
+
+    def __init__(self, transmit: Callable[[int, bytes], None]) -> None:
+        self.transmit = transmit
+        self._out: dict[int, deque[bytes]] = {}
+        self._numbers: dict[int, itertools.count[int]] = {}
+        self._taken: dict[int, Taken] = {}
+        self._lost: set[int] = set()
+        self._lock = threading.Lock()
+
+    def put(self, rank: int, kind: int, rref: int, fork: int) -> None:
+        """One more entry for ``rank``, sent with the next ``flush``."""
+        if rank not in self._lost:
+            self._out.setdefault(rank, deque()).append(_ENTRY.pack(kind, rref, fork))
+
+    def flush(self) -> None:
+        """Send all that was put."""
+        for rank, entries in list(self._out.items()):
+            while entries:
+                batch = []
+                try:
+                    while len(batch) < _BATCH:
+                        batch.append(entries.popleft())
+                except IndexError:
+                    pass  # another thread may flush, too
+                if batch:
+                    with self._lock:
+                        number = next(self._numbers.setdefault(rank, itertools.count()))
+                    self.transmit(rank, _NUMBER.pack(number) + b"".join(batch))
+
+    def open(self, sender: int, message: bytes) -> Iterable[tuple[int, int, int]]:
+        """The entries of a message from ``sender``; none if it was taken before."""
+        (number,) = _NUMBER.unpack_from(message)
+        with self._lock:
+            if sender in self._lost or not self._taken.setdefault(sender, Taken()).take(number):
+                return ()
+        return _ENTRY.iter_unpack(memoryview(message)[_NUMBER.size :])
+
+    def lost(self, rank: int) -> None:
+        """Nothing is sent to ``rank`` any more, and nothing of it taken."""
+        with self._lock:
+            self._lost.add(rank)
+            self._out.pop(rank, None)
+            self._taken.pop(rank, None)
+
+    @property
+    def unsent(self) -> int:
+        return sum(len(entries) for entries in list(self._out.values()))
+
+    @property
+    def gaps(self) -> int:
+        """Numbers taken out of order whose predecessors have not come yet."""
+        with self._lock:
+            return sum(len(taken.above) for taken in self._taken.values())
+
+
+class Carrier:
+    """``Mail.transmit`` over the agent's links.
+
+    What can go at once goes at once, on whatever thread. What cannot (no link yet, no room in the peer's ring) is left to a
+    thread of that peer's own, which ends when it has caught up: so the reader of the rings never waits, a peer that does not
+    read holds up nobody else, and none of it queues behind users' functions.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._left: dict[int, deque[bytes]] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def transmit(self, rank: int, message: bytes) -> None:
+        agent = self._agent
+        if rank == agent.me.id:
+            agent.rrefs.receive(rank, message)
+            return
+        link = agent._links.get(rank)
+        try:
+            if link is not None and link._window is not None and link.try_send(REFERENCES, 0, CONTROL, payload=message):
+                return
+        except PeerLost:
+            return
+        with self._lock:
+            left = self._left.get(rank)
+            if left is not None:
+                left.append(message)
+                return
+            self._left[rank] = deque((message,))
+        threading.Thread(target=self._catch_up, args=(rank,), name=f"rdmarpc-references-{rank}", daemon=True).start()
+
+    def _catch_up(self, rank: int) -> None:
+        agent = self._agent
+        while not self._stopped:
+            with self._lock:
+                left = self._left[rank]
+                if not left:
+                    del self._left[rank]
+                    return
+            try:
+                link = agent.link(rank)
+                while not link.try_send(REFERENCES, 0, CONTROL, payload=left[0]):
+                    time.sleep(_PAUSE_S)
+                    if self._stopped:
+                        return
+            except RdmaError as error:
+                if not self._stopped:
+                    agent.rrefs.lost(rank, error)
+            left.popleft()
+
+    def stop(self) -> None:
+        self._stopped = True
