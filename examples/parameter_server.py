@@ -1,9 +1,9 @@
 """A parameter server: trainers send it gradients and get back new weights (Li et al., "Scaling Distributed Machine Learning
 with the Parameter Server", OSDI 2014).
 
-The server takes gradients as they come. When ``together`` of them are there it makes one step with their mean and answers all of
-their senders at once (``async_execution``: until then no thread of the server waits). A trainer works on its next gradient
-while its last one is under way, so nobody waits for the slowest.
+The server takes gradients as they come. When ``together`` of them are there it makes one step with their mean and answers all
+of their senders at once (``async_execution``: until then no thread of the server waits). A trainer works on its next
+gradient while its last one is under way, so nobody waits for the slowest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import tempfile
 import threading
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +28,9 @@ def new_model() -> nn.Module:
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """1,797 images (n, 64) in [0, 1] and their labels, in an order that is the same everywhere. The last 360 are held out."""
+    """1,797 images (n, 64) in [0, 1] and their labels. The last 360 are held out."""
+    from sklearn.datasets import load_digits  # here: only the server needs it
+
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     return torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]
@@ -75,15 +76,13 @@ class Server:
         complete, self.answer, self.arrived = self.answer, torch.futures.Future(), []
         complete.set_result(self.weights())
 
-    def accuracy(self) -> float:
-        x, y = digits()
-        return (self.model(x[-360:]).argmax(1) == y[-360:]).float().mean().item()
+    def accuracy(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        return (self.model(x).argmax(1) == y).float().mean().item()
 
 
-def train(server: rpc.RRef[Server], number: int, trainers: int, epochs: int) -> float:
+def train(server: rpc.RRef[Server], x: torch.Tensor, y: torch.Tensor, epochs: int) -> float:
     """Runs on a trainer, with its share of the images. The last loss."""
-    model, (x, y) = new_model(), digits()
-    x, y = x[:-360][number::trainers], y[:-360][number::trainers]
+    model = new_model()
     under_way: torch.futures.Future[Tensors] | None = None
     for _ in range(epochs):
         for chosen in torch.randperm(len(x)).split(32):
@@ -106,11 +105,15 @@ def worker(rank: int, trainers: int, epochs: int, meeting: str) -> None:
     name = f"trainer{rank - 1}" if rank else "server"
     rpc.init_rpc(name, rank=rank, world_size=trainers + 1, rpc_backend_options=options)
     if rank == 0:
-        server = rpc.RRef(Server(trainers, together=max(1, trainers - 1)))
-        running = [rpc.rpc_async(f"trainer{n}", train, (server, n, trainers, epochs), timeout=0) for n in range(trainers)]
-        losses = [future.wait() for future in running]
-        accuracy = server.local_value().accuracy()
-        print(f"{server.local_value().steps} steps, losses {', '.join(f'{loss:.3f}' for loss in losses)}")
+        x, y = digits()
+        server = Server(trainers, together=max(1, trainers - 1))
+        reference, running = rpc.RRef(server), []
+        for n in range(trainers):
+            share = x[:-360][n::trainers], y[:-360][n::trainers]
+            running.append(rpc.rpc_async(f"trainer{n}", train, (reference, *share, epochs), timeout=0))
+        losses = torch.futures.wait_all(running)
+        accuracy = server.accuracy(x[-360:], y[-360:])
+        print(f"{server.steps} steps, losses {', '.join(f'{loss:.3f}' for loss in losses)}")
         print(f"accuracy on images never seen: {accuracy:.1%}")
         rpc.shutdown()
         sys.exit(accuracy < 0.95)

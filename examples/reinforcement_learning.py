@@ -114,8 +114,8 @@ def worker(rank: int, observers: int, goal: float, games: int, meeting: str) -> 
         for at in range(0, len(lengths), 50):
             some = lengths[at : at + 50]
             print(f"games {at:4}-{at + len(some) - 1:<4}  mean length {sum(some) / len(some):6.1f}")
-        mean, first = agent.local_value().mean(), sum(lengths[:30]) / 30
-        print(f"{len(lengths)} games by {observers} observers ({played}): from {first:.0f} moves to {mean:.0f} of {LONGEST}")
+        mean, first = agent.local_value().mean(), sum(lengths[:10]) / 10
+        print(f"{len(lengths)} games by {observers} observers {played}: from {first:.0f} moves to {mean:.0f} of {LONGEST}")
         rpc.shutdown()
         sys.exit(mean < goal)
     rpc.shutdown()
