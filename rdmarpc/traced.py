@@ -19,6 +19,8 @@ import threading
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .callee import Callee
 from .caller import LONE, Caller
 from .future import Future, Pending
@@ -52,6 +54,11 @@ class Serving:
         return self.begin, self.unpickled or returned, returned, end, self.function
 
 
+def _inline(nbytes: int) -> dict[str, int]:
+    """The traffic (``tensors.traffic``) of a message with one small tensor, or none."""
+    return {"inline": nbytes, "direct": 0, "read": 0}
+
+
 class TracedCaller(Caller):
     timeline: Timeline
 
@@ -83,8 +90,7 @@ class TracedCaller(Caller):
         self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
     ) -> Any:
         if kind == REQUEST or kind == RESPONSE:
-            lone = {"inline": len(out.data), "direct": 0, "read": 0}
-            carried = lone if flags & LONE else traffic(out)
+            carried = _inline(len(out.data)) if flags & LONE else traffic(out)
             held = self.timeline.message.bytes
             held.update(carried, tensors=out.tensors, pickle=len(payload))
         return super().send(link, kind, call, flags, out, function, payload, keep)
@@ -138,16 +144,17 @@ class TracedCallee(Callee):
             serving.unpickled, serving.function = monotonic_ns(), name_of(*decoded[:2])
         return decoded
 
-    def _reply(self, link: Link, call: int, *rest: Any) -> None:
+    def _reply(self, link: Link, call: int, control: int, answer: list[Any], *rest: Any) -> None:
         begin = self._returned(link, call)
-        super()._reply(link, call, *rest)
-        self._note_reply(link, call, begin, "")
+        nbytes = answer[0].nbytes if type(answer[0]) is torch.Tensor else 0
+        super()._reply(link, call, control, answer, *rest)
+        self._note_reply(link, call, begin, "", _inline(nbytes) | {"tensors": int(nbytes > 0), "pickle": 0})
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         begin = self._returned(link, call)
         super()._fail(link, call, control, error, rref)
         if rref is None:  # else it has replied
-            self._note_reply(link, call, begin, type(error).__name__)
+            self._note_reply(link, call, begin, type(error).__name__, {})
 
     def _returned(self, link: Link, call: int) -> int:
         """The function of this call has ended; on its own thread or, of an asynchronous one, on any."""
@@ -158,7 +165,8 @@ class TracedCallee(Callee):
             serving.returned = serving.returned or now
         return now
 
-    def _note_reply(self, link: Link, call: int, begin: int, error: str) -> None:
+    def _note_reply(self, link: Link, call: int, begin: int, error: str, short: dict[str, int]) -> None:
+        """``short``: what was carried if the reply did not go by ``Caller.send``: a small tensor has a shorter way."""
         message = self.timeline.message
-        bytes_sent, message.bytes = message.bytes, {}
-        self.timeline.note("replied", link.rank, call, begin, monotonic_ns(), bytes_sent, error)
+        carried, message.bytes = message.bytes or short, {}
+        self.timeline.note("replied", link.rank, call, begin, monotonic_ns(), carried, error)

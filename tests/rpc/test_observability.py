@@ -244,6 +244,8 @@ def test_timeline_of_a_run_holds_every_call(tmp_path, transport):
     sent = [event["args"]["sent"] for event in user_calls if f"{__name__}.via" in event["name"]]
     assert all(item["direct"] + item["read"] == 12000 and item["inline"] == 0 and item["tensors"] == 1 for item in sent)
     assert sum(item["direct"] == 12000 for item in sent) > half * 0.8
+    answered = [event["args"]["sent"] for event in spans(trace, "reply")]
+    assert len([sent for sent in answered if sent.get("tensors") == 1 and sent["inline"] == 20]) == 2  # ``later``, ``to_here``
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert {"MainThread", "caller 0", "caller 1", "caller 2", "caller 3"} <= names
 
