@@ -59,6 +59,7 @@ class Timeline:
         self._tracks: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._local = threading.local()
+        self._lock = threading.Lock()
         self._stopped = 0
         self._kept = False
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
@@ -90,7 +91,9 @@ class Timeline:
     def stop(self) -> None:
         """Note nothing more, but for what is under way on other threads at this moment."""
         caller = self.agent.caller
-        if isinstance(caller, TracedCaller) and caller.timeline is self:
+        with self._lock:
+            if not isinstance(caller, TracedCaller) or caller.timeline is not self:
+                return
             self._record_as(Caller, Callee)
             self._stopped = time.monotonic_ns()
             del self.agent.device.count_staged
@@ -124,7 +127,7 @@ class Timeline:
     def _gather(self, timeout: float) -> list[int]:
         """The ranks whose timelines were written."""
         agent = self.agent
-        asked = [agent.call_async(info, _hand_over, (), None, timeout, control=True) for info in agent.workers[1:]]
+        asked = [agent.call_async(info, _hand_over, (), None, timeout, control=True) for info in agent.workers if info.id]
         traces = [self.trace()]
         for future in asked:
             try:
