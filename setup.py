@@ -15,7 +15,7 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "cloudpickle"]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -40,6 +40,7 @@ setup(
         "test": TEST,
         "experiments": EXPERIMENTS,
         "examples": ["gymnasium", "scikit-learn"],
+        "cloudpickle": ["cloudpickle"],
         "verbs": ["pyverbs"],
         "cuda": ["cuda-python"],
         "dev": ["ruff", "mypy"],

@@ -2,9 +2,10 @@
 
     python -m experiments.bench                         # or: rdmarpc bench
     python -m experiments.bench quick=true device=tcp   # everything in conf/bench.yaml can be overridden
+    python -m experiments.bench all_to_all=32           # 32 workers that all call each other, as well
     python -m experiments.bench --json                  # JSON on standard output instead of a table
 
-The run's folder receives bench.json and bench.png.
+The run's folder receives bench.json and, from the two workers, bench.png.
 """
 
 import json
@@ -12,64 +13,104 @@ import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from . import bench_torch, bench_worker
 from .processes import Group, WorkerFailed, run_job
 from .versions import versions
+
+if TYPE_CHECKING:
+    from .bench_report import BenchDisplay
 
 CONF = str(Path(__file__).parent / "conf")
 QUICK_UP_TO = 4 << 20
 QUICK_ROUNDS = 2
 
+# Workers import this module too; what only the launcher or only some of them need is imported where it is needed.
+
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="bench")
 def app(cfg: DictConfig) -> None:
     """One benchmark: run the workers, judge what they measured, write and show it."""
-    from .bench_report import BenchDisplay, print_tables, summary
-    from .pictures_bench import draw_bench
+    from .bench_report import BenchDisplay, print_tables
+    from .bench_rows import summary
 
     job = checked(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    groups = [Group("rdmarpc", bench_worker.main, 2), Group("torch RPC", bench_torch.main, 2, freeze=True)]
     display = BenchDisplay()
-    links = multiprocessing.get_context("spawn").Pipe()
     try:
         with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
-            run_job(groups, job | {"meeting_place": meeting_place, "links": links}, display.on_event, job["timeout_s"])
+            run(job | {"meeting_place": meeting_place}, display)
     except WorkerFailed as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    finally:
-        for link in links:
-            link.close()
 
     bench = summary(display.records, job) | {"config": job, "versions": versions()}
     (folder / "bench.json").write_text(json.dumps(bench, indent=2) + "\n")
-    draw_bench(bench, folder / "bench.png")
+    if job["pair"]:
+        from .pictures_bench import draw_bench
+
+        draw_bench(bench, folder / "bench.png")
     if job["json"]:
         json.dump(bench, sys.stdout, indent=2)
         print()
     else:
         print_tables(bench)
-        print(f"bench.json and bench.png are in {folder}")
+        print(f"{'bench.json and bench.png are' if job['pair'] else 'bench.json is'} in {folder}")
+
+
+def run(job: dict[str, Any], display: "BenchDisplay") -> None:
+    """The parts that were asked for, one after the other; what they measure arrives at `display`."""
+    if job["pair"]:
+        from . import bench_torch, bench_worker
+
+        pair = [Group("rdmarpc", bench_worker.main, 2), Group("torch RPC", bench_torch.main, 2, freeze=True)]
+        links = multiprocessing.get_context("spawn").Pipe()
+        try:
+            run_job(pair, job | {"links": links}, display.on_event, job["timeout_s"])
+        finally:
+            for link in links:
+                link.close()
+    if job["start"]:
+        from . import bench_start
+
+        bench_start.measure(job, display.on_event)
+    if job["all_to_all"]:
+        from . import bench_all_to_all
+
+        run_job(bench_all_to_all.groups(job["all_to_all"]), job, display.on_event, job["timeout_s"])
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
+    from .bench_cells import NEW_FUNCTIONS
+    from .fresh import COUNT
+
     job: Any = OmegaConf.to_container(cfg, resolve=True)
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
-        job["rounds"] = QUICK_ROUNDS
-    if not job["sizes"] or min(job["sizes"]) < 1:
-        raise SystemExit(f"error: sizes={job['sizes']} must name at least one number of bytes, each of at least 1")
-    if job["rounds"] < 1:
-        raise SystemExit(f"error: rounds={job['rounds']} must be at least 1")
+        job["cells"] = {case: [size for size in sizes if size <= QUICK_UP_TO] for case, sizes in job["cells"].items()}
+        job["rounds"], job["start"] = QUICK_ROUNDS, min(job["start"], QUICK_ROUNDS)
+    for name, sizes in {"sizes": job["sizes"], **job["cells"]}.items():
+        if min(sizes, default=1) < 1:
+            raise SystemExit(f"error: {name}={sizes} are numbers of bytes, each of at least 1")
+    if not job["sizes"]:
+        raise SystemExit("error: sizes=[] must name at least one number of bytes")
+    most = COUNT // NEW_FUNCTIONS // max(len(job["cells"].get("first", [])), 1)
+    if not 1 <= job["rounds"] <= most:
+        raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
+    if job["all_to_all"] == 1 or job["all_to_all"] < 0:
+        raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
+    if job["all_to_all"] and job["all_to_all_torch"] == "auto":
+        from .bench_all_to_all import torch_transport
+
+        job["all_to_all_torch"] = torch_transport(job["all_to_all"])
+    if not (job["pair"] or job["start"] or job["all_to_all"]):
+        raise SystemExit("error: pair=false start=0 all_to_all=0 leaves nothing to measure")
     return job
 
 

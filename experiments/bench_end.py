@@ -21,7 +21,7 @@ class End:
 
     def __init__(self, link: Connection, first: bool, job: dict[str, Any]) -> None:
         self.link = link
-        self.floor = Floor(link, first, max(job["sizes"]))
+        self.floor = Floor(link, first, max(job["sizes"] + [size for sizes in job["cells"].values() for size in sizes]))
         self.device = transport.open_device(job["device"])
         if first:
             self.channel = self.device.connect(link.recv(), timeout=TIMEOUT_S)

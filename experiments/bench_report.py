@@ -1,4 +1,4 @@
-"""The benchmark's results as rows judged against their targets, and as a table."""
+"""The benchmark in the terminal: what it is doing while it runs, tables at the end."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from .measure import Key
-
-CASES = {"one_way": "one way", "identity": "identity", "stream": "stream"}
+from .bench_rows import CASES, MEASURES, size_text
 
 
 class BenchDisplay:
@@ -36,88 +34,51 @@ class BenchDisplay:
             self.status.update(event[1])
 
 
-def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": one for each case and size, "calls": one for each number in flight, "idle": ..., "flag_us": ...,
-    "records": all samples}; everything but the records are medians over the rounds."""
-    median = {(record["case"], record["size"], record["what"]): record["median"] for record in records}
-    targets = job["targets"]
-    rows = [
-        time_row(case, size, median, targets.get(case, {}).get(size, {}))
-        for case in CASES
-        for size in job["sizes"]
-        if (case, size, "rdmarpc") in median
-    ]
-    ours, theirs = median["idle", 0, "rdmarpc"], median["idle", 0, "torch_rpc"]
-    return {
-        "flag_us": median["flag", 0, "floor"],
-        "rows": rows,
-        "calls": [rate_row(number, median, target) for number, target in targets["calls"].items()],
-        "idle": {"rdmarpc_percent": ours, "torch_rpc_percent": theirs, "met": ours < targets["idle_percent"]},
-        "records": records,
-    }
-
-
-def time_row(case: str, size: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
-    """Microseconds, the two multiples, and whether each target there is has been met."""
-    floor, ours, theirs = (median[case, size, what] for what in ("floor", "rdmarpc", "torch_rpc"))
-    return {
-        "case": case,
-        "bytes": size,
-        "floor_us": floor,
-        "rdmarpc_us": ours,
-        "torch_rpc_us": theirs,
-        "times_floor": ours / floor,
-        "echo_us": median.get((case, size, "echo")),
-        "times_faster_than_torch": theirs / ours,
-        "target": target,
-        "met": {
-            **({"floor": ours / floor <= target["floor"]} if "floor" in target else {}),
-            **({"torch": theirs / ours >= target["torch"]} if "torch" in target else {}),
-        },
-    }
-
-
-def rate_row(in_flight: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
-    """Calls a second."""
-    ours, theirs = median["calls", in_flight, "rdmarpc"], median["calls", in_flight, "torch_rpc"]
-    return {
-        "in_flight": in_flight,
-        "rdmarpc_per_s": ours,
-        "torch_rpc_per_s": theirs,
-        "times_faster_than_torch": ours / theirs,
-        "target": target,
-        "met": {"per_s": ours >= target["per_s"], "torch": ours / theirs >= target["torch"]},
-    }
-
-
 def print_tables(bench: dict[str, Any]) -> None:
     """Everything on standard output."""
     config = bench["config"]
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 110
-    console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: medians of {config['rounds']} rounds"))
-    console.print(rate_table(bench["calls"]))
-    idle = bench["idle"]
-    percent = judged(f"{idle['rdmarpc_percent']:.2f} %", "<", config["targets"]["idle_percent"], idle["met"])
-    takes = f"{percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %"
-    console.print(f" an idle worker takes {takes}\n")
-    console.print(
-        " one way: a prepared write, seen by the waiting peer\n"
-        " identity: a tensor there and back by rpc_sync\n"
-        " stream: one of many writes in a row (torch RPC: two pushes in flight)\n"
-        f" floor: a warm memcpy and a flag to the other process (there and back {bench['flag_us']:.2f} µs);\n"
-        "        identity: both twice; stream: the memcpy only\n"
-        " echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call\n"
-        " ✓ ✗: the target after it is met, or not"
-    )
+        console.width = 120
+    if bench["rows"]:
+        console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: medians of {config['rounds']} rounds"))
+    if bench["first"]:
+        console.print(first_table(bench["first"]))
+    if bench["calls"]:
+        console.print(rate_table(bench["calls"], "calls a second, without tensors", "in flight"))
+    if bench["all_to_all"]:
+        torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
+        console.print(rate_table([bench["all_to_all"]], "calls a second, all to all", "workers", torch_rpc))
+    if bench["start"]:
+        console.print(start_table(bench["start"], f"starting: medians of {config['start']}"))
+    if idle := bench["idle"]:
+        percent = judged(idle, "percent", f"{idle['rdmarpc_percent']:.2f} %")
+        console.print(f" an idle worker takes {percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %\n")
+    missed = [target for target in bench["targets"] if not target["met"]]
+    console.print(f" targets met: {len(bench['targets']) - len(missed)} of {len(bench['targets'])}")
+    for target in missed:
+        console.print(f"   [red]✗[/] {target['name']}: {target['measured']}, asked {target['asked']}")
+    if bench["rows"]:
+        console.print(LEGEND.format(flag_us=bench["flag_us"]))
+
+
+LEGEND = """
+ one way: a prepared write, seen by the waiting peer
+ identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call
+ stream: one of many writes in a row (torch RPC: two pushes in flight)
+ x + 1: rpc_sync, the callee allocates the result; remote: remote() and to_here() of an identity
+ floor: a warm memcpy and a flag to the other process (there and back {flag_us:.2f} µs);
+        from identity on both twice, for x + 1 that and the local computation; stream: the memcpy only
+ beside, echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call
+ beside, local: the computation in the caller's process
+ ✓ ✗: the target after it is met, or not"""
 
 
 def time_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line for each case and size."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    for column in ("size", "floor", "rdmarpc", "torch RPC", "× floor", "× torch", "echo"):
+    for column in ("size", "floor", "rdmarpc", "torch RPC", "× floor", "× torch", "beside"):
         table.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -128,42 +89,80 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
             CASES[row["case"]] if first else "",
             size_text(row["bytes"]),
             time_text(row["floor_us"]),
-            time_text(row["rdmarpc_us"]),
+            judged(row, "us", time_text(row["rdmarpc_us"])),
             time_text(row["torch_rpc_us"]),
-            judged(f"{row['times_floor']:.2f}", "≤", row["target"].get("floor"), row["met"].get("floor")),
-            judged(f"{row['times_faster_than_torch']:.1f}", "≥", row["target"].get("torch"), row["met"].get("torch")),
-            time_text(row["echo_us"]) if row["echo_us"] else "",
+            judged(row, "floor", f"{row['times_floor']:.2f}"),
+            judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
+            beside_text(row),
         )
     return table
 
 
-def rate_table(rows: list[dict[str, Any]]) -> Table:
-    """One line for each number of calls in flight."""
-    table = Table(title="calls a second, without tensors", box=SIMPLE_HEAD)
-    for column in ("in flight", "rdmarpc", "torch RPC", "× torch"):
+def beside_text(row: dict[str, Any]) -> str:
+    """What else there is to a row."""
+    if "staged" in row["target"]:
+        return judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")
+    return next((f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]), "")
+
+
+def first_table(rows: list[dict[str, Any]]) -> Table:
+    """One line for each size."""
+    table = Table(title="the first call of a signature, the second, and later ones", box=SIMPLE_HEAD)
+    for column in ("size", "rdmarpc", "second", "later", "× later", "torch RPC", "second", "later", "× later", "× torch"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        ours, theirs = (
+            [time_text(row[f"{what}_{part}us"]) for part in ("", "second_", "later_")] for what in ("rdmarpc", "torch_rpc")
+        )
+        table.add_row(
+            size_text(row["bytes"]),
+            *ours,
+            judged(row, "later", f"{row['times_later']:.2f}"),
+            *theirs,
+            f"{row['torch_rpc_times_later']:.2f}",
+            f"{row['times_faster_than_torch']:.1f}",
+        )
+    return table
+
+
+def rate_table(rows: list[dict[str, Any]], title: str, numbered: str, torch_rpc: str = "torch RPC") -> Table:
+    """One line for each number of calls in flight, or of workers."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in (numbered, "rdmarpc", torch_rpc, "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row["in_flight"]),
-            judged(f"{row['rdmarpc_per_s']:,.0f}", "≥", row["target"]["per_s"], row["met"]["per_s"]),
+            str(row["number"]),
+            judged(row, "per_s", f"{row['rdmarpc_per_s']:,.0f}"),
             f"{row['torch_rpc_per_s']:,.0f}",
-            judged(f"{row['times_faster_than_torch']:.1f}", "≥", row["target"]["torch"], row["met"]["torch"]),
+            judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
         )
     return table
 
 
-def judged(value: str, relation: str, target: float | None, met: bool | None) -> str:
-    """A value beside its target, with a mark and a colour for whether it is met."""
-    if target is None:
-        return value
-    return f"[{'green' if met else 'red'}]{value} {'✓' if met else '✗'} {relation}{target:,g}[/]"
+def start_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """One line for each way to take the time."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for column in ("rdmarpc", "torch RPC", "× torch"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        compared = row["torch_rpc_s"] is not None
+        table.add_row(
+            row["name"],
+            judged(row, "s", time_text(1e6 * row["rdmarpc_s"])),
+            time_text(1e6 * row["torch_rpc_s"]) if compared else "",
+            judged(row, "torch", f"{row['times_faster_than_torch']:.2f}") if compared else "",
+        )
+    return table
 
 
-def size_text(nbytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"
+def judged(row: dict[str, Any], key: str, text: str) -> str:
+    """A value of a row beside its target, with a mark and a colour for whether it is met."""
+    if key not in row["target"]:
+        return text
+    met = row["met"][key]
+    return f"[{'green' if met else 'red'}]{text} {'✓' if met else '✗'} {MEASURES[key].relation}{row['target'][key]:,g}[/]"
 
 
 def time_text(us: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
+from .bench_cells import CELLS, turns
 from .measure import LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
 from .processes import Launcher
 
@@ -31,6 +32,10 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
         for _ in range(job["rounds"]):
             launcher.wait_for_turn()
             measure_size(x, samples)
+    for case, size, _ in turns(job):
+        launcher.wait_for_turn()
+        for name, us in CELLS[case](rpc, torch.ones(size, dtype=torch.uint8), iterations(size)).items():
+            samples.add(name, size, "torch_rpc", us)
     for in_flight in job["targets"]["calls"]:
         for _ in range(job["rounds"]):
             launcher.wait_for_turn()
@@ -43,7 +48,7 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
 def measure_size(x: torch.Tensor, samples: Samples) -> None:
     """One round at one size."""
     size = x.numel()
-    times = min(200, max(3, int(3e8) // size))
+    times = iterations(size)
     push_us = per_iteration(lambda: rpc.rpc_sync("worker1", nothing, args=(x,)), times)
     samples.add("one_way", size, "torch_rpc", push_us)
     call_us = per_iteration(lambda: rpc.rpc_sync("worker1", identity, args=(x,)), times)
@@ -51,3 +56,8 @@ def measure_size(x: torch.Tensor, samples: Samples) -> None:
     if size >= LARGE:
         pushes_us = per_iteration(lambda: window(lambda: rpc.rpc_async("worker1", nothing, args=(x,)), 2, times), 1)
         samples.add("stream", size, "torch_rpc", pushes_us / times)
+
+
+def iterations(size: int) -> int:
+    """How often a case runs in a round."""
+    return min(200, max(3, int(3e8) // size))

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 import rdmarpc as rpc
+from rdmarpc import agent
 
+from .bench_cells import CELLS, turns
 from .bench_end import End
 from .measure import LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
 from .processes import Launcher
@@ -44,6 +46,10 @@ def measure(end: End, job: dict[str, Any], launcher: Launcher) -> None:
             launcher.wait_for_turn()
             launcher.tell(("progress", f"{size} bytes, round {number + 1}"))
             measure_size(end, size, samples)
+    for case, size, number in turns(job):
+        launcher.wait_for_turn()
+        launcher.tell(("progress", f"{case}, {size} bytes, round {number + 1}"))
+        measure_cell(end, case, size, samples)
     end.tell("stop")
     end.close()
     for in_flight in job["targets"]["calls"]:
@@ -73,6 +79,22 @@ def measure_size(end: End, size: int, samples: Samples) -> None:
     if size >= LARGE:
         samples.add("stream", size, "floor", copy_us)
         samples.add("stream", size, "rdmarpc", prepared_stream(end, size))
+
+
+def measure_cell(end: End, case: str, size: int, samples: Samples) -> None:
+    """One round of a cell, beside the floor of an identity call."""
+    floor_us = 2 * copies(end, size) + flags(end)
+    device = agent.current().device
+    x = device.empty((size,), dtype=torch.uint8).fill_(1) if case == "arena" else torch.ones(size, dtype=torch.uint8)
+    if case == "result":
+        local_us = per_iteration(lambda: x + 1, iterations(size))
+        samples.add(case, size, "local", local_us)
+        floor_us += local_us
+    staged = device.counters()["bytes_staged"]
+    for name, us in CELLS[case](rpc, x, iterations(size)).items():
+        samples.add(name, size, "rdmarpc", us)
+    samples.add(case, size, "staged", device.counters()["bytes_staged"] - staged)
+    samples.add(case, size, "floor", floor_us)
 
 
 def flags(end: End) -> float:

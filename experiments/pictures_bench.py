@@ -7,7 +7,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from .bench_report import size_text, time_text
+from .bench_report import time_text
+from .bench_rows import size_text
 from .pictures import BLUE, INK, QUIET, STYLE, VERMILLION
 
 LINES = (

@@ -69,10 +69,10 @@ def run_job(groups: list[Group], job: dict[str, Any], on_event: OnEvent, timeout
     running: list[RunningGroup] = []
     deadline = time.monotonic() + timeout_s
     try:
-        for group in groups:
-            running.append(RunningGroup(group))
-            running[-1].start(job)
-        for group_running in running:
+        for group in groups:  # one after the other, because those that run may keep all cores busy
+            group_running = RunningGroup(group)
+            running.append(group_running)
+            group_running.start(job)
             if _supervise(group_running, running, on_event, deadline):
                 group_running.pause()
         while active := [each for each in running if not each.ended]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import constants, functions, profiling, timeline, transport
 from .api import (
     _set_rpc_timeout,
@@ -27,7 +29,9 @@ from .transport import (
     RemoteAccessError,
     TransferTimeout,
 )
-from .wrap import wrap
+
+if TYPE_CHECKING:
+    from .session import wrap
 
 __all__ = [
     "ArenaFull",
@@ -62,3 +66,13 @@ __all__ = [
     "transport",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Wrapping models needs all of ``graph``; a program that only calls need not wait for it.
+    if name != "wrap":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .session import wrap
+
+    globals()["wrap"] = wrap
+    return wrap

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import profiling, timeline
+from . import profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
-from .future import Future, Pending
+from .future import Future, Pending, fresh
 from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
+from .members import Members, Record
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
-from .rendezvous import Record, Rendezvous
+from .registry import Registry
+from .rendezvous import Rendezvous, open_store
 from .rref_context import RRefContext
 from .rref_mail import Carrier
 from .termination import Termination
-from .transport import Channel, PeerLost, Poller, RdmaError, host_id, open_device
+from .transport import GONE, AuthenticationError, Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
 
-_HELLO = struct.Struct("<4sI")
-_HELLO_MAGIC = b"rpc1"
+_HELLO = struct.Struct("<4sIQ")  # magic, rank, generation
+_HELLO_MAGIC = b"rpc2"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
 _CROSSING_S = 2.0
+_READ_OUT_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
@@ -44,31 +49,42 @@ class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-        meeting = Rendezvous(options.init_method, rank, world_size, options.rpc_timeout)
-        self.me = WorkerInfo(name, meeting.rank)
+        store, rank, world_size = open_store(options, rank, world_size)
+        self.me = WorkerInfo(name, rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
         self.since = time.monotonic()
+        serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
-        secret = meeting.secret(options.secret)
+        self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
+        self._registry = None if world_size else Registry(store, options.rpc_timeout)
         host = host_id()
-        kind = options.transport
-        if kind == "auto":
-            kind = "shm" if len(set(meeting.hosts(host))) == 1 else "tcp"
-        self.device = open_device(kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect)
+        if self._meeting is not None:
+            secret, hosts = self._meeting.begin(host, options.secret)
+            kind = options.transport
+            if kind == "auto":
+                kind = "shm" if len(set(hosts)) == 1 else "tcp"
+        else:
+            assert self._registry is not None
+            secret, kind = self._registry.begin(host, options.secret, options.transport)
+        self.device = open_device(
+            kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
+        )
         try:
-            records = meeting.meet(Record(name, meeting.rank, host, self.device.address.decode()), secret)
+            self._record = Record(name, rank, host, self.device.address.decode())
+            if self._meeting is not None:
+                records = self._meeting.meet(self._record, secret)
+            else:
+                assert self._registry is not None
+                self._record, records = self._registry.join(self._record, self._listens)
         except BaseException:
             self.device.close()
             raise
-        self._meeting = meeting
-        self.workers = [WorkerInfo(record.name, record.rank) for record in records]
-        self._by_name = {info.name: info for info in self.workers}
-        self._addresses = [record.address.encode() for record in records]
-        self._ids = itertools.count()
+        self.workers = Members(records)
+        self._ids = itertools.count(self._record.generation << 32)
         self._carrier = Carrier(self)
         self.rrefs = RRefContext(
             self.me.id,
-            names=lambda rank: self.workers[rank].name,
+            names=self._name_of,
             new_id=self.new_id,
             transmit=self._carrier.transmit,
             run=lambda job: self.progress.submit(job),
@@ -78,15 +94,20 @@ class Agent:
         self._links: dict[int, Link] = {}
         self._rows: dict[int, Link] = {}
         self._connecting: set[int] = set()
+        self._gone_rows: deque[Link] = deque()
+        self._past = [0, 0, 0]
+        """Frames, requests and answers of links that are gone."""
+        self._kept: list[tuple[Channel, list[Any]]] = []
+        """What a peer that stopped in the middle of a copy may still touch."""
         self._link_lock = threading.Condition()
-        self._connect_locks = [threading.Lock() for _ in self.workers]
+        self._connect_locks: dict[int, threading.Lock] = {}
         self._lost: dict[int, RdmaError] = {}
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
-        self.caller.on_tick = self.rrefs.collect
+        self.caller.on_tick = self._look_after
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
@@ -100,7 +121,33 @@ class Agent:
 
     def worker_names(self) -> list[str]:
         """All workers, in rank order."""
+        self.refresh()
         return [info.name for info in self.workers]
+
+    def refresh(self) -> None:
+        """In a dynamic group: find out who is in it now."""
+        if self._registry is None:
+            return
+        try:
+            records = self._registry.members()
+        except (RuntimeError, ValueError) as error:
+            # The store is gone, and with it everybody who could still join: what we know stands.
+            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
+            return
+        with self._link_lock:
+            known = {record.rank: record for record in self.workers.records()}
+            for record in records:
+                before = known.pop(record.rank, None)
+                if before is not None and before.generation > record.generation:
+                    return  # read before what another thread has seen since
+                if before is None or before.generation < record.generation:
+                    self._lost.pop(record.rank, None)
+            for record in known.values():
+                self._lost.setdefault(record.rank, self._departed(record.name))
+            self.workers.replace(records)
+
+    def _departed(self, name: str) -> PeerLost:
+        return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
 
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
@@ -111,14 +158,21 @@ class Agent:
         self._lost_callbacks.append(callback)
 
     def counters(self) -> dict[str, int]:
-        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rrefs``."""
+        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
+        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``."""
         links = list(self._rows.values())
         return {
             **self.device.counters(),
-            "rpc_messages": sum(link.sent for link in links),
-            "rpc_calls": sum(link.requests for link in links),
+            "rpc_messages": self._past[0] + sum(link.sent for link in links),
+            "rpc_calls": self._past[1] + sum(link.requests for link in links),
+            "rpc_reads": sum(link.reads for link in links),
+            "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
         }
+
+    def _name_of(self, rank: int) -> str:
+        info = self.workers.get(rank)
+        return f"of rank {rank}" if info is None else info.name
 
     def new_id(self) -> int:
         """A number unique in the group: our rank above 48 bits of count."""
@@ -129,14 +183,21 @@ class Agent:
         if isinstance(to, WorkerInfo):
             to = to.name
         if isinstance(to, str):
-            found = self._by_name.get(to)
+            found = self.workers.by_name.get(to)
+            if found is None:
+                self.refresh()
+                found = self.workers.by_name.get(to)
             if found is None:
                 raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination name {to}")
             return found
         if type(to) in (int, bool):
-            if not 0 <= to < len(self.workers):
+            found = self.workers.get(to)
+            if found is None:
+                self.refresh()
+                found = self.workers.get(to)
+            if found is None:
                 raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination id {to}")
-            return self.workers[to]
+            return found
         raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
     # -- calls
@@ -197,53 +258,91 @@ class Agent:
 
     def link(self, rank: int) -> Link:
         """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
-        with self._connect_locks[rank]:
+        with self._connect_locks.setdefault(rank, threading.Lock()):
+            if rank in self._lost:
+                self.refresh()
             with self._link_lock:
                 found = self._links.get(rank)
                 if found is not None:
                     return found
                 if rank in self._lost:
-                    raise self._lost[rank]
+                    raise fresh(self._lost[rank])
+                record = self.workers.record(rank)
+                if record is None:
+                    raise PeerLost(f"there is no worker of rank {rank} in the group any more")
                 self._connecting.add(rank)
             link = Link(self.device, None, rank)
-            hello = _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
+            link.generation = record.generation
+            hello = self._hello() + link.inbox
             try:
-                channel = self.device.connect(self._addresses[rank], hello=hello, timeout=_CONNECT_TIMEOUT_S)
-            except PeerLost:
+                channel = self.device.connect(record.address.encode(), hello=hello, timeout=_CONNECT_TIMEOUT_S)
+            except PeerLost as error:
                 with self._link_lock:
                     self._connecting.discard(rank)
                     # Both ends connected at once, and the other one's connection counts (``_on_connect``).
-                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=_CROSSING_S):
+                    limit = 0.0 if error.status in GONE else _CROSSING_S
+                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=limit):
                         return self._links[rank]
+                self.refresh()
+                raise self._lost.get(rank) or PeerLost(
+                    f"worker {record.name} cannot be reached: {error.message}", peer=record.name, status=error.status
+                ) from None
+            except RdmaError:
+                with self._link_lock:
+                    self._connecting.discard(rank)
                 raise
             link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
             with self._link_lock:
                 self._connecting.discard(rank)
-                self._enter(link, serve_only=False)
+                self._enter(link, record.name, serve_only=False)
             return link
+
+    def _hello(self) -> bytes:
+        return _HELLO.pack(_HELLO_MAGIC, self.me.id, self._record.generation)
+
+    def _listens(self, record: Record) -> bool:
+        """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
+        try:
+            self.device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
+        except AuthenticationError:
+            return False  # somebody else listens there now
+        except RdmaError as error:
+            return error.status not in GONE
+        return True
 
     def _on_connect(self, channel: Channel) -> bytes:
         """A peer connects (device's handshake thread). Of two crossing connections the one from the lower rank counts."""
         self._ready.wait(_CONNECT_TIMEOUT_S)
         if len(channel.peer_hello) <= _HELLO.size:
             raise PeerLost("the peer's hello is not one of RPC")
-        magic, rank = _HELLO.unpack_from(channel.peer_hello)
-        if magic != _HELLO_MAGIC or rank >= len(self.workers):
+        magic, rank, generation = _HELLO.unpack_from(channel.peer_hello)
+        if magic != _HELLO_MAGIC:
+            raise PeerLost("the peer's hello is not one of this group")
+        record = self.workers.record(rank)
+        if record is None or record.generation != generation:
+            self.refresh()
+            record = self.workers.record(rank)
+        if record is None or record.generation != generation:
             raise PeerLost("the peer's hello is not one of this group")
         itself = rank == self.me.id
+        before = self._links.get(rank)
+        if before is not None and before.generation < generation:
+            # The worker that had this rank before has left; its goodbye is still under way.
+            self._cut_off(before, self._departed(before.name))
         with self._link_lock:
             if not itself and (rank in self._links or (rank in self._connecting and self.me.id < rank)):
                 raise PeerLost("a connection to this worker exists or is being made")
             link = Link(self.device, channel, rank)
+            link.generation = generation
             link.peer_inbox = channel.peer_hello[_HELLO.size :]
-            self._enter(link, serve_only=itself)
-        return _HELLO.pack(_HELLO_MAGIC, self.me.id) + link.inbox
+            self._enter(link, record.name, serve_only=itself)
+        return self._hello() + link.inbox
 
-    def _enter(self, link: Link, *, serve_only: bool) -> None:
+    def _enter(self, link: Link, name: str, *, serve_only: bool) -> None:
         """With ``_link_lock`` held."""
-        link.name = link.channel.peer = self.workers[link.rank].name
-        row = self._poller.add(link.channel, RING)
-        self._rows[row] = link
+        link.name = link.channel.peer = name
+        link.row = self._poller.add(link.channel, RING)
+        self._rows[link.row] = link
         if not serve_only:
             self._links[link.rank] = link
         self._link_lock.notify_all()
@@ -251,6 +350,8 @@ class Agent:
     def _read(self, row: int, fresh: int) -> None:
         """Read the frames that were announced (holder of the polling role)."""
         if row == Poller.KICK:
+            while self._gone_rows:
+                self._forget_row(self._gone_rows.popleft())
             return
         link = self._rows.get(row)
         while link is None:  # added a moment ago by another thread
@@ -260,7 +361,7 @@ class Agent:
             try:
                 frame = link.read()
             except RdmaError as error:
-                self._poller.drop(row)
+                self._forget_row(link)
                 self.progress.jobs.append(partial(self._cut_off, link, error))
                 return
             if frame is None:
@@ -282,6 +383,12 @@ class Agent:
             except PeerLost:
                 pass
 
+    def _forget_row(self, link: Link) -> None:
+        """Look at this ring no longer (holder of the polling role)."""
+        if self._rows.pop(link.row, None) is not None:
+            self._poller.drop(link.row)
+            self._past = [past + now for past, now in zip(self._past, (link.sent, link.requests, link.answers), strict=True)]
+
     def _on_lost(self, channel: Channel) -> None:
         """A connection ended (device's thread): let the pool settle what depended on it."""
         link = next((link for link in list(self._rows.values()) if link.channel is channel), None)
@@ -297,18 +404,53 @@ class Agent:
         self._settle(link, error)
 
     def _settle(self, link: Link, error: RdmaError | None = None) -> None:
+        """Whatever depended on a connection that ended fails now; what the peer may still touch is kept until it cannot."""
         error = error or link.channel.error
         assert error is not None
-        named = PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
+        with self._link_lock:
+            if link.settled:
+                return
+            link.settled = True
+        self._read_out(link)
+        left = self._registry is not None and error.status == "CLOSED"
+        named = (
+            self._departed(link.name)
+            if left
+            else PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
+        )
         named.peer = link.name
-        self._lost[link.rank] = named
-        self._links.pop(link.rank, None)
-        self.caller.lost(link, named)
-        self.callee.lost(link)
+        with self._link_lock:
+            if self._links.get(link.rank) is link or link.rank not in self._links:
+                self._lost[link.rank] = named
+                self._links.pop(link.rank, None)
+        touched = [*self.caller.lost(link, named), *self.callee.lost(link)]
         self.rrefs.lost(link.rank, named)
+        if link.channel.peer_copies:
+            self._kept.append((link.channel, [link, *touched]))
+        self._gone_rows.append(link)
+        self._poller.kick()
         self.termination.fail(named)
         for callback in self._lost_callbacks:
             callback(link.name, named)
+        record = self.workers.record(link.rank)
+        if self._registry is not None and record is not None and record.generation == link.generation:
+            if not left:
+                self._registry.remove(record, _LEAVE_TIMEOUT_S)
+            self.refresh()
+
+    def _read_out(self, link: Link) -> None:
+        """Have the frames read that came before the connection ended: answers, mostly."""
+        limit = time.monotonic() + _READ_OUT_S
+        while self._poller.unread(link.row) and time.monotonic() < limit:
+            self._poller.kick()
+            time.sleep(_IDLE_POLL_S / 10)
+
+    def _look_after(self) -> None:
+        """Every second or so: what dead references and dead peers left, and what was released."""
+        self.rrefs.collect()
+        self.callee.handovers.sweep()
+        if self._kept:
+            self._kept = [entry for entry in self._kept if entry[0].peer_copies]
 
     # -- the end
 
@@ -321,7 +463,8 @@ class Agent:
     def counts(self) -> tuple[int, int]:
         """Requests of users sent, and answered, ever."""
         links = list(self._rows.values())
-        return sum(link.requests for link in links), sum(link.answers for link in links)
+        _, requests, answers = self._past
+        return requests + sum(link.requests for link in links), answers + sum(link.answers for link in links)
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
@@ -329,19 +472,44 @@ class Agent:
         try:
             if graceful:
                 self.rrefs.collect()
-                self.termination.wait(deadline)
-                if self.timeline is not None:
-                    self.timeline.gather(deadline)
-                self._meeting.leave(_LEAVE_TIMEOUT_S)
+                if self._meeting is None:
+                    self._leave(deadline)
+                else:
+                    self.termination.wait(deadline)
+                    if self.timeline is not None:
+                        self.timeline.gather(deadline)
+                    self._meeting.leave(_LEAVE_TIMEOUT_S)
         except RdmaError:
             # Others may still wait for functions that run here.
-            limit = time.monotonic() + _LEAVE_TIMEOUT_S
-            limit = limit if deadline is None else min(limit, deadline)
-            while not self.idle and time.monotonic() < limit:
-                time.sleep(_IDLE_POLL_S)
+            self._finish(deadline)
             raise
         finally:
+            if self._registry is not None:
+                self._announce_leave()
             self.close()
+
+    def _leave(self, deadline: float | None) -> None:
+        """A dynamic group: our own calls end first; then no new caller finds us, and who called gets its answer."""
+        while any(not pending.control for pending in list(self.caller.pending.values())):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
+            time.sleep(_IDLE_POLL_S)
+        self._announce_leave()
+        self._finish(deadline)
+
+    def _announce_leave(self) -> None:
+        assert self._registry is not None
+        try:
+            self._registry.remove(self._record, _LEAVE_TIMEOUT_S)
+        except (RuntimeError, ValueError) as error:
+            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
+
+    def _finish(self, deadline: float | None) -> None:
+        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
+        limit = time.monotonic() + _LEAVE_TIMEOUT_S
+        limit = limit if deadline is None else min(limit, deadline)
+        while not (self.idle and self.callee.settled) and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
 
     def close(self) -> None:
         error = PeerLost("RPC was shut down here", peer=self.name)
@@ -364,7 +532,9 @@ _current: Agent | None = None
 
 def current() -> Agent:
     """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
-    return require(_NOT_INITIALIZED)
+    if _current is None:
+        raise RuntimeError(_NOT_INITIALIZED)
+    return _current
 
 
 def require(message: str) -> Agent:

@@ -62,7 +62,7 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Future:
     """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by
-    the future."""
+    the future. Tensors among the arguments are left unchanged until it is done."""
     agent = _agent.current()
     return agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
 

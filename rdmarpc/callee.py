@@ -15,13 +15,27 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from . import profiling, serialize
-from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, fetch_bulk
-from .link import CONTROL, ERROR, RESPONSE, Frame, Link
+from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
+from .handover import Handovers, sole
+from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_context import RRefContext
 from .rref_forks import Fork
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import (
+    NOTHING,
+    Landing,
+    Outgoing,
+    describe,
+    describe_all,
+    load_places,
+    pack,
+    pack_handed,
+    pack_lone,
+    unpack,
+    unpack_lone,
+)
 from .transport import ArenaFull, Device, PeerLost
+from .transport.arena import Block
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
@@ -35,11 +49,12 @@ class Callee:
     def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefContext) -> None:
         self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
         self._functions: dict[bytes, Any] = {}
-        self._landings: dict[tuple[int, int], Landing] = {}
+        self._landings: dict[tuple[Link, int], Landing] = {}
         self._granted = 0
         self._grants = itertools.count(1)
-        self._sources: dict[tuple[int, int], Any] = {}
+        self._sources: dict[tuple[Link, int], Kept] = {}
         self._lock = threading.Lock()
+        self.handovers = Handovers(device)
 
     # -- frames
 
@@ -51,25 +66,27 @@ class Callee:
 
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
-        self._sources.pop((link.rank, call), None)
+        self._sources.pop((link, call), None)
 
     def forgo(self, link: Link, frame: Frame) -> None:
         """The peer gives back landing places it will not use."""
         for (grant,) in struct.iter_unpack("<Q", frame.body):
             self._take_landing(link, grant)
 
-    def lost(self, link: Link) -> None:
-        """Forget what we kept for a peer that is gone. Its landing places go too: nothing of it can be under way."""
-        for rank, call in list(self._sources):
-            if rank == link.rank:
-                self.release(link, call)
-        for rank, grant in list(self._landings):
-            if rank == link.rank:
-                self._take_landing(link, grant)
+    def lost(self, link: Link) -> list[Any]:
+        """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
+        found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
+        found += [self._take_landing(link, grant) for owner, grant in list(self._landings) if owner is link]
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether no peer has still to fetch a result from our memory."""
+        return not self._sources
 
     def granted(self, link: Link) -> int:
         """How many landing places this peer holds of us."""
-        return sum(rank == link.rank for rank, _ in list(self._landings))
+        return sum(owner is link for owner, _ in list(self._landings))
 
     # -- running a request
 
@@ -107,6 +124,9 @@ class Callee:
                 return
             del args, kwargs
         except BaseException as error:
+            args, kwargs = (), {}  # noqa: F841 -- the error holds this frame
+            if references:
+                references.clear()
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref)
@@ -129,6 +149,10 @@ class Callee:
         self, link: Link, frame: Frame, references: list[Fork] | None
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None]:
         body, start = frame.body, frame.function
+        if frame.flags & (LONE | HEAD) == LONE:
+            table_at = start + frame.payload
+            data_at = table_at + frame.table
+            return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), None
         grant = places_bytes = 0
         at = start
         if frame.flags & HEAD:
@@ -142,9 +166,11 @@ class Callee:
         tensors: list[torch.Tensor] = []
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
-            tensors, sizes, _ = unpack(
-                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing
+            tensors, sizes, was_read = unpack(
+                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing, link.places
             )
+            if was_read:
+                link.count_read()
         try:
             if frame.flags & LONE:
                 return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
@@ -195,7 +221,13 @@ class Callee:
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
+                if not sizes and link.try_send(RESPONSE, call, flags, 1, b"", b"", lone[0], lone[1]):
+                    return
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            elif type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
+                flags |= FLAT
+                payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
+                tensors = None if out.tensors else [result]
             elif (tensors := serialize.flat((result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
@@ -205,18 +237,20 @@ class Callee:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
             del result, tensors
-            grant, blob = self._grant(link, sizes)
+            grant, blob = self._grant(link, sizes) if sizes else (0, b"")
             if grant:
                 flags |= HEAD
                 payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
-            if out.lent:
-                self._sources[link.rank, call] = out.lent
-            bulk = self.caller.send(link, RESPONSE, call, flags, out, b"", payload, None)
-            if bulk is not None:
-                self._sources[link.rank, call] = (out.lent, bulk)
+            kept = None
+            if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
+                # Before it is sent: the caller may have read it, and say so, before we are back.
+                kept = self._sources[link, call] = Kept(out.lent)
+            self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept)
         except PeerLost:
+            self._sources.pop((link, call), None)
             self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
         except BaseException as error:
+            self._sources.pop((link, call), None)
             self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
             self._fail(link, call, control, error, None)
 
@@ -225,9 +259,19 @@ class Callee:
         if not flags & FLAT:
             self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
 
+    def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
+        """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
+        if result.is_conj() or result.is_neg() or not result.is_contiguous():
+            return NOTHING
+        run, text = describe(result)
+        place = self.handovers.give(link, run, block)
+        return NOTHING if place is None else pack_handed(text, place)
+
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
+        self.release(link, call)  # of an answer that could not be sent
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
+            traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
             self.rrefs.store.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None)
             return
@@ -240,7 +284,10 @@ class Callee:
         except Exception:
             payload = pickle.dumps((None, kind.__name__, text), 5)
         try:
-            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, None)
+            kept = None
+            if len(payload) > MAX_BODY:
+                kept = self._sources[link, call] = Kept(None)
+            self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             pass
 
@@ -257,13 +304,13 @@ class Callee:
             return 0, b""
         number = next(self._grants)
         with self._lock:
-            self._landings[link.rank, number] = landing
+            self._landings[link, number] = landing
             self._granted += total
         return number, landing.places
 
     def _take_landing(self, link: Link, number: int) -> Landing | None:
         with self._lock:
-            landing = self._landings.pop((link.rank, number), None)
+            landing = self._landings.pop((link, number), None)
             if landing is not None:
                 self._granted -= sum(landing.sizes)
         return landing

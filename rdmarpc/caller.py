@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from . import serialize
-from .future import Future, Pending
-from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, RESPONSE, Frame, Link
+from .future import Future, Pending, fresh
+from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
 from .rref_context import RRefContext
-from .tensors import NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import HANDED, NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
@@ -39,6 +39,7 @@ _PLAIN = FLAT | READS | BULK
 REQUEST_HEAD = struct.Struct("<QQQI")
 RESPONSE_HEAD = struct.Struct("<QI")
 _BYTE = torch.uint8
+_CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 
 
@@ -53,6 +54,15 @@ class Room:
     def done(self) -> bool:
         self._sent = self._sent or self._attempt()
         return self._sent
+
+
+class Kept:
+    """What a peer may still read of an answer."""
+
+    __slots__ = ("keep",)
+
+    def __init__(self, keep: Any) -> None:
+        self.keep = keep
 
 
 class Caller:
@@ -96,12 +106,14 @@ class Caller:
     ) -> Pending:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error."""
         name = serialize.reference(function) or b""
+        label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
         out = NOTHING
         if not name:
-            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank)
+            label = serialize.label(function, args)
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank, _CALL)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs), link.rank)
+            payload, tensors = serialize.dumps((args, kwargs), link.rank, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
@@ -110,8 +122,10 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}), link.rank)
+            payload, tensors = serialize.dumps((args, {}), link.rank, _CALL[1:])
             flags |= REFERENCE
+            if hasattr(function, "_names_callee"):
+                label = serialize.label(function, args)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()
@@ -128,11 +142,11 @@ class Caller:
             if tensors:
                 described = describe_all(tensors, self.device)
                 sizes = described.sizes
-                granted = link.grants.take((name, sizes)) if sizes else None
+                granted = link.grants.take((label, sizes)) if sizes else None
                 out = pack(described, self.device, link.channel, granted[1] if granted else None)
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
-            pending.key = (name, sizes)
+            pending.key = (label, sizes)
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 pending.landing = Landing.allocate(self.device, result_sizes)
                 places = pending.landing.places
@@ -167,11 +181,19 @@ class Caller:
             self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
 
     def send(
-        self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
-    ) -> Any:
-        """Send a frame, making progress while the peer's ring is full. A body too large for a frame is left in our memory for
-        the peer to READ; what must then stay alive is returned (and kept by ``keep``)."""
-        table, data, bulk = out.table, out.data, None
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keep: Pending | Kept | None,
+    ) -> None:
+        """Send a frame, making progress while the peer's ring is full. A body too large for a frame (``MAX_BODY``) is left in
+        our memory for the peer to READ: ``keep`` keeps it alive."""
+        table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             body = b"".join((function, payload, table, data))
             bulk = self.device.empty(len(body), dtype=_BYTE)
@@ -185,7 +207,6 @@ class Caller:
             # The peer has to consume first.
             attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
             self.progress.wait_for(Room(attempt))
-        return bulk
 
     # -- in
 
@@ -234,9 +255,13 @@ class Caller:
         try:
             value = self.decode(pending, answer)
         except Exception as error:
+            if not pending.expired:
+                pending.keep = None
             future.set_exception(error)
-            return
-        torch._C.Future.set_result(future, value)
+        else:
+            torch._C.Future.set_result(future, value)
+        # The two know each other: without this, results would live until the garbage collector comes.
+        future._pending = None
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
@@ -251,11 +276,20 @@ class Caller:
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
         if isinstance(answer, Exception):
-            raise answer
+            raise fresh(answer)
         link, device = pending.link, self.device
-        frame = fetch_bulk(answer, device, link)
+        if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
+            return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
+        lent = answer.flags & (READS | BULK)
+        try:
+            frame = fetch_bulk(answer, device, link)
+        except BaseException:
+            self._release(pending)
+            raise
         head = frame.function
         if frame.kind == ERROR:
+            if lent:
+                self._release(pending)
             raise rebuild(frame.body[head : head + frame.payload])
         grant, places_bytes, start = 0, 0, head
         if frame.flags & HEAD:
@@ -268,7 +302,12 @@ class Caller:
         references = None
         if not frame.flags & FLAT and payload[0] == serialize.MARK:
             references = self.rrefs.adopt(link.rank, payload)
-        if grant and (forgone := link.grants.put(pending.key, grant, load_places(places, link.places))):
+        if grant:
+            forgone = link.grants.put(pending.key, grant, load_places(places, link.places))
+        else:
+            # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
+            forgone = link.grants.make_room(pending.key) if pending.key[1] else []
+        if forgone:
             numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
             self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))
@@ -277,16 +316,25 @@ class Caller:
         tensors: list[torch.Tensor] = []
         sizes: tuple[int, ...] = ()
         was_read = False
-        if frame.tensors:
-            tensors, sizes, was_read = unpack(
-                frame.body[payload_end:table_end], frame.body[table_end:], frame.tensors, device, link.channel, pending.landing
-            )
-        link.grants.expect_result(pending.key, sizes)
-        if was_read or answer.flags & BULK:
-            self.send(link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        try:
+            if frame.tensors:
+                table, data = frame.body[payload_end:table_end], frame.body[table_end:]
+                landing, known = pending.landing, link.places
+                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, landing, known)
+        finally:
+            if lent:
+                self._release(pending)
+        if was_read:
+            link.count_read()
+        if not frame.tensors or frame.body[payload_end] != HANDED:  # that says nothing of calls to come
+            link.grants.expect_result(pending.key, sizes)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
         return serialize.loads(payload, tensors, references)
+
+    def _release(self, pending: Pending) -> None:
+        """What the callee left in its memory for us has been read, or is not wanted."""
+        self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
 
     # -- giving up
 
@@ -307,17 +355,13 @@ class Caller:
         self._answer(pending, error)
 
     def _bury(self, pending: Pending, frame: Frame) -> None:
-        """A late answer: nothing of it is wanted, but its memory must be released at both ends, and the references in it."""
-        frame = fetch_bulk(frame, self.device, pending.link)
-        if frame.flags & (READS | BULK):
-            self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
-        start = frame.function
-        if frame.flags & HEAD:
-            grant, places_bytes = RESPONSE_HEAD.unpack_from(frame.body, start)
-            start += RESPONSE_HEAD.size + places_bytes
-            self.send(pending.link, FORGO, 0, 0, NOTHING, b"", struct.pack("<Q", grant), None)
-        if frame.kind == RESPONSE and not frame.flags & FLAT:
-            self.rrefs.adopt(pending.link.rank, frame.body[start : frame.function + frame.payload])
+        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        try:
+            self.decode(pending, frame)
+        except Exception:
+            # Whatever was to be told to the caller: it has given up.
+            return
+        finally:
             self.rrefs.collect()
 
     def creates(self, rref: int) -> bool:
@@ -341,21 +385,25 @@ class Caller:
                 if self.pending:
                     self._ticking.set()
 
-    def lost(self, link: Link, error: RdmaError) -> None:
-        """Fail every call that waits for this peer."""
+    def lost(self, link: Link, error: RdmaError) -> list[Pending]:
+        """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""
+        found = []
         for calls in (self.pending, self._expired):
             for call in [call for call, pending in list(calls.items()) if pending.link is link]:
                 pending = calls.pop(call, None)
-                if pending is not None and calls is self.pending:
-                    self._answer(pending, error)
+                if pending is not None:
+                    found.append(pending)
+                    if calls is self.pending:
+                        self._answer(pending, error)
         self.progress.interrupt()
+        return found
 
     def stop(self) -> None:
         self._stopped = True
         self._ticking.set()
 
 
-_BULK = struct.Struct("<IIII")
+_BULK = struct.Struct("<QQQQ")
 
 
 def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
@@ -365,6 +413,7 @@ def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
     function, payload, table, data = _BULK.unpack_from(frame.body)
     body = device.empty(function + payload + table + data, dtype=_BYTE)
     link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
+    link.count_read()
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .grants import Signature
 from .link import Frame, Link
 from .tensors import Landing
 
@@ -29,14 +31,14 @@ class Pending:
     waited = False
     """Some thread waits in ``Future.wait`` and will decode the answer itself."""
     future: Future | None = None
-    key: tuple[bytes, tuple[int, ...]] = (b"", ())
+    key: Signature = (b"", ())
     """The signature: function and sizes of the large arguments."""
     keep: Any = None
     """What the callee may still read."""
     landing: Landing | None = None
     """Where the callee may still write the result."""
-    rref = 0
-    """The reference whose value the call creates (``remote``)."""
+    rref: int | None = None
+    """The reference whose value the call creates (``remote``). 0 is one."""
     expired = False
     """Given up: the answer may still come."""
 
@@ -62,6 +64,40 @@ class Pending:
         return False
 
 
+def fail(future: torch.futures.Future[Any], error: Exception) -> None:
+    """Complete ``future`` with an error, usually a ``bare`` one, of which every waiter gets a copy of its own.
+
+    An exception that is raised holds the frames it passes, and these may hold the future: a circle that Python's collector
+    cannot see, because it goes through C++. Whatever else those frames hold, references above all, would live for ever."""
+    torch._C.Future._set_unwrap_func(future, _raise_copy)
+    torch._C.Future.set_result(future, error)
+
+
+def bare(error: Exception) -> Exception:
+    """The error without the frames that it and its causes have passed."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def fresh(error: Exception) -> Exception:
+    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
+    try:
+        made = copy.copy(error)
+    except Exception:
+        return error  # of a class that cannot be made of its own arguments
+    if type(made) is not type(error):
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, True
+    return made.with_traceback(error.__traceback__)
+
+
+def _raise_copy(error: Exception) -> None:
+    raise fresh(error)
+
+
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
@@ -70,19 +106,25 @@ class Future(torch.futures.Future[Any]):
     def __init__(self, caller: Caller, pending: Pending) -> None:
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
         torch._C.Future.__init__(self, [])
-        self._caller, self._pending = caller, pending
+        self._caller = caller
+        self._pending: Pending | None = pending
+        """``None`` once the result is there."""
 
     def wait(self) -> Any:
         """The result of the call, or its exception."""
         if not self.done():
             pending = self._pending
-            pending.waited = True
-            self._caller.progress.wait_for(pending)
-            self._caller.finish(pending)
+            if pending is not None:
+                pending.waited = True
+                self._caller.progress.wait_for(pending)
+                self._caller.finish(pending)
         return torch._C.Future.wait(self)
 
     def done(self) -> bool:
         return torch._C.Future.done(self)
+
+    def set_exception(self, result: Any) -> None:
+        fail(self, bare(result))
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""

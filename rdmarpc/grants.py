@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 
 from .transport import RemoteRegion
 
-Signature = tuple[bytes, tuple[int, ...]]
-"""Function (by reference) and the sizes in bytes of the large tensors among its arguments."""
+Signature = tuple[bytes | str, tuple[int, ...]]
+"""Function (by reference; of a callable that carries state: its name) and the sizes in bytes of the large runs among the
+arguments."""
 
 _SIGNATURES = 64
 
 
 class Grants:
-    """By signature; those of the signatures used least recently are given back. Thread-safe."""
+    """By signature; those of the signatures used least recently are given back. Thread-safe.
+
+    A call takes at most one grant and brings at most one home, so a signature has as many as calls of it were ever in flight
+    at once."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[Signature, deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
-        self.result_sizes: dict[Signature, tuple[int, ...]] = {}
+        self.result_sizes: OrderedDict[Signature, tuple[int, ...]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def take(self, key: Signature) -> tuple[int, list[RemoteRegion]] | None:
         try:
@@ -27,23 +33,33 @@ class Grants:
 
     def expect_result(self, key: Signature, sizes: tuple[int, ...]) -> None:
         """What the answer to a call of this signature had to land: the next one will get a place for as much."""
-        if sizes:
-            self.result_sizes[key] = sizes
-        elif key in self.result_sizes:
+        known = self.result_sizes.get(key)
+        if (known or ()) == sizes:
+            return
+        with self._lock:
             self.result_sizes.pop(key, None)
+            if sizes:
+                self.result_sizes[key] = sizes
+                if len(self.result_sizes) > 4 * _SIGNATURES:
+                    self.result_sizes.popitem(last=False)
 
     def put(self, key: Signature, grant: int, places: list[RemoteRegion]) -> list[int]:
         """Keep a grant; returns the numbers of grants to give back."""
-        self._places.setdefault(key, deque()).append((grant, places))
-        try:
+        with self._lock:
+            self._places.setdefault(key, deque()).append((grant, places))
             self._places.move_to_end(key)
             if len(self._places) <= _SIGNATURES:
                 return []
-            old, forgone = self._places.popitem(last=False)
-        except KeyError:  # another thread was faster
-            return []
-        self.result_sizes.pop(old, None)
-        return [number for number, _ in forgone]
+            return self._forgo(next(iter(self._places)))
+
+    def make_room(self, key: Signature) -> list[int]:
+        """The peer grants no more: the numbers of grants to give back, of another signature, the one used least recently."""
+        with self._lock:
+            return next((self._forgo(old) for old in self._places if old != key), [])
+
+    def _forgo(self, key: Signature) -> list[int]:
+        """With the lock held."""
+        return [number for number, _ in self._places.pop(key)]
 
     def __len__(self) -> int:
         return sum(len(places) for places in list(self._places.values()))

@@ -52,12 +52,19 @@ class Frame(NamedTuple):
     body: bytes
 
 
+_new_frame = tuple.__new__
+
+
 class Link:
     """Any thread sends; one at a time reads. Lives as long as its channel."""
 
     def __init__(self, device: Device, channel: Channel | None, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.generation = rank, 0
         self.name = ""
+        self.row = 0
+        """Of the poller, once entered."""
+        self.settled = False
+        """Its end has been dealt with."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
         self._in_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
         self._out_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
@@ -75,9 +82,15 @@ class Link:
         self.requests = 0
         """Requests of users sent, and (``answers``) those of the peer answered, ever: what a graceful shutdown compares."""
         self.answers = 0
+        self.reads = 0
+        """Messages of which something large had to be READ here: no landing place had been granted, or it did not fit."""
         self.grants = Grants()
         self.places: dict[bytes, list[RemoteRegion]] = {}
         """Landing places at the peer, as parsed by ``tensors.load_places``."""
+
+    def count_read(self) -> None:
+        with self._lock:
+            self.reads += 1
 
     def open(self) -> Window:
         """Resolve the peer's ring. Not from a device's thread."""
@@ -140,7 +153,8 @@ class Link:
         start = at + _HEADER.size
         body = bytes(self._in[start : at + used])
         self._read += length
-        return Frame(kind, flags, tensors, call, function, payload, table, body)
+        # Not by name: a call of its own, which costs as much as the rest of this line.
+        return _new_frame(Frame, (kind, flags, tensors, call, function, payload, table, body))
 
     @property
     def owes_credit(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -43,6 +44,10 @@ class RpcBackendOptions:
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
+    and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
+    ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
+    1; 0: never). A peer whose process ends is lost at once.
     ``timeline``: folder, or file ending in ``.json``, for a timeline of the run (default: ``RDMARPC_TIMELINE``).
     """
 
@@ -55,12 +60,16 @@ class RpcBackendOptions:
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
+        pickler: str = "pickle",
+        peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
         timeline: str | None = None,
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
             raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
         if rpc_timeout < 0:
             raise RuntimeError("RPC Timeout must be non-negative")
+        if peer_timeout and not peer_timeout >= 1.0:
+            raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {peer_timeout}")
         if num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
@@ -69,4 +78,10 @@ class RpcBackendOptions:
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
+        if pickler not in ("pickle", "cloudpickle"):
+            raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {pickler!r}")
+        if pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
+            raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
+        self.pickler = pickler
+        self.peer_timeout = float(peer_timeout)
         self.timeline = timeline

@@ -50,15 +50,23 @@ class Progress:
         self.jobs: deque[Job] = deque()
         self.outstanding: dict[int, object] = {}
         """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
-        self._words = np.zeros(6 * _LINE, np.int64)
+        self._words = np.zeros(7 * _LINE, np.int64)
         base = -(-self._words.ctypes.data // 64) * 64
-        self._token, self._jobs_word, self._events, self._runs, self._asleep = (base + 64 * at for at in range(5))
+        self._token, self._jobs_word, self._events, self._runs, self._asleep, self._backlog = (
+            base + 64 * at for at in range(6)
+        )
         self._bell, self._table = poller.bell_address, poller.address
         kernels.add(self._bell + 8, 1)  # the free token counts as a sleeper
         self._numbers = itertools.count(1)
         self._local = threading.local()
         self._running: set[int] = set()
         self._idle: set[int] = set()
+        self._at_work: set[int] = set()
+        """Pool threads that will look for another job when they have done theirs."""
+        self._stands_by = 0
+        """The pool thread that sleeps on the bell, for a message that finds the token free; 0: none."""
+        self._called = False
+        """One was woken for jobs and has not arrived yet."""
         self._followers: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._spawn_lock = threading.Lock()
@@ -77,12 +85,13 @@ class Progress:
         mine = self._waiter()
         while not awaited.done:
             if words.take(self._token, mine, self._bell):
+                held = mine
                 try:
-                    self._drive(awaited, mine, deadline)
+                    held = self._drive(awaited, mine, deadline)
                 finally:
-                    if not (self.outstanding and words.start_run(self._token, mine, mine - 2, self._runs, self._asleep)):
+                    if not (self.outstanding and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
                         self._lingers_until = 0.0
-                        words.let_go(self._token, mine, self._bell, self._table, self._poller.rows)
+                        words.let_go(self._token, held, self._bell, self._table, self._poller.rows)
                     if self._followers:
                         words.event(self._events)
             else:
@@ -106,7 +115,8 @@ class Progress:
         if words.linger(self._token, self._waiter() - 2, self._bell, self._runs, self._asleep):
             self._lingers_until = now + _LINGER_S
 
-    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
+    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> int:
+        """Read until ``awaited`` is done or the deadline has passed. Returns the token as it is left."""
         token, table, bell, poller = self._token, self._table, self._bell, self._poller
         spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
@@ -114,15 +124,20 @@ class Progress:
             if found >= 0:
                 try:
                     self._read(found >> 32, found & 0xFFFFFFFF)
-                finally:
+                except BaseException:
                     kernels.store(token, mine)
+                    raise
+                if awaited.done and not self.jobs:
+                    return mine + words.HOLDING
+                kernels.store(token, mine)
                 if self.jobs:
-                    self._call_out()
+                    self._offer()
             elif deadline is not None:
                 left = int((deadline - time.monotonic()) * 1e9)
                 if left <= 0:
-                    return
+                    return mine
                 limit = min(limit, left)
+        return mine
 
     def _follow(self, awaited: Awaited, mine: int) -> None:
         seen = kernels.load(self._events)
@@ -160,6 +175,17 @@ class Progress:
             self._spawn()
         words.call_out(self._jobs_word, self._bell)
 
+    def _offer(self) -> None:
+        """Jobs for the pool, from the poller itself. A thread that is at work takes them when it can: waking another for each
+        would cost more than most functions take. The watchdog does so if that thread is stuck."""
+        if self._called or self._at_work:
+            words.leave_to_watchdog(self._backlog, self._asleep)
+            return
+        self._called = True
+        if not self._idle:
+            self._spawn()
+        words.call_one(self._jobs_word, self._bell)
+
     def _spawn(self) -> None:
         with self._spawn_lock:
             # One more than may run functions: it reads the rings when all others are busy.
@@ -195,16 +221,27 @@ class Progress:
         mine = 8 * number + words.POLLING
         while not self._stopping:
             seen = kernels.load(self._jobs_word)
+            self._called = False
+            self._at_work.add(number)
             while self.jobs:
-                if not self._idle:
-                    self._spawn()  # somebody has to look after the rings, and the next job, meanwhile
+                if not self._stands_by:
+                    # Somebody has to look after the rings, and the next job, should this one block.
+                    words.leave_to_watchdog(self._backlog, self._asleep)
+                words.show(self._runs, self._asleep)
                 if not self._run_one(number):
                     break
+            self._at_work.discard(number)
             if words.take(self._token, mine, self._bell):
                 self._poll(number, mine)
                 continue
             self._idle.add(number)
-            words.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+            with self._spawn_lock:
+                self._stands_by = self._stands_by or number
+            if self._stands_by == number:
+                words.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+                self._stands_by = 0
+            else:
+                words.spare(self._jobs_word, seen, _SECOND_NS)
             self._idle.discard(number)
 
     def _poll(self, number: int, mine: int) -> None:
@@ -227,11 +264,13 @@ class Progress:
 
     def _watch(self) -> None:
         while not self._stopping:
-            freed = words.watch(
-                self._token, self._runs, self._asleep, self._bell, self._table, self._poller.rows, _TICK_NS, _IDLE_TICKS
-            )
-            if freed and not self._idle:
-                self._spawn()
+            found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
+            if found and not self._stands_by:
+                self._call_out()
+            elif found == 2 and self.jobs:
+                self._call_out()
+                if len(self._running) < self._limit:
+                    words.leave_to_watchdog(self._backlog, self._asleep)
 
     def stop(self) -> None:
         """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user

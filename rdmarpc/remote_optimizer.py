@@ -24,7 +24,7 @@ from .remote_parameter import RemoteParameter
 from .transport import NotSupported
 
 if TYPE_CHECKING:
-    from .wrap import Session
+    from .session import Session
 
 _numbers = itertools.count(1)
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()

@@ -11,7 +11,7 @@ from torch import nn
 from .transport import NotSupported
 
 if TYPE_CHECKING:
-    from .wrap import Session
+    from .session import Session
 
 
 class RemotePart(nn.Module):

@@ -1,68 +1,90 @@
 """How workers find each other: records in a torch store, checked before anybody trusts them.
 
-Each worker publishes who it is, where it listens, and a proof (HMAC over the record) that it knows the job secret. Records
-are JSON of plain values. Keys carry a prefix per ``init_rpc`` of the process, so that a store can be used again, also
-beside a process group.
+Each worker publishes who it is, where it listens, and a proof (HMAC over the record) that it knows the job secret. Keys carry
+a prefix per ``init_rpc`` of the process, so that a store can be used again, also beside a process group.
+
+A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import itertools
-import json
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from .members import Record, refuse_twins
 from .transport import AuthenticationError, TransferTimeout
 
+if TYPE_CHECKING:
+    from .options import RpcBackendOptions
+
 _generation = itertools.count()
-_POLL_S = 0.002
+_FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
+_KIND = "rdmarpc/kind"
+FOR_EVER_S = 24 * 3600.0
 
 
-@dataclass(frozen=True)
-class Record:
-    name: str
-    rank: int
-    host: str
-    address: str
+def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
+    """The store behind ``init_method``, our rank, and how many workers there will be: 0 in a dynamic group. Raises what torch's
+    rendezvous raises, and ``RuntimeError`` if the store belongs to a group of the other kind."""
+    limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
+    # As torchrun leaves it: everything is in the environment.
+    launched = rank == -1 and urlparse(options.init_method).scheme == "env" and "WORLD_SIZE" in os.environ
+    if world_size or launched:
+        store, rank, size = next(dist.rendezvous(options.init_method, rank, world_size or -1, timeout=limit))
+    else:
+        store, size = dist._create_store_from_options(options, rank), 0
+        if urlparse(options.init_method).scheme == "env":
+            rank = int(os.environ.get("RANK", rank))
+    store.set_timeout(limit)
+    kind = b"static" if size else b"dynamic"
+    if store.compare_set(_KIND, "", kind.decode()) != kind:
+        raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
+    return store, rank, size
 
-    def proof(self, secret: bytes) -> str:
-        text = json.dumps([self.name, self.rank, self.host, self.address])
-        return hmac.new(secret, b"record" + text.encode(), hashlib.sha256).hexdigest()
+
+def given_secret(given: str | None) -> str | None:
+    """The job secret if the user chose one."""
+    return given if given is not None else os.environ.get("RDMARPC_SECRET")
+
+
+def wrong_secret(record: Record, name: str, rank: int) -> AuthenticationError:
+    return AuthenticationError(
+        f"worker {record.name} (rank {record.rank}) and worker {name} (rank {rank}) do not hold the same job secret",
+        peer=str(record.name),
+        hint="give every worker the same secret (option secret, or RDMARPC_SECRET)",
+    )
 
 
 class Rendezvous:
-    """One group's meeting point. Used by one thread, at start and at the end."""
+    """One static group's meeting point. Used by one thread, at start and at the end."""
 
-    def __init__(self, init_method: str, rank: int, world_size: int | None, timeout: float) -> None:
-        size = -1 if world_size is None else world_size
-        limit = timedelta(seconds=timeout or 24 * 3600)
-        store, self.rank, self.world_size = next(dist.rendezvous(init_method, rank, size, timeout=limit))
-        self.timeout = timeout
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store = dist.PrefixStore(f"rdmarpc/{next(_generation)}", store)
-        self._raw = store
 
-    def secret(self, given: str | None) -> bytes:
-        """The job secret: given, from the environment, or drawn by rank 0."""
-        text = given if given is not None else os.environ.get("RDMARPC_SECRET")
-        if text is not None:
-            return text.encode()
-        if self.rank == 0:
-            self._store.set("secret", secrets.token_hex(32))
-        self._wait([("secret", "rank 0 (it publishes the job secret; or give every worker the same one)")])
-        return bytes(self._store.get("secret"))
-
-    def hosts(self, host: str) -> list[str]:
-        """Every worker's host id, in rank order."""
+    def begin(self, host: str, given: str | None) -> tuple[bytes, list[str]]:
+        """The job secret (given, from the environment, or drawn by rank 0) and every worker's host id, in rank order."""
         self._store.set(f"host/{self.rank}", host)
-        self._wait([(f"host/{rank}", f"rank {rank}") for rank in range(self.world_size)])
-        return [self._store.get(f"host/{rank}").decode() for rank in range(self.world_size)]
+        hosts = [f"host/{rank}" for rank in range(self.world_size)]
+        wanted = [(key, f"rank {rank}") for rank, key in enumerate(hosts)]
+        text = given_secret(given)
+        if text is None:
+            if self.rank == 0:
+                self._store.set("secret", secrets.token_hex(32))
+            wanted.append(("secret", "rank 0 (it publishes the job secret; or give every worker the same one)"))
+        self._wait(wanted)
+        found = [value.decode() for value in self._store.multi_get([key for key, _ in wanted])]
+        if text is None:
+            text = found.pop()
+        return text.encode(), found
 
     def meet(self, mine: Record, secret: bytes) -> list[Record]:
         """Publish our record and return all, in rank order, once everybody is there.
@@ -70,27 +92,16 @@ class Rendezvous:
         Raises the same error at every worker: ``AuthenticationError`` for a wrong secret, ``RuntimeError`` for a name used
         twice; ``TransferTimeout`` naming the ranks that did not join.
         """
-        fields = [mine.name, mine.rank, mine.host, mine.address, mine.proof(secret)]
-        self._store.set(f"worker/{self.rank}", json.dumps(fields))
-        self._wait([(f"worker/{rank}", f"rank {rank}") for rank in range(self.world_size)])
+        self._store.set(f"worker/{self.rank}", mine.dump(secret))
+        keys = [f"worker/{rank}" for rank in range(self.world_size)]
+        self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
         records = []
-        for rank in range(self.world_size):
-            name, number, host, address, proof = json.loads(self._store.get(f"worker/{rank}"))
-            record = Record(name, number, host, address)
-            if not hmac.compare_digest(proof, record.proof(secret)):
-                raise AuthenticationError(
-                    f"worker {name} (rank {rank}) and worker {mine.name} (rank {mine.rank}) do not hold the same job secret",
-                    peer=str(name),
-                    hint="give every worker the same secret (option secret, or RDMARPC_SECRET)",
-                )
+        for text in self._store.multi_get(keys):
+            record, proof = Record.load(text)
+            if not record.proven(proof, secret):
+                raise wrong_secret(record, mine.name, mine.rank)
             records.append(record)
-        first: dict[str, int] = {}
-        for record in records:
-            other = first.setdefault(record.name, record.rank)
-            if other != record.rank:
-                raise RuntimeError(
-                    f"RPC worker name {record.name} is not unique. Workers {other} and {record.rank} share the same name."
-                )
+        refuse_twins(records)
         return records
 
     def leave(self, timeout: float) -> None:
@@ -105,11 +116,14 @@ class Rendezvous:
             self._wait_count("gone", self.world_size - 1, deadline)
 
     def _wait_count(self, key: str, count: int, deadline: float) -> None:
+        pause = _FIRST_POLL_S
         while self._store.add(key, 0) < count and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
 
-    def _wait(self, keys: list[tuple[str, str]]) -> None:
-        deadline = time.monotonic() + (self.timeout or 24 * 3600)
+    def _wait(self, keys: Sequence[tuple[str, str]]) -> None:
+        deadline = time.monotonic() + (self.timeout or FOR_EVER_S)
+        pause = _FIRST_POLL_S
         while not self._store.check([key for key, _ in keys]):
             if time.monotonic() > deadline:
                 missing = [who for key, who in keys if not self._store.check([key])]
@@ -117,4 +131,5 @@ class Rendezvous:
                     f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}",
                     hint="are all workers started with the same init_method and world_size? rpc_timeout sets this limit",
                 )
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)

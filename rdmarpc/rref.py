@@ -9,6 +9,7 @@ import torch
 from . import agent as _agent
 from . import serialize
 from .functions import async_execution
+from .future import bare, fail, fresh
 from .link import CONTROL
 from .options import WorkerInfo
 from .rref_forks import Fork
@@ -32,8 +33,9 @@ class RRef(Generic[T]):
     Equality is identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
     """
 
-    __slots__ = ("__weakref__", "_agent", "_fork", "_type")
+    __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
     _agent: Agent
+    _asked: torch.futures.Future[type] | None
     _fork: Fork
     _type: type | None
 
@@ -43,13 +45,15 @@ class RRef(Generic[T]):
         agent = _agent.require(_NO_AGENT)
         if agent.garbage:
             agent.rrefs.collect()
-        self._agent, self._fork, self._type = agent, agent.rrefs.own(value), None
+        self._agent, self._fork = agent, agent.rrefs.own(value)
+        self._asked = self._type = None
 
     @classmethod
     def _over(cls, agent: Agent, fork: Fork) -> RRef[Any]:
         """The handle of a fork."""
         handle = cls.__new__(cls)
-        handle._agent, handle._fork, handle._type = agent, fork, None
+        handle._agent, handle._fork = agent, fork
+        handle._asked = handle._type = None
         return handle
 
     # -- who and what
@@ -112,7 +116,7 @@ class RRef(Generic[T]):
         if self._agent.rrefs.closed:
             raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
         if fork.error is not None:
-            raise fork.error
+            raise fresh(fork.error)
         creation = fork.creation
         if creation is None or creation.future is None or not creation.future.done():
             return
@@ -158,18 +162,34 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
         """The type of the value, asked for once; ``blocking=False``: a future of it. Raises as ``to_here`` does."""
-        if self._type is not None:
-            return self._type if blocking else _completed(self._type)
+        if blocking:
+            if self._type is None:
+                self._type = self._agent.caller.result(self._ask_type(timeout, future=False))
+            return self._type
+        asked = self._asked
+        if asked is not None:
+            return asked
+        if self._type is None:
+            asked = self._asked = self._ask_type(timeout, future=True).future
+            assert asked is not None
+            asked.add_done_callback(self._learn)
+        else:
+            asked = self._asked = torch.futures.Future()
+            asked.set_result(self._type)
+        return asked
+
+    def _ask_type(self, timeout: float, *, future: bool) -> Pending:
         self._check("call _get_type() on it")
-        agent = self._agent
-        pending = agent._start(self.owner(), _type_of, (self._fork.rref,), None, timeout, 0, not blocking)
+        # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
+        pending = self._agent._start(self.owner(), _type_of, (self._fork.rref,), None, timeout, 0, future)
         self._pin(pending)
-        if not blocking:
-            assert pending.future is not None
-            pending.future.add_done_callback(self._learn)
-            return pending.future
-        self._type = agent.caller.result(pending)
-        return self._type
+        return pending
+
+    def _learn(self, asked: torch.futures.Future[type]) -> None:
+        try:
+            self._type = asked.value()
+        except Exception:
+            self._asked = None  # whoever asked has the error; the next one asks again
 
     # -- travelling
 
@@ -185,12 +205,6 @@ class RRef(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
-
-    def _learn(self, future: torch.futures.Future[type]) -> None:
-        try:
-            self._type = future.value()
-        except Exception:
-            pass  # whoever asked gets it from the future
 
 
 class _Child:
@@ -221,12 +235,6 @@ def _receive(index: int) -> RRef[Any]:
 serialize.register_reducer(RRef, _reduce)
 
 
-def _completed(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def _rref_context_get_debug_info() -> dict[str, int]:
     """``num_owner_rrefs``, ``num_forks``: values of this worker that others (or ``remote``) refer to, and their references;
     ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet."""
@@ -249,7 +257,7 @@ def _type_of(rref: int) -> torch.futures.Future[type]:
         try:
             found.set_result(type(value.value()))
         except Exception as error:
-            found.set_exception(error)  # type: ignore[arg-type]
+            fail(found, bare(error))
 
     _agent.current().rrefs.future(rref).add_done_callback(tell)
     return found

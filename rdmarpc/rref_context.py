@@ -15,9 +15,9 @@ G3  Pickling a reference asks nobody and waits for nobody. The forks of a messag
     as a whole before anything else of the message is looked at: so unpickling may fail, and answers may come that nobody
     waits for any more, without losing one.
 G4  A user's function runs after all forks among its arguments are confirmed. No thread waits for that.
-G5  ACCEPT means that the creating call has reached the owner. A FORK or a fetch that comes before it is parked, and the owner
-    PROBEs the creator: who answers GONE when the call was answered, or is not known. In the absence of lost workers
-    the creating call has come by then (G2). So nobody waits for a value that will never be.
+G5  ACCEPT means that the creating call has reached the owner, or that the fork is dead already. A FORK or a fetch that comes
+    before it is parked, and the owner PROBEs the creator: who answers GONE when the call was answered, or is not known. In the
+    absence of lost workers the creating call has come by then (G2). So nobody waits for a value that will never be.
 G6  No lock is held while something is sent, a future is completed, a value dies or users' code runs. Messages are taken on
     whatever thread reads them, and never queue behind users' functions.
 

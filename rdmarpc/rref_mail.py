@@ -71,7 +71,7 @@ class Mail:
         """Send all that was put."""
         for rank, entries in list(self._out.items()):
             while entries:
-                batch = []
+                batch: list[bytes] = []
                 try:
                     while len(batch) < _BATCH:
                         batch.append(entries.popleft())
@@ -112,8 +112,8 @@ class Carrier:
     """``Mail.transmit`` over the agent's links.
 
     What can go at once goes at once, on whatever thread. What cannot (no link yet, no room in the peer's ring) is left to a
-    thread of that peer's own, which ends when it has caught up: so the reader of the rings never waits, a peer that does not
-    read holds up nobody else, and none of it queues behind users' functions.
+    thread of that peer's own, which ends when it has caught up, or found the peer lost. So the reader of the rings never waits,
+    a peer that does not read holds up nobody else, and none of it queues behind users' functions.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -156,8 +156,11 @@ class Carrier:
                     if self._stopped:
                         return
             except RdmaError as error:
+                with self._lock:
+                    del self._left[rank]
                 if not self._stopped:
                     agent.rrefs.lost(rank, error)
+                return
             left.popleft()
 
     def stop(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .functions import async_execution
+from .future import bare, fail
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -53,7 +54,7 @@ def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: An
             function = _function(found.value(), name)
             future = rref._agent.call_async(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
         except Exception as error:
-            result.set_exception(error)  # type: ignore[arg-type]
+            fail(result, bare(error))
             return
         future.add_done_callback(finish)
 
@@ -61,13 +62,13 @@ def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: An
         try:
             result.set_result(future.value())
         except Exception as error:
-            result.set_exception(error)  # type: ignore[arg-type]
+            fail(result, bare(error))
 
     try:
         rref._check("call rpc_async() on it")
         rref._get_type(timeout, blocking=False).add_done_callback(issue)
     except Exception as error:
-        result.set_exception(error)  # type: ignore[arg-type]
+        fail(result, bare(error))
     return result
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .future import fail
 from .rref_mail import ACCEPT, PROBE, REFUSE
 from .transport import PeerLost
 
@@ -103,13 +104,13 @@ class RRefStore:
     def fail(self, rref: int, error: BaseException) -> None:
         slot = self._settle(rref)
         if slot is not None:
-            slot.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            fail(slot.future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _settle(self, rref: int) -> Slot | None:
         with self._lock:
             slot = self._slots.get(rref)
-            if slot is None or slot.settled:
-                return None  # nobody refers to it
+            if slot is None or slot.settled or not slot.known:
+                return None  # nobody refers to it, or only some who came too late
             slot.settled = True
             return slot
 
@@ -191,7 +192,7 @@ class RRefStore:
             self._send(holder, REFUSE, rref, number)
         slot.parked.clear()
         error = PeerLost(f"the value of RRef {id_text(rref)} does not exist: a worker that had the reference was lost")
-        self._jobs.append(partial(slot.future.set_exception, error))  # type: ignore[arg-type]
+        self._jobs.append(partial(fail, slot.future, error))
         self._drop_if_unused(rref, slot)
 
     def lost(self, rank: int) -> None:
@@ -219,7 +220,7 @@ class RRefStore:
             for slot in slots:
                 slot.settled = True
         for future in waiting:
-            future.set_exception(error)  # type: ignore[arg-type]
+            fail(future, error)
 
     # -- looking
 

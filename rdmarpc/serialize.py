@@ -1,7 +1,9 @@
 """Objects to bytes: pickle protocol 5 with the tensors taken out of band.
 
 A dense tensor leaves the pickle as an index into the message's tensor list; what travels of it is described by ``tensors``.
-Everything else (sparse and quantised tensors too) is ordinary pickle. Functions travel by reference.
+So do the dense parts of other tensors and storages (``reducers``), and large buffers of other objects that offer them
+(``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
+``use_cloudpickle`` was called.
 
 References (``rref``) leave the pickle in the same way: their forks stand in a table before it, so that the receiver can take
 them without unpickling anything.
@@ -9,18 +11,26 @@ them without unpickling anything.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from . import reducers, unpicklable
+from .layout import travels
+
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
-_QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_BUFFER_BYTES = 4096
+"""Buffers smaller than this stay in the pickle."""
+_COUNT = struct.Struct("<I")  # after the pickle: how many of the tensors, the last ones, are buffers
 
 
 class _Incoming(threading.local):
@@ -36,35 +46,9 @@ def _landed(index: int) -> torch.Tensor:
     return _incoming.tensors[index]
 
 
-def _landed_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_incoming.tensors[index].detach(), requires_grad)
-
-
 def landed_reference(index: int) -> Any:
     """Number ``index`` of what ``loads`` was given as references. Only while unpickling."""
     return _incoming.references[index]
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], to: int | None) -> None:
-        super().__init__(file, protocol=5)
-        self._tensors = tensors
-        self.to = to
-        """Rank of the receiver; ``None`` where there is none: references cannot be pickled then."""
-        self.enclosed: list[Enclosed] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor and travels(value):
-            self._tensors.append(value)
-            return _landed, (len(self._tensors) - 1,)
-        if kind is torch.nn.Parameter and travels(value):
-            self._tensors.append(value.data)
-            return _landed_parameter, (len(self._tensors) - 1, value.requires_grad)
-        if isinstance(value, torch._C.Future):
-            raise RuntimeError("Can not pickle torch.futures.Future")
-        special = _reducers.get(kind)
-        return NotImplemented if special is None else special(value, self)
 
 
 class Enclosed(Protocol):
@@ -77,13 +61,88 @@ class Enclosed(Protocol):
         """The message will not be sent."""
 
 
-_reducers: dict[type, Callable[[Any, _Pickler], Any]] = {}
+class Message:
+    """What a message takes along while it is being pickled. ``to``: rank of the receiver; ``None`` where there is none:
+    references cannot be pickled then."""
+
+    def __init__(self, to: int | None) -> None:
+        self.to = to
+        self.tensors: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self.enclosed: list[Enclosed] = []
+
+    def reduce(self, value: Any) -> Any:
+        """See ``pickle.Pickler.reducer_override``."""
+        kind = type(value)
+        if kind is torch.Tensor:
+            if travels(value):
+                self.tensors.append(value)
+                return _landed, (len(self.tensors) - 1,)
+            return reducers.reduce_tensor(value)
+        part = _parts.get(kind)
+        if part is not None:
+            return part(value)
+        special = _reducers.get(kind)
+        if special is not None:
+            return special(value, self)
+        if isinstance(value, torch.Tensor):
+            return reducers.reduce_subclass(value)
+        if isinstance(value, torch._C.Future):
+            raise RuntimeError("Can not pickle torch.futures.Future")
+        return NotImplemented
 
 
-def register_reducer(kind: type, reduce: Callable[[Any, _Pickler], Any]) -> None:
-    """Let objects of exactly this type travel by RPC, as ``reduce(value, pickler)`` says (see ``pickle``: ``__reduce__``).
-    It may append to ``pickler.enclosed``."""
+_parts: dict[type, Callable[[Any], Any]] = {
+    torch.nn.Parameter: reducers.reduce_parameter,
+    torch.UntypedStorage: reducers.reduce_storage,
+    torch.storage.TypedStorage: reducers.reduce_typed_storage,
+}
+_reducers: dict[type, Callable[[Any, Message], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
+    """Let objects of exactly this type travel by RPC, as ``reduce(value, message)`` says (see ``pickle``: ``__reduce__``).
+    It may append to ``message.enclosed``."""
     _reducers[kind] = reduce
+
+
+class _Pickler(pickle.Pickler):
+    """``reduce`` gives the tensors another way; ``buffers`` receives the large buffers of other objects."""
+
+    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], buffers: list[torch.Tensor]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=partial(keep_in_band, buffers))
+        # Looked up on the object: one Python call less for everything that is pickled.
+        self.reducer_override = reduce  # type: ignore[method-assign]
+
+
+def _fails(value: Any) -> bool:
+    """Whether an object cannot be pickled. Without what else pickling does: objects of registered types are passed over."""
+    message = Message(None)
+
+    def reduce(part: Any) -> Any:
+        return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
+
+    try:
+        _pickler(io.BytesIO(), reduce, []).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+def keep_in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Take a large buffer out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
+    view = buffer.raw()
+    if view.nbytes < _BUFFER_BYTES:
+        return True
+    # By address: torch makes no tensor of read-only memory without a warning. It is only read from.
+    memory = (ctypes.c_char * view.nbytes).from_address(_address(view))
+    memory.owner = view  # type: ignore[attr-defined]
+    buffers.append(torch.frombuffer(memory, dtype=torch.uint8))
+    return False
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
 
 
 MARK = 0x52
@@ -100,28 +159,28 @@ def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
     return _ENTRY.iter_unpack(memoryview(payload)[_TABLE.size : _TABLE.size + count * _ENTRY.size])
 
 
-def travels(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes out of band: dense, on the CPU, not quantised."""
-    return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype not in _QUANTISED
-
-
-def dumps(value: Any, to: int | None = None) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises.
+def dumps(value: Any, to: int | None = None, names: tuple[str, ...] = ()) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
+    in ``value`` (``names``: what the members of a tuple are called there).
 
     If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``)."""
     file = io.BytesIO()
-    tensors: list[torch.Tensor] = []
-    pickler = _Pickler(file, tensors, to)
+    message = Message(to)
     try:
-        pickler.dump(value)
-    except BaseException:
-        for item in pickler.enclosed:
+        _pickler(file, message.reduce, message.buffers).dump(value)
+    except BaseException as error:
+        for item in message.enclosed:
             item.undo()
+        if isinstance(error, Exception):
+            unpicklable.explain(error, value, names, _fails)
         raise
-    if not pickler.enclosed:
-        return file.getvalue(), tensors
-    table = b"".join(_ENTRY.pack(*item.entry) for item in pickler.enclosed)
-    return _TABLE.pack(MARK, len(pickler.enclosed)) + table + file.getvalue(), tensors
+    buffers, tensors = message.buffers, message.tensors
+    file.write(_COUNT.pack(len(buffers)))
+    payload, tensors = file.getvalue(), tensors + buffers if buffers else tensors
+    if not message.enclosed:
+        return payload, tensors
+    table = b"".join(_ENTRY.pack(*item.entry) for item in message.enclosed)
+    return _TABLE.pack(MARK, len(message.enclosed)) + table + payload, tensors
 
 
 def loads(payload: bytes, tensors: list[torch.Tensor], references: list[Any] | None = None) -> Any:
@@ -131,10 +190,31 @@ def loads(payload: bytes, tensors: list[torch.Tensor], references: list[Any] | N
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     outer = _incoming.tensors, _incoming.references
     _incoming.tensors, _incoming.references = tensors, references or []
+    (count,) = _COUNT.unpack_from(payload, len(payload) - _COUNT.size)
     try:
-        return pickle.loads(payload)
+        if not count:
+            return pickle.loads(payload)
+        return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
         _incoming.tensors, _incoming.references = outer
+
+
+_pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler
+_needed_by_value: Callable[[Any], bool] | None = None
+"""Whether a function or class has to travel by value."""
+
+
+def use_cloudpickle(wanted: bool) -> None:
+    """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
+    process). ``ImportError`` if cloudpickle is not installed."""
+    global _pickler, _needed_by_value
+    if wanted:
+        from . import by_value
+
+        _pickler, _needed_by_value = by_value.Pickler, by_value.needed
+    else:
+        _pickler, _needed_by_value = _Pickler, None
+    _references.clear()
 
 
 def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
@@ -176,6 +256,8 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(next(remaining) if value == _TENSOR and type(value) is str else value for value in values)
 
 
+ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
+"""``dump_flat_one`` of a tensor."""
 _NONE = pickle.dumps((None,), 5)
 
 
@@ -204,6 +286,26 @@ def reference(function: Any) -> bytes | None:
         return None
     if kind is not FunctionType and kind is not BuiltinFunctionType and not isinstance(function, type):
         return None
-    found = pickle.dumps(function, 5)
+    if _needed_by_value is not None and _needed_by_value(function):
+        return None
+    try:
+        found = pickle.dumps(function, 5)
+    except Exception as error:
+        unpicklable.hint(error)
+        raise
     _references[function] = found
     return found
+
+
+def label(function: Any, args: tuple[Any, ...]) -> str:
+    """What stands for a callable in the signature of a call where its reference does not, or would say too little: the name of
+    its function, the same for all objects of a class. Two functions of one name only share landing places.
+
+    A function that runs what one of its arguments names says so: ``function._names_callee`` is the index of that argument."""
+    if (at := getattr(function, "_names_callee", None)) is not None:
+        return f"{function.__qualname__}:{args[at]}"
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        return f"{type(function.__self__).__qualname__}:{function.__func__.__qualname__}"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

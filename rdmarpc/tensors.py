@@ -1,94 +1,38 @@
-"""How a tensor of a message reaches its place.
+"""How the tensors of a message reach their places.
 
-Three ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
-place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory).
-
-A tensor travels as a flat run of elements plus shape and strides, so that views keep their strides; a view that uses less
-than half of the run it spans is compacted first (a staging copy, counted).
+Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
+place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
+What goes one of these ways is a run of bytes. Usually one tensor lies in it; the others of a message that share its memory
+(``sharing``) only refer to it. What of a tensor's memory travels: ``layout``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
 import struct
 from typing import NamedTuple
 
 import torch
 
-from .serialize import travels
-from .transport import Channel, Device, RemoteRegion
+from . import layout, sharing
+from .layout import Description
+from .transport import Channel, Device, RdmaError, RemoteRegion
+
+# The function behind ``ctypes.string_at``, without a Python function in between.
+_string_at = ctypes._string_at  # type: ignore[attr-defined]
 
 INLINE_BYTES = 4096
 _INLINE_TOTAL = 32768
-INLINE, WRITTEN, READ = 0, 1, 2
-
-_ENTRY = struct.Struct("<BH")  # way, length of the description that follows
-
-
-class Description(NamedTuple):
-    """What the receiver must know. ``elements``: of the flat run; ``nbytes``: its size."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    requires_grad: bool
-    elements: int
-    nbytes: int
-
-
-_Key = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
-_encoded: dict[_Key, bytes] = {}
-_decoded: dict[bytes, Description] = {}
+_TINY_BYTES = 256
+"""So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
+INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
 _MAX_CACHE = 4096
 
-
-def describe(tensor: torch.Tensor, device: Device) -> tuple[torch.Tensor, bytes]:
-    """The flat run to send and the encoded description of what to make of it."""
-    value = tensor.detach()
-    if value.is_conj():
-        value = value.resolve_conj()
-    if value.is_neg():
-        value = value.resolve_neg()
-    strides: tuple[int, ...] | None = None
-    count = value.numel()
-    if not value.is_contiguous():
-        span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        if span > 2 * count:
-            value = value.contiguous()
-            device.count_staged(value.numel() * value.element_size())
-        else:
-            strides, count = value.stride(), span
-            value = value.as_strided((span,), (1,))
-    key = (tensor.dtype, tensor.shape, strides, tensor.requires_grad, count)
-    return value, _encoded.get(key) or _encode(key)
-
-
-def _encode(key: _Key) -> bytes:
-    if len(_encoded) >= _MAX_CACHE:
-        _encoded.clear()
-    dtype, shape, strides, requires_grad, count = key
-    text = _encoded[key] = pickle.dumps((dtype, tuple(shape), strides, requires_grad, count), 5)
-    return text
-
-
-def decode(text: bytes) -> Description:
-    found = _decoded.get(text)
-    if found is None:
-        if len(_decoded) >= _MAX_CACHE:
-            _decoded.clear()
-        dtype, shape, strides, requires_grad, count = pickle.loads(text)
-        found = _decoded[text] = Description(dtype, shape, strides, requires_grad, count, count * dtype.itemsize)
-    return found
-
-
-def shaped(run: torch.Tensor, what: Description) -> torch.Tensor:
-    """The tensor over a landed flat run."""
-    if what.strides is not None:
-        run = run.as_strided(what.shape, what.strides)
-    elif what.shape != (what.elements,):
-        run = run.view(what.shape)
-    return run.requires_grad_() if what.requires_grad else run
+_ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+_INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
 class Landing(NamedTuple):
@@ -119,10 +63,11 @@ def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[Rem
 class Described(NamedTuple):
     """The tensors of a message before it is decided how they travel."""
 
-    runs: list[tuple[torch.Tensor | None, bytes, bytes]]
-    """Flat run, description, bytes: the run is ``None`` if the bytes ride in the frame, else the bytes are empty."""
+    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]]
+    """Run, way, description, and what follows it: bytes (``INLINE``) or index (``VIEW``, ``SAME``). The way of a run that does
+    not ride in the frame is not known yet."""
     sizes: tuple[int, ...]
-    """Bytes of each tensor that does not ride in the frame: with the function this is the signature of a call."""
+    """Bytes of each run that does not ride in the frame: with the function this is the signature of a call."""
 
 
 class Outgoing(NamedTuple):
@@ -139,55 +84,95 @@ NOTHING = Outgoing(b"", b"", 0, [])
 
 
 def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
-    runs: list[tuple[torch.Tensor | None, bytes, bytes]] = []
+    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
     sizes = []
     inline = 0
-    for tensor in tensors:
-        nbytes = tensor.nbytes
-        if nbytes <= INLINE_BYTES and inline + nbytes <= _INLINE_TOTAL and tensor.is_contiguous():
-            runs.append((None, *_describe_small(tensor, nbytes)))
-            inline += nbytes
+    places = sharing.plan(tensors) if len(tensors) > 1 else None
+    for index, tensor in enumerate(tensors):
+        place = places.get(index) if places is not None else None
+        if place is not None and place.same:
+            entries.append((None, SAME, b"", _INDEX.pack(place.base)))
             continue
-        run, text = describe(tensor, device)
-        sizes.append(run.nbytes)
-        runs.append((run, text, b""))
-    return Described(runs, tuple(sizes))
+        known = layout.lone(tensor) if place is None else None
+        if known is not None:
+            text, nbytes = known.text, known.nbytes
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, _string_at(tensor.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            run = tensor.detach()
+            if known.strides is not None:
+                run = run.as_strided((nbytes // tensor.itemsize,), (1,))
+        else:
+            run, text, nbytes = _describe(tensor, place)
+            if place is not None and place.base != index:
+                entries.append((None, VIEW, text, _INDEX.pack(place.base)))
+                continue
+            gathered = not run.is_contiguous()
+            run = run.contiguous()
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            if gathered:
+                device.count_staged(nbytes)
+        sizes.append(nbytes)
+        entries.append((run, READ, text, b""))
+    return Described(entries, tuple(sizes))
+
+
+def _rides(nbytes: int, inline: int) -> bool:
+    """Whether a run rides in the frame, where ``inline`` bytes do so already."""
+    return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
+
+
+def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+    """The run and the encoded description of a contiguous tensor without conjugate or negative bit."""
+    return tensor.detach(), layout.outline(tensor).text
+
+
+def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
+    """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
+    value, flips = layout.physical(tensor)
+    if place is not None and place.run is not None:
+        strides = tensor.stride()
+        kept = None if strides == layout.dense(tensor.shape) else strides
+        offset, nbytes = place.offset // tensor.itemsize, place.run.nbytes
+        what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, nbytes, False)
+        return place.run, layout.encode(what), nbytes
+    known = layout.outline(tensor)
+    text = known.text
+    if flips:
+        text = layout.encode(layout.decode(text)._replace(flips=flips, plain=False))
+    if known.strides is not None and known.nbytes:
+        value = value.as_strided((known.nbytes // value.itemsize,), (1,))
+    return value, text, known.nbytes
 
 
 def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
-    if not travels(tensor) or not 0 < (nbytes := tensor.nbytes) <= INLINE_BYTES or not tensor.is_contiguous():
+    known = layout.lone(tensor)
+    if known is None or known.nbytes > INLINE_BYTES:
         return None
-    return _describe_small(tensor, nbytes)
+    return known.text, _string_at(tensor.data_ptr(), known.nbytes)
 
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
-    what = _decoded.get(text) or decode(text)
-    return shaped(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
-
-
-def _describe_small(tensor: torch.Tensor, nbytes: int) -> tuple[bytes, bytes]:
-    """Description and bytes of a contiguous tensor that rides in the frame."""
-    key = (tensor.dtype, tensor.shape, None, tensor.requires_grad, nbytes // tensor.itemsize)
-    return _encoded.get(key) or _encode(key), _raw(tensor) if nbytes else b""
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-    # A third of the cost of going through numpy, and every dtype has it.
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    what = layout.decode(text)
+    return layout.rebuilt(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
 
 
 def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
-    """Move the large tensors to ``places`` if these fit; otherwise give out descriptors that the receiver may READ."""
-    table, data, lent = [], [], []
+    """Move the large runs to ``places`` if these fit; otherwise give out descriptors that the receiver may READ."""
+    table: list[bytes] = []
+    data: list[bytes] = []
+    lent = []
     fits = places is not None and tuple([place.nbytes for place in places]) == described.sizes
     remaining = iter(places if places is not None and fits else ())
-    for run, text, raw in described.runs:
+    for run, way, text, rest in described.entries:
         if run is None:
-            table.append(_ENTRY.pack(INLINE, len(text)) + text)
-            data.append(raw)
+            table.append(_ENTRY.pack(way, len(text)) + text)
+            (data if way == INLINE else table).append(rest)
         elif fits:
             channel.memcpy(next(remaining), run)
             table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
@@ -195,7 +180,12 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
             source = lendable(run, device, channel)
             lent.append(source)
             table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source).dump())
-    return Outgoing(b"".join(table), b"".join(data), len(described.runs), lent)
+    return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
+
+
+def pack_handed(text: bytes, place: bytes) -> Outgoing:
+    """One tensor that was handed over (``handover.Handovers.give``)."""
+    return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
 
 
 def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
@@ -209,47 +199,73 @@ def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tenso
 
 
 def unpack(
-    table: bytes, data: bytes, count: int, device: Device, channel: Channel, landing: Landing | None
+    table: bytes,
+    data: bytes,
+    count: int,
+    device: Device,
+    channel: Channel,
+    landing: Landing | None,
+    known: dict[bytes, list[RemoteRegion]],
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
-    """The tensors of a message, the sizes of its large ones, and whether they were READ (then the sender waits for our
-    release)."""
+    """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
+    waits for our release). ``known``: as for ``load_places``."""
     tensors: list[torch.Tensor] = []
+    runs: list[torch.Tensor] = []
     sizes: list[int] = []
+    reads: list[tuple[torch.Tensor, RemoteRegion]] = []
     landed = iter(landing.runs if landing is not None else ())
     at = offset = 0
-    was_read = False
     for _ in range(count):
         way, length = _ENTRY.unpack_from(table, at)
-        at += _ENTRY.size
-        what = decode(table[at : at + length])
-        at += length
+        at += _ENTRY.size + length
+        if way >= VIEW:
+            (base,) = _INDEX.unpack_from(table, at)
+            runs.append(runs[base])
+            tensors.append(tensors[base] if way == SAME else layout.rebuilt(runs[base], layout.decode(table[at - length : at])))
+            at += _INDEX.size
+            continue
+        what = layout.decode(table[at - length : at])
         if way == INLINE:
             # A bytearray of its own: received tensors are writable and outlive the frame.
             piece = bytearray(data[offset : offset + what.nbytes])
             offset += what.nbytes
-            run = torch.frombuffer(piece, dtype=what.dtype) if piece else torch.empty(0, dtype=what.dtype)
+            run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
+        elif way == HANDED:
+            run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))
+            at += _HANDED_BYTES
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
-                run = next(landed).view(what.dtype)
+                place = next(landed, None)
+                if place is None:
+                    raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
+                run = place
             else:
-                run = device.empty(what.elements, dtype=what.dtype)
-                channel.memcpy(run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])).wait()
+                run = device.arena.run(what.nbytes)[0]
+                reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
                 at += RemoteRegion.WIRE_SIZE
-                was_read = True
-        tensors.append(shaped(run, what))
-    return tensors, tuple(sizes), was_read
+        runs.append(run)
+        tensors.append(layout.rebuilt(run, what))
+    if len(reads) == 1:
+        channel.memcpy(*reads[0]).wait()
+    elif reads:
+        channel.prepare(reads).post().wait()
+    return tensors, tuple(sizes), bool(reads)
+
+
+_AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
+_TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
 
 
 def traffic(out: Outgoing) -> dict[str, int]:
-    """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``."""
-    totals = {"inline": len(out.data), "direct": 0, "read": 0}
+    """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``,
+    ``handed``."""
+    totals = {"inline": len(out.data), "direct": 0, "read": 0, "handed": 0}
     at = 0
-    while at < len(out.table):
+    for _ in range(out.tensors):
         way, length = _ENTRY.unpack_from(out.table, at)
         at += _ENTRY.size + length
-        if way != INLINE:
-            totals["direct" if way == WRITTEN else "read"] += decode(out.table[at - length : at]).nbytes
-        if way == READ:
-            at += RemoteRegion.WIRE_SIZE
+        if way in _TAKEN:
+            totals[_TAKEN[way]] += layout.decode(out.table[at - length : at]).nbytes
+        at += _AFTER.get(way, 0)
     return totals

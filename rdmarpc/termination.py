@@ -68,8 +68,9 @@ class Termination:
         agent = self._agent
         leader = agent.workers[0]
         if agent.me.id == 0:
-            for info in agent.workers[1:]:
-                agent.link(info.id)
+            for info in agent.workers:
+                if info.id:
+                    agent.link(info.id)
         for number in itertools.count():
             while not agent.idle:
                 self._sleep(threading.Event(), deadline, 0.001)

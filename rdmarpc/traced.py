@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .callee import Callee
-from .caller import LONE, Caller
+from .caller import LONE, Caller, Kept
 from .future import Future, Pending
 from .link import REQUEST, RESPONSE, Frame, Link
 from .profiling import kind_of, name_of
@@ -56,7 +56,7 @@ class Serving:
 
 def _inline(nbytes: int) -> dict[str, int]:
     """The traffic (``tensors.traffic``) of a message with one small tensor, or none."""
-    return {"inline": nbytes, "direct": 0, "read": 0}
+    return {"inline": nbytes, "direct": 0, "read": 0, "handed": 0}
 
 
 class TracedCaller(Caller):
@@ -87,7 +87,15 @@ class TracedCaller(Caller):
         return pending
 
     def send(
-        self, link: Link, kind: int, call: int, flags: int, out: Outgoing, function: bytes, payload: bytes, keep: Pending | None
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keep: Pending | Kept | None,
     ) -> Any:
         if kind == REQUEST or kind == RESPONSE:
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
@@ -109,14 +117,14 @@ class TracedCaller(Caller):
 
 class TracedFuture(Future):
     def wait(self) -> Any:
-        caller = self._caller
-        if self.done() or not isinstance(caller, TracedCaller):
+        caller, pending = self._caller, self._pending
+        if pending is None or not isinstance(caller, TracedCaller):
             return super().wait()
         begin = monotonic_ns()
         try:
             return super().wait()
         finally:
-            caller.timeline.note("waited", caller.timeline.rank, self._pending.call, begin, monotonic_ns())
+            caller.timeline.note("waited", caller.timeline.rank, pending.call, begin, monotonic_ns())
 
 
 class TracedCallee(Callee):

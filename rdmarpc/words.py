@@ -70,7 +70,8 @@ def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
 
 @njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
 def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
-    """Sleep until the token is free or the word ``jobs`` differs from ``seen``, or ``limit_ns`` have passed."""
+    """Sleep until the token is free or the word ``jobs`` differs from ``seen``, or ``limit_ns`` have passed. For one thread:
+    every message that finds the token free wakes all who stand by. The others wait in ``spare``."""
     start = now()
     while load_acquire(token) != 0 and load_acquire(jobs) == seen:
         rings = load_acquire(bell)
@@ -88,12 +89,42 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
     return 0
 
 
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def spare(jobs: int, seen: int, limit_ns: int) -> int:
+    """Sleep until the word ``jobs`` differs from ``seen`` (one is woken for each ``call_one``), or ``limit_ns`` have passed."""
+    if load_acquire(jobs) == seen:
+        futex(jobs, FUTEX_WAIT, seen & 0xFFFFFFFF, limit_ns)
+    return 0
+
+
 @njit(i64(i64, i64), nogil=True, cache=True)
 def call_out(jobs: int, bell: int) -> int:
-    """Announce a job for whoever stands by."""
+    """Announce a job to all who stand by."""
     fetch_add(jobs, 1)
+    futex(jobs, FUTEX_WAKE, WAKE_ALL, 0)
     fetch_add(bell, 1)
     futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def call_one(jobs: int, bell: int) -> int:
+    """As ``call_out``, to one. Only by the poller itself: nobody else sleeps on the bell then than who stands by."""
+    fetch_add(jobs, 1)
+    if futex(jobs, FUTEX_WAKE, 1, 0) == 0:
+        fetch_add(bell, 1)
+        futex(bell, FUTEX_WAKE, 1, 0)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def leave_to_watchdog(backlog: int, asleep: int) -> int:
+    """Jobs wait for a thread that is at work: have the watchdog call another if that one takes none within a tick."""
+    store_release(backlog, 1)
+    fence()
+    if load_acquire(asleep) == 1:
+        store_release(asleep, 0)
+        futex(asleep, FUTEX_WAKE, WAKE_ALL, 0)
     return 0
 
 
@@ -123,27 +154,38 @@ def event(events: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
-def watch(token: int, runs: int, asleep: int, bell: int, table: int, rows: int, tick_ns: int, idle_ticks: int) -> int:
-    """The watchdog: take the role from a pool thread whose user function has run for more than a tick.
+@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: int, idle_ticks: int) -> int:
+    """The watchdog: take the role from a pool thread whose user function has run for more than a tick, and see to it that
+    jobs left to a busy thread (``backlog``) do not wait for longer than that.
+
+    A tick grows while it takes much longer than asked for: then many share this core, a thread that made no progress had no
+    turn, and the ticks themselves would cost the others theirs.
 
     Sleeps for good while nobody runs anything: ``asleep`` is 1 then, and whoever starts a run wakes it. Returns 1 after it
-    freed a token, 0 every second or so.
+    freed a token, 2 when jobs wait, 0 every second or so.
     """
     quiet = 0
+    tick = tick_ns
     last = load_acquire(runs)
-    for _ in range(1_000_000_000 // tick_ns):
+    start = now()
+    before = start
+    while before - start < 1_000_000_000:
         if quiet >= idle_ticks:
             store_release(asleep, 1)
             fence()
-            if load_acquire(runs) == last:
+            if load_acquire(runs) == last and load_acquire(backlog) == 0:
                 futex(asleep, FUTEX_WAIT, 1, 1_000_000_000)
             store_release(asleep, 0)
-            if load_acquire(runs) == last:
+            if load_acquire(runs) == last and load_acquire(backlog) == 0:
                 return 0
             quiet = 0
+            before = now()
         # A wait on a word nobody changes: a sleep that needs no further symbol.
-        futex(asleep, FUTEX_WAIT, 0, tick_ns)
+        futex(asleep, FUTEX_WAIT, 0, tick)
+        after = now()
+        tick = min(2 * tick, 16 * tick_ns) if after - before > 2 * tick else max(tick // 2, tick_ns)
+        before = after
         current = load_acquire(runs)
         held = load_acquire(token)
         if (held & 7) == RUNNING and current == last and compare_exchange(token, held, 0) == 1:
@@ -152,13 +194,16 @@ def watch(token: int, runs: int, asleep: int, bell: int, table: int, rows: int, 
             fetch_add(bell, 1)
             futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
             return 1
+        if current == last and load_acquire(backlog) != 0:
+            store_release(backlog, 0)
+            return 2
         quiet = quiet + 1 if current == last else 0
         last = current
     return 0
 
 
 @njit(i64(i64, i64), nogil=True, cache=True)
-def _show(runs: int, asleep: int) -> int:
+def show(runs: int, asleep: int) -> int:
     """Let the watchdog see that the holder of the role is at work; wake it if it sleeps."""
     fetch_add(runs, 1)
     if load_acquire(asleep) == 1:
@@ -172,7 +217,7 @@ def start_run(token: int, mine: int, running: int, runs: int, asleep: int) -> in
     """HOLDING -> RUNNING. Wakes the watchdog if it sleeps. 0 if the role was lost."""
     if compare_exchange(token, mine, running) == 0:
         return 0
-    return _show(runs, asleep)
+    return show(runs, asleep)
 
 
 @njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
@@ -189,4 +234,4 @@ def linger(token: int, running: int, bell: int, runs: int, asleep: int) -> int:
                 return 0
         else:
             return 0
-    return _show(runs, asleep)
+    return show(runs, asleep)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from hydra import compose, initialize_config_dir
+
+from rdmarpc.experiments import bench
 
 ROOT = Path(__file__).parent.parent
 TRAIN = [sys.executable, "-m", "experiments.train"]
@@ -158,3 +162,57 @@ def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert "worker" in (tmp_path / "stdout").read_text().splitlines()[-1]
     assert_nothing_new(before)
+
+
+TINY = ["sizes=[4,1048576]", "rounds=1", "start=1", "idle_s=0.2", "all_to_all=2", "all_to_all_s=0.2"]
+TINY_CELLS = ["first=[4,65536]", "arena=[65536]", "result=[65536]", "several=[32,65536]", "remote=[4,65536]"]
+
+
+def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
+    """Each case once at small sizes: the figures are not judged, only that they are there and what has no time in it."""
+    overrides = [*TINY, *(f"cells.{cell}" for cell in TINY_CELLS), f"hydra.run.dir={tmp_path}"]
+    before = shared_memory()
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.bench", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert_nothing_new(before)
+    assert not list(tmp_path.glob(".meeting-*"))
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads((tmp_path / "bench.json").read_text())
+    measured: dict[str, set[tuple[str, int]]] = {}
+    for record in found["records"]:
+        measured.setdefault(record["what"], set()).add((record["case"], record["size"]))
+        assert record["median"] > 0 or record["what"] == "staged" or record["case"] == "idle"
+    pairs = {("one_way", 4), ("one_way", 1 << 20), ("identity", 4), ("identity", 1 << 20), ("stream", 1 << 20)}
+    cells = {(case, 65536) for case in ("first", "second", "later", "arena", "result", "several", "remote")}
+    cells |= {("first", 4), ("second", 4), ("later", 4), ("several", 32), ("remote", 4)}
+    others = {("calls", 1), ("calls", 64), ("idle", 0), ("init", 2), ("start", 2), ("all_to_all", 2)}
+    assert measured["torch_rpc"] == pairs | cells | others
+    assert measured["rdmarpc"] == pairs | cells | others | {("import", 0)}
+    staged = {record["case"]: record["median"] for record in found["records"] if record["what"] == "staged"}
+    assert staged["arena"] == 0
+
+    shown = done.stdout
+    for text in ("8 tensors", "x + 1", "remote", "first call of a signature", "all to all", "init_rpc of 2 workers"):
+        assert text in shown
+    met = sum(target["met"] for target in found["targets"])
+    assert f"targets met: {met} of {len(found['targets'])}" in shown
+    asked = {(target["name"], target["asked"]) for target in found["targets"]}
+    assert {("identity, 4 B", "≤ 18"), ("first call, 4 B", "≤ 2"), ("2 workers, all to all", "≥ 5")} <= asked
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["sizes=[]"], "sizes=[]"),
+        (["cells.remote=[0]"], "remote=[0]"),
+        (["rounds=0"], "rounds=0"),
+        (["all_to_all=1"], "all_to_all=1"),
+        (["pair=false", "start=0"], "nothing to measure"),
+    ],
+)
+def test_benchmark_refuses_what_makes_no_sense(overrides: list[str], says: str) -> None:
+    with initialize_config_dir(bench.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
+        bench.checked(compose("bench", overrides))

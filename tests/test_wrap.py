@@ -18,7 +18,7 @@ import wrap_models as models
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.wrap import wrap
+from rdmarpc import wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import die, results, run_group

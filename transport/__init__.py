@@ -8,6 +8,7 @@ from . import kernels
 from .channel import DONE, Channel, Transfer, Window, Work
 from .device import Device, host_id
 from .errors import (
+    GONE,
     ArenaFull,
     AuthenticationError,
     NotSupported,
@@ -30,7 +31,8 @@ def open_device(name: str = "shm", **options: Any) -> Device:
     the address of the default route.
 
     Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
-    peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``).
+    peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``), ``peer_timeout``
+    (seconds, 10; 0: none): a peer that shows no sign of running, or that the network cut off, is lost after that time.
     """
     kind, _, place = name.partition("://")
     if kind == "shm" and not place:
@@ -42,6 +44,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
 
 __all__ = [
     "DONE",
+    "GONE",
     "MAX_NOTIFY",
     "ArenaFull",
     "AuthenticationError",

@@ -24,6 +24,7 @@ from .errors import ArenaFull
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
+_RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -37,12 +38,29 @@ class Segment:
         self.view = memoryview(memory)
         self.nbytes = len(memory)
         self.address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._reserved = 0
         # Refused where the system does not allow huge pages for this kind of memory; the pages are then small ones.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 pass
+
+    def reserve(self, end: int) -> None:
+        """Have the pages of the first ``end`` bytes now. A shared page that is first touched costs 1 to 2 us, one that only has
+        to be mapped a quarter of that (the kernel maps sixteen at once); and where there is no memory left, this is an error
+        instead of a SIGBUS. Raises ``ArenaFull``."""
+        if self.fd < 0 or end <= self._reserved:
+            return
+        end = min(self.nbytes, -(-end // _RESERVE) * _RESERVE)
+        try:
+            os.posix_fallocate(self.fd, self._reserved, end - self._reserved)
+        except OSError as error:
+            raise ArenaFull(
+                f"this host has no memory for {end - self._reserved} more bytes of the arena: {error.strerror}",
+                hint="free memory (memory limits of containers count shared memory too), or lower arena_limit",
+            ) from None
+        self._reserved = end
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,8 +73,10 @@ class Block:
 
 
 class _Lease(weakref.ref):
-    __slots__ = ("block",)
+    __slots__ = ("block", "storage")
     block: Block
+    storage: int
+    """Which storage holds the block, as torch identifies it."""
 
 
 def parse_bytes(text: str) -> int:
@@ -96,7 +116,7 @@ class Arena:
         self._bins: dict[int, list[Block]] = {}
         self._extents: list[tuple[int, int, int]] = []  # (segment index, offset, bytes), sorted, neighbours joined
         self._index: dict[int, int] = {}  # segment number -> index in self.segments
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _Lease] = {}  # by address
         # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
         self._returned: deque[Block] = deque()
 
@@ -145,10 +165,11 @@ class Arena:
         block = self.allocate(nbytes)
         view = block.segment.view[block.offset : block.offset + nbytes]
         lease = _Lease(view, self._expired)
-        lease.block = block
-        self._leases[id(lease)] = lease
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
-        return torch.frombuffer(view, dtype=dtype, count=count), block
+        tensor = torch.frombuffer(view, dtype=dtype, count=count)
+        lease.block, lease.storage = block, tensor.untyped_storage()._cdata
+        self._leases[block.segment.address + block.offset] = lease
+        return tensor, block
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment and offset where these local bytes lie, or ``None`` if they are not (all) in the arena."""
@@ -158,8 +179,14 @@ class Arena:
                 return segment, offset
         return None
 
+    def leased(self, storage: torch.UntypedStorage) -> Block | None:
+        """The block that lives exactly as long as this storage; ``None`` for any other storage, also one that another library
+        made over our memory."""
+        lease = self._leases.get(storage.data_ptr())
+        return lease.block if lease is not None and lease.storage == storage._cdata else None
+
     def _expired(self, lease: _Lease) -> None:
-        self._leases.pop(id(lease), None)
+        self._leases.pop(lease.block.segment.address + lease.block.offset, None)
         self._returned.append(lease.block)
 
     def _reclaim(self) -> None:
@@ -177,6 +204,7 @@ class Arena:
         if best < 0:
             return None
         index, offset, free = self._extents[best]
+        self.segments[index].reserve(offset + size)
         if free == size:
             del self._extents[best]
         else:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import RdmaError
+from .errors import NotSupported, RdmaError
 from .notify import MAX_NOTIFY, Count, Expectation
 from .region import Region, RemoteRegion, local_bytes
 
@@ -117,6 +117,19 @@ class Channel(abc.ABC):
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         """A write-through window from an arena tensor to a remote range of the same size."""
 
+    can_adopt = False
+    """Whether ``adopt`` works here: the peer's arena is mapped into this process."""
+
+    def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
+        """The peer's arena memory in place: a uint8 tensor over ``remote``, which the peer has handed over for good. When the
+        last tensor over it dies, the word ``release`` (8 bytes of the peer's arena) becomes 0, after all that was read and
+        written here. The memory stays valid for as long as it is held, whatever becomes of the peer or the channel."""
+        raise NotSupported("this device has no mapped memory of its peers", peer=self.peer, device=self.device.name)
+
+    def peer_ended(self) -> bool:
+        """Whether the peer's process, and with it every tensor that it adopted, has ended."""
+        return self.error is not None
+
     @abc.abstractmethod
     def record(self, imm: int) -> int:
         """Address of the notification record ``imm`` (see ``kernels``)."""
@@ -129,6 +142,12 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Say goodbye and release the connection. Idempotent."""
+
+    @property
+    def peer_copies(self) -> bool:
+        """After the end: whether a copy of the peer may still touch our memory, because the peer stopped in the middle of it.
+        Until this is false, what the peer could reach must not be used again."""
+        return False
 
     def take_numbers(self, count: int) -> int:
         """The first of ``count`` consecutive notification numbers that arrive *here* and belong to the caller alone from now

@@ -18,6 +18,7 @@ import torch
 from .arena import Arena, Segment
 from .channel import Channel
 from .errors import RdmaError, RegistrationError, TransferTimeout
+from .heartbeat import MIN_TIMEOUT_S, Looks
 from .notify import BELL_BYTES, BELLS, Poller
 from .region import Region, RemoteRegion, local_bytes
 
@@ -36,8 +37,13 @@ class Device(abc.ABC):
     bells: int
     """Address of ``BELLS`` bells in memory that this device's signallers can reach."""
 
-    def __init__(self, name: str, *, secret: bytes, arena_limit: int | None, on_connect: OnConnect | None) -> None:
+    def __init__(
+        self, name: str, *, secret: bytes, arena_limit: int | None, on_connect: OnConnect | None, peer_timeout: float
+    ) -> None:
+        if peer_timeout and peer_timeout < MIN_TIMEOUT_S:
+            raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {peer_timeout}")
         self.name = name
+        self._looks = Looks(peer_timeout)
         self.uid = secrets.randbits(64)
         self.epoch = secrets.randbits(32)
         self.secret = secret

@@ -21,6 +21,10 @@ class PeerLost(RdmaError):
     """The peer's process ended, or its connection broke. Every pending wait on it fails with this."""
 
 
+GONE = ("NOBODY", "STALE_ADDRESS")
+"""``PeerLost.status`` of ``connect`` when the device at that address has ended."""
+
+
 class TransferTimeout(RdmaError):
     """A wait ended before what it waited for happened. It ends the wait, not the copy: see ``Channel.abort``."""
 

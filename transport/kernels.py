@@ -102,6 +102,12 @@ def swap_if(address: int, expected: int, desired: int) -> int:
 
 
 @njit(i64(i64), nogil=True, cache=True)
+def wake(word: int) -> int:
+    """Wake everybody who sleeps on this word."""
+    return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+
+
+@njit(i64(i64), nogil=True, cache=True)
 def ring_bell(bell: int) -> int:
     """Wake everybody who sleeps on this bell; no system call if nobody does."""
     fence()
@@ -207,6 +213,17 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     stats = load_acquire(block + 8 * WR_STATS)
     _move(dst, src, nbytes, stats + 16)
     return _leave(block, inflight, stats, nbytes)
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def release(block: int, word: int) -> int:
+    """Store 0 to a word of the peer, after everything this thread read or wrote before (invariant 3 applies)."""
+    inflight = _enter(block)
+    if inflight == 0:
+        return CLOSED
+    store_release(word, 0)
+    fetch_add(inflight, -1)
+    return OK
 
 
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)

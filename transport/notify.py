@@ -134,6 +134,11 @@ class Poller:
             self.table[row] = (self._nil, 0)
             self._free.append(row)
 
+    def unread(self, row: int) -> bool:
+        """Whether notifications of this row have come that nobody took. Any thread."""
+        record, seen = self.table[row]
+        return kernels.load(int(record)) > int(seen)
+
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
         """The next row with news and how many notifications came, or ``None`` after ``timeout`` seconds. Taken is taken."""
         deadline = None if timeout is None else time.monotonic() + timeout

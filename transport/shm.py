@@ -3,8 +3,9 @@
 Segments are memfds, handed to each peer over an abstract Unix socket and mapped there: nothing has a name in a file system,
 so nothing is left behind however a process ends. The socket stays open as the detector of the peer's death.
 
-Threads: one service thread (accepting, announcements, end of peers), and one short-lived thread per incoming connection
-during its handshake, so that a silent stranger blocks nobody.
+Threads: one service thread (accepting, announcements, end of peers, looking after their heartbeats), one that beats
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .arena import Segment
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .heartbeat import Heart
 from .notify import BELL_BYTES, BELLS
 from .region import RemoteRegion, local_bytes
 from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel, address_of
@@ -43,10 +45,18 @@ class ShmDevice(Device):
     """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
     allows that."""
 
-    def __init__(self, *, secret: bytes = b"", arena_limit: int | None = None, on_connect: OnConnect | None = None) -> None:
-        super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect)
+    def __init__(
+        self,
+        *,
+        secret: bytes = b"",
+        arena_limit: int | None = None,
+        on_connect: OnConnect | None = None,
+        peer_timeout: float = 10.0,
+    ) -> None:
+        super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
         self._bells_memory, self._bells_fd = _memfd("rdmarpc-bells", BELLS * BELL_BYTES)
         self.bells = address_of(self._bells_memory)
+        self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
         self._probe = np.ones(1, np.int64)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0rdmarpc-{self.uid:016x}")
@@ -79,6 +89,7 @@ class ShmDevice(Device):
                 f"  pages          {pages} (transparent_hugepage/shmem_enabled is {mode})",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 f"  other memory   cross-memory attach: {cma}",
+                f"  death          an ended process at once, a stopped one after {self._looks.timeout:g} s",
                 f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
             )
         )
@@ -105,7 +116,10 @@ class ShmDevice(Device):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(timeout)
         try:
-            sock.connect(f"\0rdmarpc-{uid}")
+            try:
+                sock.connect(f"\0rdmarpc-{uid}")
+            except ConnectionRefusedError:
+                raise PeerLost("nobody listens there", peer=peer.decode(), device="shm", status="NOBODY") from None
             auth.authenticate(sock, self.secret, initiator=True)
             inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
             self._send_setup(sock, fd, hello)
@@ -116,7 +130,7 @@ class ShmDevice(Device):
             raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
         except OSError as error:
             sock.close()
-            raise PeerLost(f"nobody listens there: {error}", peer=peer.decode(), device="shm") from None
+            raise PeerLost(f"the connection broke: {error}", peer=peer.decode(), device="shm") from None
         except RdmaError:
             sock.close()
             raise
@@ -202,13 +216,24 @@ class ShmDevice(Device):
 
     def _serve(self) -> None:
         while not self.closed:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._looks.interval):
                 if key.fileobj is self._listener:
                     self._accept_one()
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                 else:
                     self._hear(key.data)
+            if seconds := self._looks.due():
+                self._look(seconds)
+
+    def _look(self, seconds: float) -> None:
+        """Give up the peers that have not been seen running for too long."""
+        for channel in self._shm_channels():
+            if channel.socket_open and self._looks.too_long(channel.look(seconds)):
+                channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"))
+                self.forget(channel)
+                if channel.broke:
+                    self._tell_lost(channel)
 
     def _accept_one(self) -> None:
         try:
@@ -251,6 +276,7 @@ class ShmDevice(Device):
         self._wake.send(b"\0")
         if threading.current_thread() is not self._service:
             self._service.join(timeout=5.0)
+        self._heart.stop()
         self._selector.close()
         for sock in (self._listener, self._wake, self._woken):
             sock.close()

@@ -23,6 +23,7 @@ import torch
 from . import cma, kernels
 from .channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .heartbeat import GIVEN_UP
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion, local_bytes
 
@@ -40,6 +41,20 @@ _SEND_TIMEOUT = 5.0
 _LAST_COPY_NS = 200_000_000
 # Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
 LENT = 0xFFFFFFFF
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended: it may be stopped."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return os.path.exists(f"/proc/{pid}")
+    try:
+        return not select.select([fd], [], [], 0)[0]
+    finally:
+        os.close(fd)
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -111,13 +126,19 @@ class CmaTransfer(Transfer):
         channel._check()
         for remote, tensor, write in self._pairs:
             local, nbytes = local_bytes(tensor)
-            # The lock keeps the owner's deregistration waiting until the copy is over.
+            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort.
             with channel.cma_lock:
                 address, mapped = channel.resolve(remote)
-                if mapped:
-                    kernels.copy(*((address, local) if write else (local, address)), nbytes)
-                elif nbytes:
-                    cma.transfer(channel.pid, local, address, nbytes, write=write)
+                kernels.add(channel.peer_inbox + INFLIGHT_AT, 1)
+                try:
+                    if kernels.load(channel.peer_inbox + CLOSED_AT):
+                        raise channel._ended()
+                    if mapped:
+                        kernels.copy(*((address, local) if write else (local, address)), nbytes)
+                    elif nbytes:
+                        cma.transfer(channel.pid, local, address, nbytes, write=write)
+                finally:
+                    kernels.add(channel.peer_inbox + INFLIGHT_AT, -1)
             kernels.add(channel.stats.ctypes.data, 1)
             kernels.add(channel.stats.ctypes.data + 8, nbytes)
         if self._imm is not None:
@@ -143,8 +164,26 @@ class ShmWindow(_Closable, Window):
             raise self._channel._ended()
 
 
+class _Adoption(weakref.ref):
+    """Watches adopted memory: its end is told to the peer."""
+
+    __slots__ = ("channel", "release")
+    channel: ShmChannel
+    release: int
+
+
+def _disown(adoption: _Adoption) -> None:
+    # Runs in finalizers of any thread: no lock, one kernel. On a channel that has ended there is nobody to tell.
+    # A forked child's copies mean nothing.
+    channel = adoption.channel
+    channel._adoptions.pop(id(adoption), None)
+    if os.getpid() == channel.device._pid:
+        kernels.release(channel._single._address, adoption.release)
+
+
 class ShmChannel(Channel):
     device: ShmDevice
+    can_adopt = True
 
     def __init__(
         self,
@@ -168,7 +207,8 @@ class ShmChannel(Channel):
         self.cma_lock = threading.Lock()
         self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
         self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
-        self._maps: list[mmap.mmap] = []
+        self._maps: dict[int, memoryview] = {}
+        self._adoptions: dict[int, _Adoption] = {}
         self._users: weakref.WeakSet[_Closable] = weakref.WeakSet()
         self._send_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
@@ -176,6 +216,7 @@ class ShmChannel(Channel):
         self._end_lock = threading.Lock()
         self.socket_open = True
         self.broke = False
+        self._beats, self._silence = -1, 0.0
         self._single = _Closable(self, None, ())
 
     # -- copies
@@ -222,6 +263,28 @@ class ShmChannel(Channel):
         if not mapped:
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)
         return ShmWindow(self, address, local, notify)
+
+    def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
+        known = remote.resolved
+        if known is None or known[0] is not self or release.resolved is None:
+            (address, mapped), (word, word_mapped) = self.resolve(remote), self.resolve(release)
+            if not mapped or not word_mapped or release.nbytes != 8 or word % 8:
+                raise self._refuse("only arena memory can be handed over")
+            remote.resolved, release.resolved = (self, address), (self, word)
+        assert release.resolved is not None
+        view = self._maps[remote.region][remote.offset : remote.offset + remote.nbytes]
+        adoption = _Adoption(view, _disown)
+        adoption.channel, adoption.release = self, release.resolved[1]
+        self._adoptions[id(adoption)] = adoption
+        # The storage holds ``view``, and that the mapping.
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def peer_ended(self) -> bool:
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
 
     def record(self, imm: int) -> int:
         check_notify(imm)
@@ -306,7 +369,7 @@ class ShmChannel(Channel):
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
         if kind == SEGMENT and fds:
             memory = mmap.mmap(fds[0], nbytes)
-            self._maps.append(memory)
+            self._maps[number] = memoryview(memory)
             self._mapped[number] = (address_of(memory), nbytes, key)
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)
@@ -319,6 +382,9 @@ class ShmChannel(Channel):
         elif kind in (GONE_ACK, SYNC_ACK):
             if event := self._acks.get((kind, number)):
                 event.set()
+        elif kind == BYE and number:
+            self.lose(PeerLost(GIVEN_UP, peer=self.peer, device="shm", status="GIVEN_UP"))
+            return False
         elif kind == BYE:
             self.lose(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
             return False
@@ -355,6 +421,26 @@ class ShmChannel(Channel):
         """``end``, not because somebody here wanted it."""
         if self.end(error):
             self.broke = True
+            kernels.store(self.inbox + CLOSED_AT, 1)
+
+    def look(self, seconds: float) -> float:
+        """How long (s) the peer's heart has stood still, as far as looks tell; this one counts for ``seconds``."""
+        beats = kernels.load(self.peer_bells)
+        self._silence = self._silence + seconds if beats == self._beats else 0.0
+        self._beats = beats
+        return self._silence
+
+    def give_up(self, error: RdmaError) -> None:
+        """End a channel whose peer does not run. Should it ever run again, it finds our goodbye."""
+        self.lose(error)
+        try:
+            self.sock.send(MESSAGE.pack(BYE, 1, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # it finds the end of the stream
+
+    @property
+    def peer_copies(self) -> bool:
+        return kernels.load(self.inbox + INFLIGHT_AT) > 0 and runs(self.pid)
 
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device._pid:

@@ -2,8 +2,9 @@
 
 Segments are private memory; payload travels between the two tensors and the sockets without a copy in between.
 
-Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, and one short-lived
-thread per incoming connection during its handshake, so that a silent stranger blocks nobody.
+Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, one that beats
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from .arena import Segment
 from .channel import Channel
 from .device import Device, OnConnect, anonymous
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .heartbeat import Heart
 from .notify import BELL_BYTES, BELLS
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
+from .tcp_wire import BEAT, HEADER
 
-_SETUP = struct.Struct("<QII")  # uid, epoch, length of the hello that follows
+_SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
+_NO_TIMEOUT = 24 * 3600.0
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
 _CLOSE_TIMEOUT = 1.0  # for what was posted to finish, for one channel or for all channels of a device
@@ -44,8 +48,7 @@ class TcpDevice(Device):
 
     ``place`` says where to listen: an address or interface name, with or without ``:PORT``. Without it the device listens on
     loopback only if there is no ``secret``, and with a secret on the address by which other hosts reach this one. A device
-    without a secret cannot listen anywhere else than on loopback. ``peer_timeout`` (seconds): a peer that the network cut off
-    is lost after that time; a peer whose process ends is lost at once.
+    without a secret cannot listen anywhere else than on loopback.
     """
 
     def __init__(
@@ -57,8 +60,7 @@ class TcpDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
     ) -> None:
-        super().__init__("tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect)
-        self._peer_timeout = peer_timeout
+        super().__init__("tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
         self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
         self.bells = self._bells_memory.ctypes.data
         self._listener = self._listen(place)
@@ -69,6 +71,7 @@ class TcpDevice(Device):
         self._by_fd: dict[int, TcpChannel] = {}
         self._handshakes: dict[socket.socket, float] = {}  # with the time when patience ends
         self._stop_at = self._close_by = 0.0
+        self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
         self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
         self._io.start()
 
@@ -126,7 +129,7 @@ class TcpDevice(Device):
                 f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
                 f"  authentication {known}; what travels is not encrypted",
                 f"  buffers        {', '.join(limits) or 'unknown'}",
-                f"  death          an ended process at once, a cut-off peer after {self._peer_timeout:g} s",
+                f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
                 f"  pages          {pages} (transparent_hugepage/enabled is {mode})",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
                 f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, then a futex; one I/O thread",
@@ -157,7 +160,8 @@ class TcpDevice(Device):
         except TimeoutError:
             raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="tcp") from None
         except OSError as error:
-            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp") from None
+            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
         try:
             with self._patience(sock, deadline):
                 auth.authenticate(sock, self.secret, initiator=True)
@@ -210,19 +214,19 @@ class TcpDevice(Device):
     def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
             raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
-        sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello)) + hello)
+        sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
 
     def _receive_setup(self, sock: socket.socket) -> TcpChannel:
-        uid, epoch, length = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+        uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
         if length > _MAX_HELLO:
             raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
-        return TcpChannel(self, sock, (uid, epoch), auth.receive_exactly(sock, length))
+        return TcpChannel(self, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
 
     def _adopt(self, channel: TcpChannel) -> bool:
         """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
         sock = channel.sock
         sock.setblocking(False)
-        milliseconds = max(int(self._peer_timeout * 1000), 1000)
+        milliseconds = max(int((self._looks.timeout or _NO_TIMEOUT) * 1000), 1000)
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -238,7 +242,7 @@ class TcpDevice(Device):
             self._channels.add(channel)
             self._by_fd[sock.fileno()] = channel
             self._epoll.register(sock, _IN)
-        channel.adopt()
+        channel.enlist()
         return True
 
     # -- memory
@@ -283,7 +287,7 @@ class TcpDevice(Device):
     def _serve(self) -> None:
         listener = self._listener.fileno()
         while not self._stop_at or (self._by_fd and time.monotonic() < self._stop_at):
-            pause = 0.05 if self._stop_at else 0.5 if self._handshakes else None
+            pause = 0.05 if self._stop_at else 0.5 if self._handshakes else self._looks.interval
             for fd, events in self._epoll.poll(pause):
                 if fd == listener:
                     self._accept_one()
@@ -292,6 +296,8 @@ class TcpDevice(Device):
                 elif (channel := self._by_fd.get(fd)) is not None:
                     self._hear(channel, events)
             self._hang_up_on_the_slow()
+            if seconds := self._looks.due():
+                self._look(seconds)
         for channel in list(self._by_fd.values()):
             self._drop(channel)
         with self._lock:
@@ -299,6 +305,15 @@ class TcpDevice(Device):
             self._listener.close()
             os.close(self._woken)
             self._woken = -1
+
+    def _look(self, seconds: float) -> None:
+        """Give up the peers of which nothing came for too long: what came until now has been received before."""
+        for channel in list(self._by_fd.values()):
+            if channel.error is None and self._looks.too_long(channel.look(seconds)):
+                broke = channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT"))
+                self._drop(channel)
+                if broke:
+                    self._tell_lost(channel)
 
     def _hear(self, channel: TcpChannel, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -360,3 +375,4 @@ class TcpDevice(Device):
         self._wake()
         if not self.on_io_thread():
             self._io.join(timeout=5.0)
+        self.heart.stop()

@@ -23,11 +23,13 @@ from . import kernels
 from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from .device import anonymous
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .heartbeat import GIVEN_UP, Pulse
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork
 from .tcp_wire import (
     ACK,
+    BEAT,
     BYE,
     CHECK,
     DATA,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 _TURN_BYTES = 4 << 20  # what one channel sends or receives before it is another's turn
 _MAX_BUFFERS = 512  # below IOV_MAX
 _CHECK_TIMEOUT = 5.0
+_BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _ENDED = 1 << 62  # added to the answers when the channel ends, so that every wait on them returns
 
 
@@ -59,7 +62,9 @@ class TcpChannel(Channel):
 
     device: TcpDevice
 
-    def __init__(self, device: TcpDevice, sock: socket.socket, identity: tuple[int, int], hello: bytes) -> None:
+    def __init__(
+        self, device: TcpDevice, sock: socket.socket, identity: tuple[int, int], hello: bytes, patience: float
+    ) -> None:
         super().__init__(device)
         host, port = sock.getpeername()[:2]
         self.sock = sock
@@ -72,6 +77,9 @@ class TcpChannel(Channel):
         self.answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
         self.answered = 0
         self._sending, self._receiving = threading.RLock(), threading.RLock()
+        self._pulse: Pulse | None = None  # once adopted
+        self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
+        self._heard, self._silence = True, 0.0
         self._adopted = False
         self._seq = 0
         self._pending: dict[int, TcpWork] = {}
@@ -169,12 +177,15 @@ class TcpChannel(Channel):
 
     # -- sending
 
-    def adopt(self) -> None:
+    def enlist(self) -> None:
         """From here on the I/O thread serves this channel; what was posted before goes out now."""
         with self._sending:
             self._adopted = True
+            self._pulse = self.device.heart.pulse(self.sock.fileno(), self._beat_s)
             if self._outbox:
                 self._flush()
+            if not self._outbox:
+                self._pulse.free()
             self._await_room()
 
     def flush(self) -> None:
@@ -182,12 +193,16 @@ class TcpChannel(Channel):
         with self._sending:
             self._flush()
             if not self._outbox:
+                assert self._pulse is not None
+                self._pulse.free()
                 self._await_room()
 
     def _transmit(self, parts: Buffers, *, region: int = 0, keep: bool = True) -> None:
         """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
         not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
         idle = not self._outbox
+        if idle and self._pulse is not None and (owed := self._pulse.take()):
+            self._outbox.append((memoryview(owed), 0))
         self._outbox.extend((memoryview(part), region) for part in parts)
         if idle and self._adopted:
             self._flush()
@@ -199,6 +214,8 @@ class TcpChannel(Channel):
                 self._outbox.append((memoryview(bytes(view)), region))
             if idle and self._adopted:
                 self._await_room()
+        elif self._pulse is not None:
+            self._pulse.free()
 
     def _flush(self) -> None:
         room = _TURN_BYTES
@@ -248,6 +265,7 @@ class TcpChannel(Channel):
             try:
                 while room > 0:
                     wanted, got = self._receive_some()
+                    self._heard = True
                     if got == 0:
                         return PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
                     room -= got
@@ -319,13 +337,13 @@ class TcpChannel(Channel):
             if nbytes > MAX_REASON:
                 raise self._malformed("an overlong reason")
             self._left, self._target = nbytes, memoryview(self._reason)[:nbytes]
-        elif op not in (NOTIFY, ACK, BYE):
+        elif op not in (NOTIFY, ACK, BYE, BEAT):
             raise self._malformed(f"operation {op}")
         if imm > MAX_NOTIFY or (op in (ACK, DATA, REFUSED) and seq > self._seq):
             raise self._malformed("a number out of range")
 
     def _end_frame(self) -> None:
-        op, flags, _, imm, seq, _, _, _, nbytes = self._frame
+        op, flags, index, imm, seq, _, _, _, nbytes = self._frame
         self._target, self._target_region = None, 0
         if op in (WRITE, READ, CHECK, NOTIFY):
             if imm and not self._refusal:
@@ -336,6 +354,8 @@ class TcpChannel(Channel):
             self._answer_came(seq)
         elif op == REFUSED:
             self._refusal_came(seq, self._refused(self._reason[:nbytes].decode("utf-8", "replace")))
+        elif op == BYE and index:
+            raise PeerLost(GIVEN_UP, peer=self.peer, device="tcp", status="GIVEN_UP")
         elif op == BYE:
             raise PeerLost("the peer closed the channel", peer=self.peer, device="tcp", status="CLOSED")
 
@@ -417,6 +437,8 @@ class TcpChannel(Channel):
             if self.error is not None:
                 return False
             self.error = error
+            if self._pulse is not None:
+                self._pulse.close()
             self._outbox.clear()
             self._pending.clear()
             self._target, self._left = None, 0
@@ -450,9 +472,27 @@ class TcpChannel(Channel):
                 self._transmit([HEADER.pack(BYE, 0, 0, 0, 0, 0, 0, 0, 0)])
         self._hang_up()
 
+    def look(self, seconds: float) -> float:
+        """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (I/O thread)."""
+        self._silence = 0.0 if self._heard else self._silence + seconds
+        self._heard = False
+        return self._silence
+
+    def give_up(self, error: RdmaError) -> bool:
+        """End a channel whose peer is silent. Should it ever run again, it finds our goodbye, or a broken stream."""
+        with self._receiving, self._sending:
+            whole = not self._outbox
+            broke = self.end(error)
+            if broke and whole:
+                self._transmit([HEADER.pack(BYE, 0, 1, 0, 0, 0, 0, 0, 0)])
+        return broke
+
     def release(self) -> None:
         """Close the socket (I/O thread, when nothing can come or go any more)."""
         with self._sending:
+            if self._pulse is not None:
+                self._pulse.close()
+                self._pulse.end()
             self.gone.set()
             self.sock.close()
 

@@ -7,7 +7,8 @@ order and answers each one that wants it, so an answer to post ``n`` also answer
                          READ     region, key, offset: answer with DATA (``index`` says which copy of the post this is)
                          CHECK    region, key, offset: may I write there?
                          NOTIFY   nothing but the notification
-                         BYE      the channel was closed
+                         BYE      the channel was closed (``index`` 1: because the receiver was silent for too long)
+                         BEAT     nothing: a sign of life, outside of all posts (``heartbeat``)
     receiver -> sender   ACK      all posts up to ``seq`` are done
                          DATA     payload of copy ``index`` of post ``seq``; with LAST the post is done
                          REFUSED  post ``seq`` failed (payload: why, UTF-8); nothing was notified
@@ -20,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
-WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED = range(1, 9)
+WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
 LAST, SILENT = 1, 2  # SILENT: no ACK wanted, a later one will cover it
 
 HEADER = struct.Struct("<BBHIQQQQQ")

@@ -27,6 +27,39 @@ class Outcome:
     exit_code: int | None = None
 
 
+class Meeting:
+    """For scenarios that call ``init_rpc`` themselves: where, and a store of the test's own to keep step."""
+
+    def __init__(self, place: str, rank: int, options: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        self._place, self.rank, self._options = place, rank, options
+        self._store = dist.FileStore(place + "-steps", -1)
+
+    def join(self, name: str = "", rank: int | None = None, world_size: int | None = None, **options: Any) -> None:
+        import rdmarpc as rpc
+
+        rank = self.rank if rank is None else rank
+        plan = {"init_method": f"file://{self._place}", "rpc_timeout": 20, **self._options, **options}
+        rpc.init_rpc(
+            name or f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=rpc.RpcBackendOptions(**plan)
+        )
+
+    def say(self, what: str) -> None:
+        self._store.set(what, "1")
+
+    def hear(self, *what: str, timeout: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not self._store.check(list(what)):
+            assert time.monotonic() < deadline, f"{what} did not happen"
+            time.sleep(0.005)
+
+    def step(self, what: str, size: int) -> None:
+        """Nobody goes on before ``size`` workers have come here."""
+        self.say(f"{what}/{self.rank}")
+        self.hear(*(f"{what}/{rank}" for rank in range(size)))
+
+
 def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, options: dict[str, Any], pipe: Any) -> None:
     import torch
 
@@ -34,6 +67,9 @@ def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, option
 
     torch.set_num_threads(1)
     try:
+        if options.pop("dynamic", False):
+            pipe.send(("result", scenario(Meeting(place, rank, options))))
+            return
         name = options.pop("name", None) or f"worker{rank}"
         plan = rpc.RpcBackendOptions(**{"init_method": f"file://{place}", "rpc_timeout": 20, **options})
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=plan)
@@ -44,7 +80,7 @@ def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, option
 
 
 def run_group(
-    scenario: Callable[[int], Any],
+    scenario: Callable[[Any], Any],
     size: int = 2,
     *,
     timeout: float = 40.0,
@@ -53,7 +89,8 @@ def run_group(
     **options: Any,
 ) -> list[Outcome]:
     """``scenario(rank)`` runs in each worker after ``init_rpc`` and has to shut down itself. ``options`` go to
-    ``RpcBackendOptions`` (``each``: per rank, also ``name``). ``ranks``: start only these. Fails if a worker hangs."""
+    ``RpcBackendOptions`` (``each``: per rank, also ``name``). ``ranks``: start only these. Fails if a worker hangs.
+    With ``dynamic=True`` it is ``scenario(meeting)``, without ``init_rpc``."""
     outcomes = [Outcome() for _ in range(size)]
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / "store")

@@ -28,6 +28,10 @@ def double(x):
     return x + x
 
 
+def same(x):
+    return x
+
+
 def arrive():
     arrived.set()
 
@@ -197,6 +201,8 @@ def many_calls(rank):
         for thread in threads:
             thread.join()
         rpc.rpc_sync("worker1", later, (torch.ones(5),))
+        for _ in range(3):
+            rpc.rpc_sync("worker2", same, (torch.ones(2500),))
         with pytest.raises(ValueError, match="no"):
             rpc.rpc_sync("worker2", fail)
         rpc.remote("worker2", double, (torch.ones(5),)).to_here()
@@ -244,6 +250,10 @@ def test_timeline_of_a_run_holds_every_call(tmp_path, transport):
     sent = [event["args"]["sent"] for event in user_calls if f"{__name__}.via" in event["name"]]
     assert all(item["direct"] + item["read"] == 12000 and item["inline"] == 0 and item["tensors"] == 1 for item in sent)
     assert sum(item["direct"] == 12000 for item in sent) > half * 0.8
+    served_same = {event["args"]["call"] for event in served if event["name"] == f"{__name__}.same <- worker0"}
+    returned = [event["args"]["sent"] for event in spans(trace, "reply") if event["args"]["call"] in served_same]
+    assert [sent["handed"] + sent["direct"] + sent["read"] for sent in returned] == [10000] * 3
+    assert transport != "shm" or returned[-1]["handed"] == 10000
     answered = [event["args"]["sent"] for event in spans(trace, "reply")]
     assert len([sent for sent in answered if sent.get("tensors") == 1 and sent["inline"] == 20]) == 2  # ``later``, ``to_here``
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,3 +194,15 @@ def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDMARPC_ARENA_LIMIT", "plenty")
     with pytest.raises(ValueError, match="RDMARPC_ARENA_LIMIT"):
         default_limit()
+
+
+def test_memory_that_the_host_refuses_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    place = tmp_path / "segment"
+    place.write_bytes(bytes(4 * MIB))
+    with open(place, "r+b") as file, open(place, "rb") as unwritable:
+        segment = Segment(1, 0, mmap.mmap(file.fileno(), 4 * MIB), unwritable.fileno())
+        arena = Arena(lambda nbytes: segment, 4 * MIB)
+        with pytest.raises(ArenaFull, match="this host has no memory for 2097152 more bytes"):
+            arena.tensor((2 * MIB,), torch.uint8)
+        segment.fd = file.fileno()
+        assert arena.tensor((4 * MIB,), torch.uint8).fill_(1).sum() == 4 * MIB  # nothing was lost

@@ -1,0 +1,85 @@
+"""Who is in the group: names, ranks, addresses."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .options import WorkerInfo
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a worker publishes of itself. ``generation``: how many had joined a dynamic group before it; it tells apart the
+    workers that have one rank after the other."""
+
+    name: str
+    rank: int
+    host: str
+    address: str
+    generation: int = 0
+
+    @property
+    def _text(self) -> str:
+        return json.dumps([self.name, self.rank, self.host, self.address, self.generation])
+
+    def proof(self, secret: bytes) -> str:
+        """HMAC over the record: whoever wrote it knows the job secret."""
+        return hmac.new(secret, b"record" + self._text.encode(), hashlib.sha256).hexdigest()
+
+    def dump(self, secret: bytes) -> str:
+        return json.dumps([self._text, self.proof(secret)])
+
+    @staticmethod
+    def load(text: str | bytes) -> tuple[Record, str]:
+        """The record and the proof it came with, which the caller compares."""
+        fields, proof = json.loads(text)
+        return Record(*json.loads(fields)), proof
+
+    def proven(self, proof: str, secret: bytes) -> bool:
+        return hmac.compare_digest(proof, self.proof(secret))
+
+
+class Members:
+    """The workers by rank, iterated in rank order. Any thread reads; ``replace`` swaps whole tables."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.replace(records)
+
+    def replace(self, records: Iterable[Record]) -> None:
+        ordered = sorted(records, key=lambda record: record.rank)
+        self._records = {record.rank: record for record in ordered}
+        self._infos = {record.rank: WorkerInfo(record.name, record.rank) for record in ordered}
+        self.by_name = {info.name: info for info in self._infos.values()}
+
+    def record(self, rank: int) -> Record | None:
+        return self._records.get(rank)
+
+    def records(self) -> list[Record]:
+        return list(self._records.values())
+
+    def get(self, rank: int) -> WorkerInfo | None:
+        return self._infos.get(rank)
+
+    def __getitem__(self, rank: int) -> WorkerInfo:
+        return self._infos[rank]
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(list(self._infos.values()))
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+
+def refuse_twins(records: Iterable[Record]) -> None:
+    """``RuntimeError`` if two of them have one name."""
+    first: dict[str, int] = {}
+    for record in records:
+        other = first.setdefault(record.name, record.rank)
+        if other != record.rank:
+            raise RuntimeError(
+                f"RPC worker name {record.name} is not unique. Workers {other} and {record.rank} share the same name."
+            )

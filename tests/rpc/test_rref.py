@@ -1,0 +1,745 @@
+"""References between real workers: what users see of them, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from group import die, results, run_group
+from test_calls import slow
+
+import rdmarpc as rpc
+from rdmarpc import agent
+from rdmarpc.rref_forks import Fork
+
+
+def tables():
+    """Everything that a worker knows about references, as numbers."""
+    gc.collect()
+    context = agent.current().rrefs
+    context.collect()
+    return {
+        "values": len(context),
+        "unfinished": context.store.unfinished,
+        "unsent": context.mail.unsent,
+        "gaps": context.mail.gaps,
+        "forks": sum(type(item) is Fork for item in gc.get_objects()),
+        **context.debug_info(),
+    }
+
+
+def wait_until_empty(ranks, seconds=15.0):
+    """Until no table of any of these workers holds anything."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = {rank: rpc.rpc_sync(f"worker{rank}", tables) for rank in ranks}
+        left = {rank: {name: count for name, count in table.items() if count} for rank, table in found.items()}
+        if not any(left.values()):
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+class Thing:
+    """A value with methods."""
+
+    def __init__(self, number=0, seconds=0.0):
+        time.sleep(seconds)
+        self.number = number
+
+    def add(self, other, times=1):
+        self.number += other * times
+        return self.number
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return "slept"
+
+    def itself(self):
+        return rpc.RRef(self)
+
+    @staticmethod
+    def double(number):
+        return 2 * number
+
+    @classmethod
+    def name(cls):
+        return cls.__name__
+
+    @rpc.functions.async_execution
+    def later(self, seconds):
+        future = torch.futures.Future()
+        threading.Timer(seconds, future.set_result, (f"later {self.number}",)).start()
+        return future
+
+
+def raises(kind=ValueError):
+    raise kind("on purpose")
+
+
+def value_of(reference):
+    assert reference.confirmed_by_owner()
+    return reference.to_here()
+
+
+kept: list = []
+
+
+def keep(reference):
+    kept.append(reference)
+
+
+def give(position=-1):
+    return kept[position]
+
+
+def forget():
+    kept.clear()
+
+
+def make(value):
+    return rpc.RRef(value)
+
+
+# -- sharing
+
+
+def four_ways(rank):
+    if rank == 0:
+        mine = rpc.RRef({"who": 0})
+        theirs = rpc.remote("worker1", Thing, (5,))
+        # user -> owner, as an argument and as a result
+        assert rpc.rpc_sync("worker1", is_own, (theirs,))
+        rpc.rpc_sync("worker1", keep, (mine,))
+        assert rpc.rpc_sync("worker1", give).local_value() is mine.local_value()
+        # owner -> user, as an argument and as a result
+        assert rpc.rpc_sync("worker2", value_of, (mine,)) == {"who": 0}
+        made = rpc.rpc_sync("worker1", make, (torch.arange(3),))
+        assert torch.equal(made.to_here(), torch.arange(3)) and made.confirmed_by_owner()
+        # user -> user, as an argument and as a result
+        assert rpc.rpc_sync("worker2", value_of, (theirs,)).number == 5
+        assert rpc.rpc_sync("worker2", value_of, (rpc.remote("worker1", slow, (0.2, "late")),)) == "late"
+        rpc.rpc_sync("worker2", keep, (theirs,))
+        assert rpc.rpc_sync("worker2", give).to_here().number == 5
+        # in values, in containers, twice in one message
+        nested = rpc.remote("worker2", pair_of, (theirs, mine))
+        assert [reference.to_here() for reference in nested.to_here()[1:]] == [{"who": 0}]
+        same, other = rpc.rpc_sync("worker2", pair_of, (mine, mine))
+        assert same is other and same.is_owner()
+        # beside more than fits in a frame
+        large = b"x" * 500_000
+        assert rpc.rpc_sync("worker2", pair_of, (large, theirs))[1].to_here().number == 5
+        assert rpc.remote("worker2", pair_of, (large, theirs)).to_here()[1].to_here().number == 5
+        # to oneself
+        assert rpc.rpc_sync("worker0", value_of, (theirs,)).number == 5
+        assert rpc.rpc_sync("worker0", is_own, (mine,))
+        own = rpc.remote("worker0", Thing, (7,))
+        assert own.is_owner() and own.local_value().number == 7 and own.to_here() is own.local_value()
+        del mine, theirs, made, nested, same, other, own
+        for peer in (1, 2):
+            rpc.rpc_sync(f"worker{peer}", forget)
+        wait_until_empty(range(3))
+    rpc.shutdown()
+
+
+def is_own(reference):
+    reference.local_value()
+    return reference.is_owner() and reference.confirmed_by_owner()
+
+
+def pair_of(first, second):
+    return [first, second]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_four_ways_to_share(device):
+    results(run_group(four_ways, 3, transport=device))
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("does not travel")
+
+
+class Unreadable:
+    def __setstate__(self, state):
+        raise ValueError("does not arrive")
+
+    def __getstate__(self):
+        return {"some": "state"}
+
+
+def unpicklable_result(reference):
+    return [reference, rpc.RRef(1), Unpicklable()]
+
+
+def unreadable_result(reference):
+    return [Unreadable(), reference, rpc.RRef(1)]
+
+
+def late_result(reference, seconds):
+    time.sleep(seconds)
+    return [reference, rpc.RRef(1)]
+
+
+def fails_on_the_way(rank):
+    if rank == 0:
+        theirs, mine = rpc.remote("worker1", Thing), rpc.RRef("mine")
+        for reference in (theirs, mine):
+            for peer in ("worker1", "worker2"):
+                with pytest.raises(ValueError, match="does not travel"):
+                    rpc.rpc_sync(peer, pair_of, (reference, Unpicklable()))
+                with pytest.raises(ValueError, match="does not arrive"):
+                    rpc.rpc_sync(peer, pair_of, (Unreadable(), reference))
+                with pytest.raises(ValueError, match="does not travel"):
+                    rpc.rpc_sync(peer, unpicklable_result, (reference,))
+                with pytest.raises(ValueError, match="does not arrive"):
+                    rpc.rpc_sync(peer, unreadable_result, (reference,))
+                with pytest.raises(RuntimeError, match="RPC ran for more than"):
+                    rpc.rpc_sync(peer, late_result, (reference, 0.5), timeout=0.1)
+        with pytest.raises(rpc.ArenaFull):
+            rpc.rpc_sync("worker2", pair_of, (theirs, torch.ones(40_000_000)))
+        del theirs, mine, reference
+        wait_until_empty(range(3))
+    rpc.shutdown()
+
+
+def test_references_in_messages_that_fail_are_given_back():
+    results(run_group(fails_on_the_way, 3, arena_limit=128 << 20))
+
+
+def test_pickling_asks_nobody():
+    results(run_group(pickling, 3))
+
+
+def pickling(rank):
+    if rank == 0:
+        theirs = rpc.remote("worker1", Thing)
+        theirs.to_here()
+        rpc.rpc_sync("worker2", forget)
+        mail = agent.current().rrefs.mail
+        transmit, mail.transmit = mail.transmit, None  # not one control message may be needed
+        future = rpc.rpc_async("worker2", value_of, (theirs,))
+        assert agent.current().rrefs.debug_info()["num_pending_children"] == 1
+        mail.transmit = transmit
+        assert future.wait().number == 0
+        del theirs
+        wait_until_empty(range(3))
+    rpc.shutdown()
+
+
+# -- waiting for confirmation
+
+
+def unconfirmed(rank):
+    """The owner's control messages are held back: calls with references wait, and hold no thread."""
+    if rank == 1:
+        mail = agent.current().rrefs.mail
+        transmit, held = mail.transmit, []
+        mail.transmit = lambda to, message: held.append((to, message))
+        time.sleep(1.5)
+        mail.transmit = transmit
+        for item in held:
+            transmit(*item)
+        rpc.shutdown()
+        return len(held)
+    if rank == 0:
+        time.sleep(0.3)
+        theirs = rpc.remote("worker1", Thing, (3,))
+        waiting = [rpc.rpc_async("worker2", value_of, (theirs,)) for _ in range(30)]
+        created = [rpc.remote("worker2", value_of, (theirs,)) for _ in range(5)]
+        start = time.monotonic()
+        for number in range(50):
+            assert rpc.rpc_sync("worker2", Thing.double, (number,)) == 2 * number
+        assert time.monotonic() - start < 1.0 and not any(future.done() for future in waiting)
+        assert rpc.rpc_sync("worker2", tables)["num_pending_users"] == 35
+        # A reference in a result need not be confirmed.
+        assert not rpc.rpc_sync("worker2", make_of, ("worker1",)).confirmed_by_owner()
+        assert [future.wait().number for future in waiting] == [3] * 30
+        assert [reference.to_here().number for reference in created] == [3] * 5
+        del theirs, waiting, created
+        wait_until_empty(range(3))
+    rpc.shutdown()
+    return None
+
+
+def make_of(owner):
+    return rpc.remote(owner, Thing)
+
+
+def test_calls_wait_for_confirmation_without_a_thread():
+    assert results(run_group(unconfirmed, 3, each={2: {"num_worker_threads": 2}}))[1] > 0
+
+
+# -- errors and timeouts
+
+
+ran = 0
+
+
+def count_slowly(seconds):
+    global ran
+    time.sleep(seconds)
+    ran += 1
+    return Thing(ran)
+
+
+def counted():
+    return ran
+
+
+def expired(rank):
+    if rank == 0:
+        late = rpc.remote("worker1", count_slowly, (1.0,), timeout=0.2)
+        fetched = []
+        fetching = threading.Thread(target=lambda: fetched.append(late.to_here()))
+        fetching.start()
+        with pytest.raises(RuntimeError, match="RPC ran for more than set timeout"):
+            late._get_future().wait()
+        for use in (late.to_here, late._get_type, lambda: late.rpc_sync().add(1), lambda: late.remote().add(1)):
+            with pytest.raises(RuntimeError, match="RRef creation via rpc"):
+                use()
+        with pytest.raises(RuntimeError, match="RRef creation via rpc"):
+            late.rpc_async().add(1).wait()
+        with pytest.raises(RuntimeError, match="RRef creation via rpc"):
+            rpc.rpc_async("worker1", keep, (late,))
+        assert not late.confirmed_by_owner() and "UserRRef" in repr(late)
+        fetching.join(10)
+        assert fetched[0].number == 1  # it was under way already
+        with pytest.raises(RuntimeError, match="RRef creation via rpc"):
+            late.to_here()  # for good
+        del late, fetching, use
+        # Given up, and dropped before it ran: it runs once, and its value is not kept.
+        del fetched
+        never = rpc.remote("worker1", count_slowly, (0.5,), timeout=0.1)
+        time.sleep(0.2)
+        del never
+        deadline = time.monotonic() + 5
+        while rpc.rpc_sync("worker1", counted) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        wait_until_empty(range(2))
+        slow_one = rpc.remote("worker1", Thing, (1, 0.6))
+        with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(100 ms\)"):
+            slow_one.to_here(timeout=0.1)
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            slow_one._get_type(timeout=0.1)
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            slow_one._get_type(timeout=0.1, blocking=False).wait()
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            slow_one.rpc_async(timeout=0.1).add(1).wait()
+        assert slow_one._get_type() is Thing and slow_one.to_here().number == 1
+        for form in (slow_one.rpc_sync, slow_one.rpc_async, slow_one.remote):
+            with pytest.raises(RuntimeError, match="RPC ran for more than"):
+                outcome = form(timeout=0.1).sleep(0.3)
+                (outcome._get_future() if form == slow_one.remote else outcome).wait()
+        outcome = form = None
+        del slow_one, outcome, form
+        wait_until_empty(range(2))
+    rpc.shutdown()
+    return ran
+
+
+def test_timeouts():
+    assert results(run_group(expired))[1] == 2
+
+
+def failed(rank):
+    if rank == 0:
+        for owner in ("worker1", "worker0"):
+            for kind in (ValueError, KeyError):
+                bad = rpc.remote(owner, raises, (kind,))
+                assert bad._get_future().wait() is None
+                with pytest.raises(kind, match="on purpose"):
+                    bad.to_here()
+                with pytest.raises(kind, match="on purpose"):
+                    bad._get_type()
+                with pytest.raises(kind, match="on purpose"):
+                    bad._get_type(blocking=False).wait()
+                with pytest.raises(kind, match="on purpose"):
+                    bad.rpc_async().add(1).wait()
+                with pytest.raises(kind, match="on purpose"):
+                    rpc.rpc_sync("worker2", value_of, (bad,))
+                with pytest.raises(kind, match="on purpose"):
+                    rpc.rpc_sync(owner, is_own, (bad,))
+        del bad
+        wait_until_empty(range(3))
+    rpc.shutdown()
+
+
+def test_the_error_of_a_creation_goes_to_whoever_wants_the_value():
+    results(run_group(failed, 3))
+
+
+# -- proxies
+
+
+def proxies(rank):
+    if rank == 0:
+        for owner in ("worker1", "worker0"):
+            thing = rpc.remote(owner, Thing, (1,))
+            assert thing.rpc_async == thing.rpc_async and thing.rpc_sync != thing.rpc_async
+            proxy = thing.rpc_sync()
+            assert [proxy.add(1), proxy.add(1, times=3), proxy.add(other=0)] == [2, 5, 5]
+            assert thing.rpc_async().add(1).wait() == 6
+            assert thing.remote().add(1).to_here() == 7
+            assert proxy.double(4) == 8 and proxy.name() == "Thing"
+            assert thing.rpc_sync().later(0.1) == "later 7"
+            assert thing.rpc_async().later(0.1).wait() == "later 7"
+            assert thing.remote().later(0.1).to_here() == "later 7"
+            assert thing.rpc_sync().itself().to_here().number == 7
+            for form in (thing.rpc_sync, thing.remote):
+                with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
+                    form().non_exist()
+            future = thing.rpc_async().non_exist()
+            with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
+                future.wait()
+            with pytest.raises(AttributeError, match="__call__"):
+                proxy.__call__(1)
+            assert not callable(proxy)
+            tensor = rpc.remote(owner, torch.ones, (2, 2))
+            assert tensor.rpc_sync().size() == torch.Size([2, 2])
+            assert torch.equal(tensor.rpc_async().view(1, 4).wait(), torch.ones(1, 4))
+            assert tensor.remote().add(1).to_here().sum() == 8
+            # Not there yet: rpc_async returns at once, and holds no thread of the owner's.
+            late = rpc.remote(owner, Thing, (1, 0.5))
+            start = time.monotonic()
+            futures = [late.rpc_async().add(1) for _ in range(40)]
+            assert time.monotonic() - start < 0.4
+            assert rpc.rpc_sync(owner, Thing.double, (2,)) == 4
+            assert sorted(future.wait() for future in futures) == list(range(2, 42))
+            first = late._get_type(blocking=False)
+            assert first is late._get_type(blocking=False) and first.wait() is Thing is late._get_type()
+        del thing, proxy, future, futures, tensor, late, first, form
+        wait_until_empty(range(2))
+    rpc.shutdown()
+
+
+def test_proxies():
+    results(run_group(proxies, num_worker_threads=4))
+
+
+# -- texts and refusals
+
+
+def texts(rank):
+    if rank == 0:
+        own, user = rpc.RRef(1), rpc.remote("worker1", Thing)
+        assert str(own) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+        assert repr(user) == (
+            "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), ForkId = GloballyUniqueId(created_on=0, local_id=2))"
+        )
+        rpc.rpc_sync("worker1", keep, (user,))  # one id for the new fork
+        user.rpc_sync().add(1)  # and one more, none for the question after the type
+        user.to_here()
+        assert str(rpc.remote("worker0", Thing)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=5))"
+        assert str(rpc.RRef(2)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=6))"
+        with pytest.raises(RuntimeError) as caught:
+            user.local_value()
+        assert str(caught.value) == (
+            "For UserRRef(rref_id=GloballyUniqueId(created_on=0, local_id=1), "
+            "fork_id=GloballyUniqueId(created_on=0, local_id=2)), can't call localValue() on user "
+            "WorkerInfo(id=0, name=worker0). Call it on owner WorkerInfo(id=1, name=worker1)"
+        )
+        for reference in (own, user):
+            for way in (pickle.dumps, copy.copy, copy.deepcopy, lambda item: torch.save(item, io.BytesIO())):
+                with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler, rref can only be pickled"):
+                    way(reference)
+            assert reference == reference and reference != 1 and {reference: 1}[reference] == 1
+            assert reference.owner() == rpc.get_worker_info(reference.owner_name())
+        assert rpc.RRef(value=5).to_here() == 5 and rpc.RRef(None).local_value() is None
+        assert rpc.RRef[int](3).local_value() == 3
+        with pytest.raises(RuntimeError, match="type_hint"):
+            rpc.RRef(1, type_hint=int)
+        with pytest.raises(RuntimeError, match="future of its creation"):
+            own._get_future()
+        assert own._get_type() is int and own._get_type(blocking=False).wait() is int
+        # Serialised by hand, for one other worker.
+        assert rpc.rpc_sync("worker1", from_data, (own._serialize(),)) == 1
+        assert rpc.rpc_sync("worker1", from_data, (user._serialize(),)).number == 1
+        assert rpc.rpc_sync("worker2", from_data, (user._serialize(),)).number == 1
+        assert rpc.rpc_sync("worker0", from_data, (user._serialize(),)).number == 1
+        rpc.rpc_sync("worker1", forget)
+        del own, user, reference, caught
+        wait_until_empty(range(3))
+        cycle = [rpc.remote("worker1", Thing)]
+        cycle.append(cycle)  # outlives shutdown
+        last = rpc.RRef(1)
+        rpc.shutdown()
+        with pytest.raises(RuntimeError, match=r"^UserRRef.* has been deleted. Cannot call to_here\(\) on it after deletion."):
+            cycle[0].to_here()
+        with pytest.raises(RuntimeError, match=r"has been deleted. Cannot call fork an UserRRef after deletion."):
+            cycle[0]._serialize()
+        for form in (cycle[0].rpc_sync, cycle[0].remote):
+            with pytest.raises(RuntimeError, match="has been deleted"):
+                form().add(1)
+        with pytest.raises(RuntimeError, match="has been deleted"):
+            last.local_value()
+        assert cycle[0].owner_name() == "worker1" and not cycle[0].is_owner() and "UserRRef" in str(cycle[0])
+        return
+    rpc.shutdown()
+
+
+def from_data(data):
+    return rpc.RRef._deserialize(data).to_here()
+
+
+def test_texts_ids_and_refusals():
+    results(run_group(texts, 3))
+
+
+def local_backward(rank):
+    if rank == 0:
+        leaf = torch.ones(2, requires_grad=True)
+        root = rpc.RRef((leaf * 3).sum())
+        root.backward(retain_graph=True)
+        root.backward()
+        assert torch.equal(leaf.grad, torch.full((2,), 6.0))
+        with pytest.raises(RuntimeError, match="tensors does not require grad and does not have a grad_fn"):
+            rpc.RRef(torch.ones(())).backward()
+        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+            rpc.RRef(leaf * 2).backward()
+        with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for .backward\(\)"):
+            rpc.RRef("text").backward()
+        with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
+            rpc.remote("worker1", torch.ones, (1,)).backward()
+        with pytest.raises(RuntimeError, match="distributed autograd is not built"):
+            root.backward(0)
+    rpc.shutdown()
+
+
+def test_backward_without_a_context():
+    results(run_group(local_backward))
+
+
+def debugging(rank):
+    if rank == 0:
+        info = rpc._rref_context_get_debug_info
+        empty = {"num_owner_rrefs": 0, "num_forks": 0, "num_pending_users": 0, "num_pending_children": 0}
+        own = rpc.RRef(1)
+        assert info() == empty  # not shared
+        for number in (1, 2, 1):
+            rpc.rpc_sync(f"worker{number}", keep, (own,))
+        assert info() == {**empty, "num_owner_rrefs": 1, "num_forks": 3}
+        for number in (1, 2):
+            rpc.rpc_sync(f"worker{number}", forget)
+        deadline = time.monotonic() + 10
+        while info() != empty and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert info() == empty and own.local_value() == 1 and rpc.rpc_sync("worker1", info) == empty
+    rpc.shutdown()
+
+
+def test_debug_info():
+    results(run_group(debugging, 3))
+
+
+# -- lost workers
+
+
+def killed_holder(rank):
+    if rank == 1:
+        mine = rpc.RRef(1)
+        rpc.rpc_sync("worker3", keep, (mine,))
+        time.sleep(30)
+    if rank == 0:
+        deadline = time.monotonic() + 10
+        while not rpc.rpc_sync("worker3", tables)["forks"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        orphan = rpc.rpc_sync("worker3", give)  # worker1's value, from worker3
+        mine, theirs = rpc.RRef("mine"), rpc.remote("worker2", Thing, (9,))
+        for reference in (mine, theirs):
+            rpc.rpc_sync("worker1", keep, (reference,))
+            rpc.rpc_sync("worker3", keep, (reference,))
+        hanging = rpc.remote("worker1", slow, (30,))
+        passed = rpc.rpc_async("worker2", value_of, (hanging,))
+        rpc.rpc_async("worker1", die)
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            orphan.to_here()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            hanging.to_here()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            passed.wait()
+        # What the dead one held is given back; the others' references are as good as before.
+        assert rpc.rpc_sync("worker3", value_of, (theirs,)).number == 9 and rpc.rpc_sync("worker3", value_of, (mine,)) == "mine"
+        rpc.rpc_sync("worker3", forget)
+        del mine, theirs, reference, orphan, hanging, passed
+        wait_until_empty((0, 2, 3))
+        rpc.rpc_sync("worker2", finished.set)
+        rpc.rpc_sync("worker3", finished.set)
+    else:
+        assert finished.wait(30)
+    rpc.shutdown(graceful=False)
+    return "lives"
+
+
+class Switch:
+    """An event that others can set by name."""
+
+    def __init__(self):
+        self._event = threading.Event()
+        self.wait = self._event.wait
+
+    def __reduce__(self):
+        return _switch, ()
+
+    def set(self):
+        self._event.set()
+
+
+finished = Switch()
+
+
+def _switch():
+    return finished
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_killed_worker_gives_its_references_back(device):
+    outcomes = run_group(killed_holder, 4, transport=device)
+    assert [outcomes[rank].result for rank in (0, 2, 3)] == ["lives"] * 3, outcomes
+    assert outcomes[1].exit_code == -9
+
+
+def hold_back():
+    """Keep what this worker has to say about references to itself."""
+    mail = agent.current().rrefs.mail
+    held_back.append(mail.transmit)
+    mail.transmit = lambda to, message: held_back.append((to, message))
+
+
+def let_go():
+    mail = agent.current().rrefs.mail
+    mail.transmit, *held = held_back
+    for item in held:
+        mail.transmit(*item)
+
+
+held_back: list = []
+
+
+def fetch_from(worker):
+    """Get a reference that ``worker`` keeps, and keep it."""
+    kept.append(rpc.rpc_sync(worker, give))
+
+
+def pass_to(worker):
+    return rpc.rpc_sync(worker, value_of, (kept[-1],))
+
+
+def use_kept():
+    return kept[-1].to_here()
+
+
+def killed_parent(rank):
+    """worker2 passes a reference on and dies. The value is gone when the owner first hears of the new holder."""
+    if rank == 0:
+        mine = rpc.RRef("mine")
+        rpc.rpc_sync("worker2", keep, (mine,))
+        del mine
+        rpc.rpc_sync("worker3", hold_back)
+        rpc.rpc_sync("worker3", fetch_from, ("worker2",))
+        assert rpc.rpc_sync("worker3", use_kept) == "mine"
+        rpc.rpc_async("worker2", die)
+        deadline = time.monotonic() + 10
+        while len(agent.current().rrefs) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(rpc.PeerLost, match="does not exist"):
+            rpc.rpc_sync("worker3", use_kept)
+        with pytest.raises(rpc.PeerLost, match=r"passed on by worker worker3, has no value any more(.|\n)*hint"):
+            rpc.rpc_sync("worker3", pass_to, ("worker1",))
+        rpc.rpc_sync("worker3", let_go)
+        while rpc.rpc_sync("worker3", tables)["num_pending_users"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(rpc.PeerLost, match="passed on by worker worker2, has no value any more"):
+            rpc.rpc_sync("worker3", use_kept)
+        rpc.rpc_sync("worker3", forget)
+        wait_until_empty((0, 1, 3))
+        for peer in (1, 3):
+            rpc.rpc_sync(f"worker{peer}", finished.set)
+    elif rank == 2:
+        time.sleep(30)
+    else:
+        assert finished.wait(30)
+    rpc.shutdown(graceful=False)
+    return "lives"
+
+
+def test_a_reference_whose_giver_died_before_the_owner_knew_is_an_error():
+    outcomes = run_group(killed_parent, 4)
+    assert [outcomes[rank].result for rank in (0, 1, 3)] == ["lives"] * 3, outcomes
+
+
+# -- many, and endings
+
+
+def many(rank):
+    if rank == 0:
+        memory = torch.ones(1)
+        references = [rpc.remote("worker1", torch.add, (memory, number)) for number in range(20_000)]
+        assert references[-1].to_here() == 20_000
+        assert rpc.rpc_sync("worker1", tables)["values"] == 20_000
+        del references
+        wait_until_empty(range(2), 30)
+        values = [rpc.RRef(number) for number in range(20_000)]
+        rpc.rpc_sync("worker1", keep, (values,))
+        assert rpc._rref_context_get_debug_info()["num_forks"] == 20_000
+        del values
+        rpc.rpc_sync("worker1", forget)
+        wait_until_empty(range(2), 30)
+    rpc.shutdown()
+
+
+def test_twenty_thousand_references():
+    results(run_group(many, timeout=100))
+
+
+def collected_anywhere(rank):
+    """Handles die in the garbage collector, in threads and callbacks, while calls are made."""
+    if rank == 0:
+        gc.set_threshold(50)
+
+        def churn(number):
+            for _ in range(150):
+                cycle = [rpc.remote(f"worker{1 + number % 2}", Thing)]
+                cycle.append(cycle)
+                rpc.rpc_async("worker1", value_of, (cycle[0],)).then(lambda future, cycle=cycle: future.value().number)
+
+        threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        del threads, thread
+        wait_until_empty(range(3), 30)
+    rpc.shutdown()
+
+
+def test_handles_die_anywhere():
+    results(run_group(collected_anywhere, 3, timeout=90))
+
+
+_AT_EXIT = """
+import sys, torch, rdmarpc as rpc
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
+kept = [rpc.remote("alone", torch.ones, (2,)), rpc.RRef(1)]
+kept[0].to_here()
+if sys.argv[2] == "shutdown":
+    rpc.shutdown()
+kept.append(kept)
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("way", ["shutdown", "none"])
+def test_handles_may_outlive_everything(tmp_path, way):
+    command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "store"), way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

@@ -1,0 +1,778 @@
+"""What becomes of tensors on their way: kinds, sharing, value semantics, landing places, sizes. Each scenario runs in real
+worker processes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import pickle
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from group import results, run_group
+from hypothesis import HealthCheck, given, settings
+from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, other, shape_of, structures, tensors_in
+from test_calls import both, identity, no_result
+
+import rdmarpc as rpc
+from rdmarpc import agent, sharing
+
+DEVICES = ["shm", "tcp"]
+
+
+def counted(*names):
+    """Counters here and at worker1."""
+    here, there = agent.current().counters(), rpc.rpc_sync("worker1", counters)
+    return [here[name] for name in names] + [there[name] for name in names]
+
+
+def counters():
+    return agent.current().counters()
+
+
+# -- every kind
+
+
+def round_trips(rank):
+    if rank == 0:
+        for tensors, strides in ((dense(), True), (other(), True), (gathered(), False)):
+            for tensor in tensors:
+                for _ in range(2):  # the second time large ones are written to places granted ahead
+                    check_same(rpc.rpc_sync("worker1", identity, (tensor,)), tensor, strides=strides)
+                listed = rpc.rpc_sync("worker1", identity, ({"x": [tensor, tensor]},))["x"]
+                check_same(listed[0], tensor, strides=strides)
+                assert listed[0] is listed[1]
+        with pytest.raises(RuntimeError, match="to_dense"):
+            rpc.rpc_sync("worker1", identity, (torch.ones(4).to_mkldnn(),))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kind_of_tensor(device):
+    results(run_group(round_trips, transport=device))
+
+
+def dropped(rank):
+    if rank == 0:
+        leaf = torch.ones(3, requires_grad=True)
+        (leaf * 2).sum().backward()
+        leaf.note = "here"
+        for got in (rpc.rpc_sync("worker1", identity, (leaf,)), rpc.rpc_sync("worker1", identity, ([leaf],))[0]):
+            assert got.grad is None and got.is_leaf and got.requires_grad and not hasattr(got, "note")
+        inner = rpc.rpc_sync("worker1", identity, (leaf * 2,))
+        assert inner.is_leaf and inner.requires_grad and inner.grad_fn is None
+        inner.sum().backward()
+        assert inner.grad.tolist() == [1, 1, 1]
+        assert type(rpc.rpc_sync("worker1", identity, (torch.nn.Buffer(torch.ones(2)),))) is torch.Tensor
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.note = "kept, as torch does"
+        assert rpc.rpc_sync("worker1", identity, (parameter,)).note == parameter.note
+        tagged = torch.ones(2).as_subclass(Tagged)
+        tagged.note = "kept"
+        assert rpc.rpc_sync("worker1", identity, (tagged,)).note == "kept"
+    rpc.shutdown()
+
+
+def test_what_belongs_to_a_tensor_and_what_does_not():
+    results(run_group(dropped))
+
+
+def wrap_again(view):
+    assert type(view) is memoryview and view.readonly
+    return pickle.PickleBuffer(view)
+
+
+def other_objects(rank):
+    if rank == 0:
+        for array in (np.arange(5), np.arange(30_000.0).reshape(3, -1), np.asfortranarray(np.ones((300, 40), np.float32))):
+            for _ in range(2):
+                got, again = rpc.rpc_sync("worker1", identity, ([array, array],))
+                assert got is again and np.array_equal(got, array) and got.dtype == array.dtype
+                assert got.flags.writeable and got.flags.f_contiguous == array.flags.f_contiguous
+                got += 1
+        fixed = np.arange(30_000)
+        fixed.flags.writeable = False
+        got = rpc.rpc_sync("worker1", identity, (fixed,))
+        assert np.array_equal(got, fixed) and not got.flags.writeable
+        mixed = rpc.rpc_sync("worker1", identity, ({"t": torch.ones(9000), "a": fixed, "u": torch.ones(8000)},))
+        assert mixed["t"].shape == (9000,) and mixed["u"].shape == (8000,) and mixed["a"].shape == (30_000,)
+        wrapped = rpc.rpc_sync("worker1", wrap_again, (pickle.PickleBuffer(b"x" * 100_000),))
+        assert type(wrapped) is memoryview and wrapped == b"x" * 100_000
+        names = "bytes_staged", "rpc_reads"
+        before = counted(*names)
+        assert rpc.rpc_sync("worker1", identity, (fixed,)).shape == (30_000,)
+        assert counted(*names) == before  # an array is written to its place like a tensor
+        tensor = torch.arange(5000)
+        storage, same = rpc.rpc_sync("worker1", identity, ((tensor.untyped_storage(), tensor[10:]),))
+        assert type(storage) is torch.UntypedStorage and storage.nbytes() == 40_000
+        assert same.untyped_storage().data_ptr() == storage.data_ptr() and same[0] == 10
+        typed = rpc.rpc_sync("worker1", identity, (torch.ones(3).storage(),))
+        assert type(typed) is torch.storage.TypedStorage and typed.dtype == torch.float32 and list(typed) == [1, 1, 1]
+        generator = torch.Generator().manual_seed(5)
+        got = rpc.rpc_sync("worker1", identity, (generator,))
+        assert torch.equal(torch.rand(3, generator=got), torch.rand(3, generator=generator))
+        for empty in (b"", "", bytearray(), torch.Size(), (), [], {}):
+            got = rpc.rpc_sync("worker1", identity, (empty,))
+            assert got == empty and type(got) is type(empty)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_arrays_storages_and_other_objects(device):
+    results(run_group(other_objects, transport=device))
+
+
+# -- sharing
+
+
+def sharing_survives(rank):
+    if rank == 0:
+        for count in (12, 6000):  # in the frame, and beside it
+            base = torch.arange(float(count))
+            half = count // 2
+            for views in (
+                (base, base.view(2, -1).t()),
+                (base[:half], base[half:]),
+                (base[half:], base[:half], base),
+                (base[2:9], base.view(torch.int64)[1:4]),
+                (base, base.data, torch.nn.Parameter(base)),
+                (base[::2], base[1::2]),
+                (base.untyped_storage(), base[1:]),
+            ):
+                for _ in range(2):
+                    got = rpc.rpc_sync("worker1", identity, (list(views),))
+                    assert (
+                        len({(v if isinstance(v, torch.UntypedStorage) else v.untyped_storage()).data_ptr() for v in got}) == 1
+                    )
+                    for mine, sent in zip(got, views):
+                        if isinstance(sent, torch.Tensor):
+                            check_same(mine, sent)
+            flat = rpc.rpc_sync("worker1", both, (base, base[1:]))
+            flat[0][1] = 77
+            assert flat[1][0] == 77 and base[1] == 1
+            one, two = rpc.rpc_sync("worker1", both, (base, base))
+            assert one is two
+        # Small views of something large go alone, and then apart; equal ones stay one.
+        large = torch.randn(1000, 1000)
+        rows = rpc.rpc_sync("worker1", identity, ([large[0], large[999], large[0].view(10, 100)],))
+        assert rows[0].untyped_storage().nbytes() == 4000 and distance(rows[0], rows[1]) is None
+        assert distance(rows[0], rows[2]) == 0
+        columns = rpc.rpc_sync("worker1", identity, ([large[:, 3], large[:, 3], large[:, 4]],))
+        assert distance(columns[0], columns[1]) == 0 and distance(columns[0], columns[2]) is None
+        assert torch.equal(columns[2], large[:, 4])
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_shares_memory_still_does(device):
+    results(run_group(sharing_survives, transport=device))
+
+
+def economy(rank):
+    if rank == 0:
+        large = torch.randn(1000, 1000)
+        for value, most in (
+            ((large[5],), 4000),
+            ((large[:, 5],), 4000),
+            ((large[:500], large[500:]), 4_000_000),
+            ((large, large.t(), large.view(-1)), 4_000_000),
+            ((large[3], large[700], large[999]), 12_000),
+            ((large.flatten()[::2], large.flatten()[1::2]), 4_000_000),
+            ([large[:, 5] for _ in range(50)], 4000),
+        ):
+            rpc.rpc_sync("worker1", takes, tuple(value))
+            before = counters()["bytes_direct"]
+            rpc.rpc_sync("worker1", takes, tuple(value))  # written, so counted here
+            sent = counters()["bytes_direct"] - before
+            assert sent <= most * 1.1 + 20_000, (sent, most)
+    rpc.shutdown()
+
+
+def takes(*values):
+    return len(values)
+
+
+def test_a_small_slice_sends_no_megabytes_and_shared_memory_is_sent_once():
+    results(run_group(economy))
+
+
+def test_the_common_message_is_not_looked_at_twice():
+    assert sharing.plan([torch.ones(2), torch.ones(3)]) is None
+
+
+@given(structures())
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def any_structure(message):
+    value = message.value
+    sent = list(tensors_in(value))
+    oracle = list(tensors_in(reloaded(value)))
+    answer = rpc.rpc_sync("worker1", identity, (value,))
+    got = list(tensors_in(answer))
+    assert shape_of(answer) == shape_of(value)
+    for mine, theirs, original in zip(got, oracle, sent):
+        check_same(mine, original)
+        assert mine.stride() == theirs.stride() and mine.requires_grad == theirs.requires_grad
+    for i in range(len(got)):
+        for j in range(i):
+            assert (got[i] is got[j]) == (oracle[i] is oracle[j])
+            if got[i].numel() and got[j].numel():  # no memory, nothing shared
+                assert distance(got[i], got[j]) == distance(oracle[i], oracle[j])
+
+
+def reloaded(value):
+    """What torch makes of it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@given(structures(most=40_000))
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def any_large_structure(message):
+    value = message.value
+    sent = list(tensors_in(value))
+    got = list(tensors_in(rpc.rpc_sync("worker1", identity, (value,))))
+    for mine, original in zip(got, sent):
+        check_same(mine, original, strides=False)
+        assert mine.untyped_storage().nbytes() <= original.untyped_storage().nbytes() + 16
+    for i in range(len(got)):
+        for j in range(i):
+            assert (got[i] is got[j]) == (sent[i] is sent[j])
+            apart = distance(got[i], got[j])
+            if apart is not None and got[i].numel() and got[j].numel():
+                assert distance(sent[i], sent[j]) is not None  # nothing shares that did not
+
+
+def random_structures(rank):
+    if rank == 0:
+        any_structure()
+        any_large_structure()
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_structures_arrive_as_torch_would_load_them(device):
+    results(run_group(random_structures, timeout=100, transport=device))
+
+
+# -- value semantics
+
+
+def double_in_place(tensor):
+    tensor *= 2
+    return tensor
+
+
+def keep(tensor, store=[]):  # noqa: B006 (kept on purpose: a callee may hold what it got for ever)
+    store.append(tensor)
+    return [int(t[0]) for t in store]
+
+
+def callee_keeps(rank):
+    if rank == 0:
+        for n in range(8):
+            seen = rpc.rpc_sync("worker1", keep, (torch.full((100_000,), n),))
+        assert seen == list(range(8))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_callee_keeps_is_never_overwritten(device):
+    results(run_group(callee_keeps, transport=device))
+
+
+def grants(rank):
+    if rank == 0:
+        tensor = torch.randn(100_000)
+        for _ in range(3):
+            rpc.rpc_sync("worker1", identity, (tensor,))
+        before = agent.current().counters()
+        for _ in range(20):
+            assert torch.equal(rpc.rpc_sync("worker1", identity, (tensor,)), tensor)
+        after = agent.current().counters()
+        assert after["registrations"] == before["registrations"] and after["bytes_staged"] == before["bytes_staged"]
+        assert after["arena_used"] <= before["arena_used"] + 1_000_000
+        # One frame a call: everything else was written to its landing place. No release, no further message.
+        assert after["rpc_messages"] - before["rpc_messages"] == 20
+        direct = after["bytes_direct"] - before["bytes_direct"]
+        assert 20 * tensor.nbytes <= direct <= 20 * (tensor.nbytes + 1024)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_the_second_call_arguments_and_results_are_written_to_granted_places(device):
+    results(run_group(grants, transport=device))
+
+
+def small_answer(tensor):
+    return tensor[:2] + 1
+
+
+def big_answer(scale):
+    return torch.full((60_000,), float(scale))
+
+
+def uneven_sizes(rank):
+    if rank == 0:
+        big = torch.ones(60_000)
+        for n in range(30):
+            if n == 5:
+                before, there = agent.current().counters(), rpc.rpc_sync("worker1", usage)
+            assert rpc.rpc_sync("worker1", small_answer, (big,)).tolist() == [2, 2]
+            assert rpc.rpc_sync("worker1", big_answer, (n,)).sum() == 60_000 * n
+        after = agent.current().counters()
+        assert after["rpc_messages"] - before["rpc_messages"] == 51  # 25 of each, and the one that asks for the usage
+        assert after["arena_used"] <= before["arena_used"] + big.nbytes
+        now = rpc.rpc_sync("worker1", usage)
+        assert now[0] <= there[0] + big.nbytes and now[1] <= 1
+    rpc.shutdown()
+
+
+def usage():
+    return agent.current().counters()["arena_used"], promised()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_one_way_small_the_other(device):
+    results(run_group(uneven_sizes, transport=device))
+
+
+def many_signatures(rank):
+    if rank == 0:
+        for size in range(5000, 5000 + 130 * 64, 64):
+            assert rpc.rpc_sync("worker1", identity, (torch.full((size,), size),)).sum() == size * size
+        rpc.rpc_sync("worker1", no_result)
+        assert rpc.rpc_sync("worker1", promised) <= 65
+    rpc.shutdown()
+
+
+def promised():
+    return len(agent.current().callee._landings)
+
+
+def test_unused_grants_are_given_back():
+    results(run_group(many_signatures))
+
+
+class State:
+    """At worker1."""
+
+    tensors: dict[int, torch.Tensor]
+
+
+def hold(*tensors):
+    State.tensors = {tensor.numel(): tensor for tensor in tensors}
+
+
+def held(size):
+    return State.tensors[size]
+
+
+def add_to_held(size):
+    State.tensors[size].add_(100)
+
+
+def sum_of_held(size):
+    return State.tensors[size].sum().item()
+
+
+def copies_everywhere(rank):
+    if rank == 0:
+        for to in ("worker1", "worker0"):
+            for size in (5, 5000, 200_000):
+                mine = torch.ones(size)
+                for _ in range(3):  # inline or READ, then WRITTEN
+                    doubled = rpc.rpc_sync(to, double_in_place, (mine,))
+                    assert doubled.sum() == 2 * size and mine.sum() == size
+                    doubled += 1
+                    rpc.rpc_sync(to, hold, (mine,))
+                    mine += 1
+                    assert rpc.rpc_sync(to, sum_of_held, (size,)) == size
+                    future = rpc.rpc_async(to, hold, (mine,))
+                    future.wait()
+                    mine -= 1
+                    assert rpc.rpc_sync(to, sum_of_held, (size,)) == 2 * size
+                    got = rpc.rpc_sync(to, held, (size,))
+                    rpc.rpc_sync(to, add_to_held, (size,))
+                    assert got.sum() == 2 * size
+                    got.zero_()
+                    assert rpc.rpc_sync(to, sum_of_held, (size,)) == 102 * size
+            parameter = torch.nn.Parameter(torch.ones(5000))
+            rpc.rpc_sync(to, hold, (parameter,))
+            got = rpc.rpc_sync(to, held, (5000,))
+            with torch.no_grad():
+                got += 1
+            assert rpc.rpc_sync(to, sum_of_held, (5000,)) == 5000 and parameter.sum() == 5000
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_sides_may_change_what_they_have(device):
+    results(run_group(copies_everywhere, transport=device))
+
+
+# -- landing places
+
+
+class Scaler:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def apply(self, tensor):
+        return tensor * self.scale
+
+    def half(self, tensor):
+        return tensor[: len(tensor) // 2] * self.scale
+
+
+def on(reference, method, *args):
+    return getattr(reference.local_value(), method)(*args)
+
+
+on._names_callee = 1
+
+
+def forms(x, y):
+    """Calls of every form with large tensors."""
+    module = torch.nn.Linear(150, 150)
+    scaler = rpc.remote("worker1", Scaler, (2.0,))
+    result = rpc.remote("worker1", identity, (y,))
+    return {
+        "flat": lambda: rpc.rpc_sync("worker1", both, (x, y)),
+        "keywords": lambda: rpc.rpc_sync("worker1", both, kwargs={"first": x, "second": y}),
+        "nested": lambda: rpc.rpc_sync("worker1", identity, ({"a": [x, {"b": (y, 1)}]},)),
+        "builtin": lambda: rpc.rpc_sync("worker1", torch.add, (x, x)),
+        "strided": lambda: rpc.rpc_sync("worker1", identity, (x.view(100, 200).t(),)),
+        "sharing": lambda: rpc.rpc_sync("worker1", both, (x, x.view(100, 200).t())),
+        "bound method": lambda: rpc.rpc_sync("worker1", Scaler(3.0).apply, (x,)),
+        "another of its class": lambda: rpc.rpc_sync("worker1", Scaler(4.0).half, (x,)),
+        "partial": lambda: rpc.rpc_sync("worker1", functools.partial(both, x), (y,)),
+        "module": lambda: rpc.rpc_sync("worker1", module.forward, (x[:15_000].view(100, 150),)),
+        "through a reference": lambda: rpc.rpc_sync("worker1", on, (scaler, "apply", x)),
+        "another method": lambda: rpc.rpc_sync("worker1", on, (scaler, "half", x)),
+        "future": lambda: rpc.rpc_async("worker1", identity, ([x],)).wait(),
+        "fetch": lambda: result.to_here(),
+        "sparse": lambda: rpc.rpc_sync("worker1", identity, (x.view(100, 200).to_sparse(),)),
+        "to itself": lambda: rpc.rpc_sync("worker0", both, (x, y)),
+        "array": lambda: rpc.rpc_sync("worker1", identity, (x.numpy(),)),
+    }
+
+
+STEADY = "rpc_reads", "bytes_staged", "registrations"
+
+
+def from_the_second_call(rank):
+    if rank == 0:
+        calls = forms(torch.randn(20_000), torch.randn(30_000))
+        for name, call in calls.items():
+            call()
+            before = counted(*STEADY)
+            for _ in range(3):
+                call()
+            assert counted(*STEADY) == before, name
+        before = counted(*STEADY)
+        for _ in range(3):  # alternating
+            for call in calls.values():
+                call()
+        assert counted(*STEADY) == before
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_the_second_call_of_any_form_nothing_is_read_or_staged(device):
+    results(run_group(from_the_second_call, transport=device))
+
+
+def many_at_once(rank):
+    if rank == 0:
+        tensors = [torch.full((20_000,), float(n)) for n in range(10)]
+
+        def wave():
+            for n, got in enumerate(torch.futures.wait_all([rpc.rpc_async("worker1", identity, (t,)) for t in tensors])):
+                assert torch.equal(got, tensors[n])
+
+        wave()
+        wave()  # results of the first were asked for before the size of any was known
+        before = counted(*STEADY)
+        for _ in range(5):
+            wave()
+        assert counted(*STEADY) == before
+        assert rpc.rpc_sync("worker1", promised) == 10
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ten_calls_in_flight_have_ten_landing_places(device):
+    results(run_group(many_at_once, transport=device))
+
+
+def takes_its_time(tensor):
+    time.sleep(0.7)
+
+
+def no_more_room(rank):
+    if rank == 0:
+        # A quarter of the arena is promised to one signature; another one gets places when it asks again.
+        many = [rpc.rpc_async("worker1", takes_its_time, (torch.ones(1_000_000),)) for _ in range(16)]
+        torch.futures.wait_all(many)
+        assert rpc.rpc_sync("worker1", promised) == 16
+        other = torch.ones(2_000_000)
+        for _ in range(3):
+            rpc.rpc_sync("worker1", takes, (other,))
+        before = counted("rpc_reads")
+        rpc.rpc_sync("worker1", takes, (other,))
+        assert counted("rpc_reads") == before
+    rpc.shutdown()
+
+
+def test_places_promised_to_calls_of_the_past_make_room():
+    results(run_group(no_more_room, arena_limit=256 << 20))
+
+
+def born_registered(rank):
+    if rank == 0:
+        mine = agent.current().device.empty((200_000,), dtype=torch.float32).fill_(3.0)
+        before = counters()["bytes_staged"]
+        for _ in range(3):
+            assert rpc.rpc_sync("worker1", identity, (mine,)).sum() == 600_000
+        assert counters()["bytes_staged"] == before
+        got = rpc.rpc_sync("worker1", identity, (mine,))  # landed in the arena: it goes on without a copy
+        before = counters()["bytes_staged"]
+        assert rpc.rpc_sync("worker1", takes, (got,)) == 1
+        assert counters()["bytes_staged"] == before
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_argument_in_the_arena_costs_no_copy_here(device):
+    results(run_group(born_registered, transport=device))
+
+
+def kept_for_others():
+    return len(agent.current().callee._sources)
+
+
+def long_words(size):
+    raise ValueError("a" * size)
+
+
+class Awkward:
+    """Uses a pickler of its own while it is pickled, and cannot be made again if it is told so."""
+
+    def __init__(self, tensor, broken):
+        self.tensor, self.broken = tensor, broken
+
+    def __getstate__(self):
+        file = io.BytesIO()
+        torch.save(self.tensor * 2, file)
+        return {"saved": file.getvalue(), "tensor": self.tensor, "broken": self.broken}
+
+    def __setstate__(self, state):
+        if state["broken"]:
+            raise ValueError("cannot be made again")
+        self.tensor, self.broken = state["tensor"], False
+        self.doubled = torch.load(io.BytesIO(state["saved"]))
+
+
+def broken_on_arrival(tensor):
+    return Awkward(tensor, True)
+
+
+def given_back(rank):
+    if rank == 0:
+        big = torch.ones(1_000_000)
+        with pytest.raises(rpc.ArenaFull):
+            rpc.rpc_sync("worker1", torch.ones, (20_000_000,))
+        with pytest.raises(ValueError, match=r"a{150000}"):
+            rpc.rpc_sync("worker1", long_words, (150_000,))
+        with pytest.raises(ValueError, match="cannot be made again"):
+            rpc.rpc_sync("worker1", broken_on_arrival, (big,))
+        with pytest.raises(ValueError, match="cannot be made again"):
+            rpc.rpc_sync("worker1", identity, ([Awkward(big, True)],))
+        for _ in range(2):
+            got = rpc.rpc_sync("worker1", identity, ([big, Awkward(big, False), big.view(2, -1)],))
+            assert torch.equal(got[1].doubled, got[0] * 2) and got[1].tensor is got[0] and distance(got[0], got[2]) == 0
+        rpc.rpc_sync("worker1", no_result)
+        assert rpc.rpc_sync("worker1", kept_for_others) == 0
+    rpc.shutdown()
+
+
+def test_what_is_lent_for_reading_comes_back_whatever_happens():
+    limits = {0: {"arena_limit": 64 << 20}, 1: {"arena_limit": 1 << 30}}
+    results(run_group(given_back, each=limits))
+
+
+# -- modules, functions, and what cannot travel
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(60, 60)
+        self.two = torch.nn.Linear(60, 60)
+        self.two.weight = self.one.weight
+        self.register_buffer("scale", torch.full((5000,), 2.0))
+        self.register_buffer("part", self.scale[:10], persistent=False)
+
+    def forward(self, x):
+        return self.two(self.one(x)) * self.part[0]
+
+
+def modules(rank):
+    if rank == 0:
+        module = Tied()
+        x = torch.randn(4, 60)
+        for _ in range(2):
+            got = rpc.rpc_sync("worker1", identity, (module,))
+            assert got.one.weight is got.two.weight and type(got.one.weight) is torch.nn.Parameter
+            assert distance(got.scale, got.part) == 0 and got.scale.sum() == 10_000
+            assert list(got.state_dict()) == list(module.state_dict())
+            assert torch.equal(got(x), module(x)) and torch.equal(rpc.rpc_sync("worker1", module, (x,)), module(x))
+            got(x).sum().backward()
+            assert got.one.weight.grad is not None and module.one.weight.grad is None
+        state = rpc.rpc_sync("worker1", module.state_dict)
+        assert torch.equal(state["one.weight"], module.one.weight) and state["one.weight"] is not state["two.weight"]
+        assert distance(state["one.weight"], state["two.weight"]) == 0
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modules_travel_whole(device):
+    results(run_group(modules, transport=device))
+
+
+def made_there():
+    step = 5
+    return lambda x: x + step
+
+
+def by_value(rank):
+    if rank == 0:
+        weight = torch.randn(20_000)
+
+        def scaled(x):
+            return weight * x
+
+        class Local:
+            def __init__(self, x):
+                self.x = x
+
+            def twice(self):
+                return 2 * self.x
+
+        assert rpc.rpc_sync("worker1", lambda x: x + 1, (1,)) == 2
+        assert torch.equal(rpc.rpc_sync("worker1", scaled, (2.0,)), weight * 2)
+        before = counted(*STEADY)
+        assert torch.equal(rpc.rpc_sync("worker1", scaled, (3.0,)), weight * 3)
+        assert counted(*STEADY) == before
+        assert rpc.rpc_sync("worker1", Local(4).twice) == 8
+        assert rpc.rpc_async("worker1", sorted, ([3, 1, 2],), {"key": lambda n: -n}).wait() == [3, 2, 1]
+        assert rpc.rpc_sync("worker1", made_there)(1) == 6
+        assert rpc.remote("worker1", lambda: 9).to_here() == 9
+        with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future"):
+            rpc.rpc_sync("worker1", identity, (torch.futures.Future(),))
+    rpc.shutdown()
+
+
+def test_functions_by_value_with_cloudpickle():
+    results(run_group(by_value, pickler="cloudpickle"))
+
+
+def test_cloudpickle_has_to_be_there(monkeypatch):
+    with pytest.raises(ValueError, match="pickler is 'pickle' or 'cloudpickle', got 'dill'"):
+        rpc.RpcBackendOptions(pickler="dill")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'rdmarpc\[cloudpickle\]'"):
+        rpc.RpcBackendOptions(pickler="cloudpickle")
+
+
+def returns_a_lock():
+    return {"a": [1, Box(lock=threading.Lock())]}
+
+
+def cannot_travel(rank):
+    if rank == 0:
+        reference = rpc.remote("worker1", identity, (1,))
+        with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object \(in args\[1\]\['a'\]\[1\].lock, a lock\)"):
+            rpc.rpc_sync("worker1", both, (reference, returns_a_lock()))
+        with pytest.raises(TypeError, match=r"in kwargs\['second'\].lock, a lock"):
+            rpc.rpc_async("worker1", both, (torch.ones(9000),), {"second": Box(lock=threading.Lock())})
+        with pytest.raises(TypeError, match=r"in result\['a'\]\[1\].lock, a lock"):
+            rpc.rpc_sync("worker1", returns_a_lock)
+        with pytest.raises(Exception, match=r"local object(.|\n)*travel with RpcBackendOptions\(pickler='cloudpickle'\)"):
+            rpc.rpc_sync("worker1", lambda: 1)
+        with pytest.raises(Exception, match=r"in args\[0\]\[0\], a function(.|\n)*pickler='cloudpickle'"):
+            rpc.remote("worker1", identity, ([lambda: 1],))
+        knot: list = []
+        knot.append(knot)
+        assert (got := rpc.rpc_sync("worker1", identity, (knot,)))[0] is got
+        deep: list = []
+        for _ in range(100_000):
+            deep = [deep]
+        with pytest.raises(RecursionError):
+            rpc.rpc_sync("worker1", identity, (deep,))
+        while deep:  # take it apart by hand, or its end is another recursion
+            deep = deep.pop()
+        nested: list = [torch.ones(3)]
+        for _ in range(200):
+            nested = [nested]
+        got = rpc.rpc_sync("worker1", identity, (nested,))
+        for _ in range(200):
+            got = got[0]
+        assert got[0].sum() == 3
+    rpc.shutdown()
+
+
+def test_what_cannot_travel_says_where_it_is():
+    results(run_group(cannot_travel))
+
+
+# -- sizes
+
+
+def many_tensors(rank):
+    if rank == 0:
+        for tensors in ([torch.full((3,), n) for n in range(10_000)], [torch.full((300,), n) for n in range(2000)]):
+            for _ in range(2):
+                got = rpc.rpc_sync("worker1", identity, (tensors,))
+                assert len(got) == len(tensors) and all(torch.equal(one, other) for one, other in zip(got, tensors))
+        rows = list(torch.arange(30_000).view(10_000, 3))
+        got = rpc.rpc_sync("worker1", identity, (rows,))
+        assert torch.equal(torch.stack(got), torch.stack(rows)) and distance(got[0], got[9999]) == -24 * 9999
+        payload = {n: f"{n:01000}" for n in range(100_000)}
+        assert rpc.rpc_sync("worker1", identity, (payload,)) == payload
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ten_thousand_tensors_and_a_hundred_megabytes_of_objects(device):
+    results(run_group(many_tensors, transport=device, arena_limit=4 << 30))
+
+
+def two_gigabytes(rank):
+    if rank == 0:
+        size = (1 << 31) + 4096
+        mine = torch.zeros(size, dtype=torch.int8)
+        mine[0], mine[1 << 31], mine[-1] = 1, 2, 3
+        for _ in range(2):  # READ, then WRITTEN
+            got = rpc.rpc_sync("worker1", identity, (mine,), timeout=100)
+            assert got.shape == (size,) and (got[0], got[1 << 31], got[-1]) == (1, 2, 3)
+            del got
+            gc.collect()
+    rpc.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_gibibytes_in_one_tensor(device):
+    free = psutil.virtual_memory().available
+    if free < 14 << 30:
+        pytest.skip(f"needs 14 GiB of memory, {free >> 30} are free")
+    results(run_group(two_gigabytes, timeout=240, transport=device, arena_limit=9 << 30))
