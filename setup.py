@@ -15,7 +15,7 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "cloudpickle"]
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 

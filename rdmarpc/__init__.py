@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import constants, functions, profiling, timeline, transport
+from . import api, constants, functions, internal, profiling, timeline, transport
 from .api import (
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
@@ -17,7 +19,7 @@ from .api import (
     shutdown,
 )
 from .debug import counters, debug_info, explain
-from .options import BackendType, RpcBackendOptions, WorkerInfo
+from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo
 from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
@@ -44,10 +46,14 @@ __all__ = [
     "RegistrationError",
     "RemoteAccessError",
     "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
     "TransferTimeout",
     "WorkerInfo",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
+    "api",
     "constants",
     "counters",
     "debug_info",
@@ -56,6 +62,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "internal",
     "is_available",
     "profiling",
     "remote",

@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import profiling, serialize, timeline
+from . import device_maps, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending, fresh
@@ -40,6 +41,7 @@ _IDLE_POLL_S = 0.005
 _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
+_PASSED_S = 1e-9
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -69,14 +71,17 @@ class Agent:
         self.device = open_device(
             kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
         )
+        devices = device_maps.dump(options.device_maps, options.devices)
+        self._record = Record(name, rank, host, self.device.address.decode(), devices=devices)
         try:
-            self._record = Record(name, rank, host, self.device.address.decode())
             if self._meeting is not None:
                 records = self._meeting.meet(self._record, secret)
             else:
                 assert self._registry is not None
                 self._record, records = self._registry.join(self._record, self._listens)
+            device_maps.check({record.name: record.devices for record in records})
         except BaseException:
+            self._take_out(self._record)
             self.device.close()
             raise
         self.workers = Members(records)
@@ -149,6 +154,13 @@ class Agent:
     def _departed(self, name: str) -> PeerLost:
         return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
 
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers, in rank order (torch's name for it)."""
+        return list(self.workers)
+
+    def get_worker_info(self, worker: Any = None) -> WorkerInfo:
+        return self.me if worker is None else self.resolve(worker)
+
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
         return self.link(self.resolve(worker).id).channel
@@ -219,7 +231,7 @@ class Agent:
         event = None
         if torch_profiler._is_profiler_enabled:
             event = profiling.begin(function, args, flags, future, self.name, to.name)
-        limit = self.rpc_timeout if timeout == -1.0 else float(timeout)
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
         link = self._links.get(to.id)
@@ -343,6 +355,8 @@ class Agent:
         link.name = link.channel.peer = name
         link.row = self._poller.add(link.channel, RING)
         self._rows[link.row] = link
+        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
+        self._poller.kick()
         if not serve_only:
             self._links[link.rank] = link
         self._link_lock.notify_all()
@@ -435,7 +449,7 @@ class Agent:
         record = self.workers.record(link.rank)
         if self._registry is not None and record is not None and record.generation == link.generation:
             if not left:
-                self._registry.remove(record, _LEAVE_TIMEOUT_S)
+                self._take_out(record)
             self.refresh()
 
     def _read_out(self, link: Link) -> None:
@@ -484,8 +498,7 @@ class Agent:
             self._finish(deadline)
             raise
         finally:
-            if self._registry is not None:
-                self._announce_leave()
+            self._take_out(self._record)
             self.close()
 
     def _leave(self, deadline: float | None) -> None:
@@ -494,13 +507,15 @@ class Agent:
             if deadline is not None and time.monotonic() > deadline:
                 raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
             time.sleep(_IDLE_POLL_S)
-        self._announce_leave()
+        self._take_out(self._record)
         self._finish(deadline)
 
-    def _announce_leave(self) -> None:
-        assert self._registry is not None
+    def _take_out(self, record: Record) -> None:
+        """Of the members of a dynamic group; nobody new finds that worker afterwards."""
+        if self._registry is None:
+            return
         try:
-            self._registry.remove(self._record, _LEAVE_TIMEOUT_S)
+            self._registry.remove(record, _LEAVE_TIMEOUT_S)
         except (RuntimeError, ValueError) as error:
             logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
 
@@ -525,6 +540,13 @@ class Agent:
         self._links.clear()
         if self.timeline is not None:
             self.timeline.close()
+
+
+def _seconds(timeout: float) -> float:
+    """A call's own limit: 0 for none, and what is negative has passed already."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"a timeout is a number of seconds, got {type(timeout).__name__}")
+    return float(timeout) if timeout >= 0 else _PASSED_S
 
 
 _current: Agent | None = None

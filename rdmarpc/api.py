@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
+
+import torch
 
 from . import agent as _agent
 from . import debug
+from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT
 from .future import Future
+from .gather import _all_gather
+from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions, WorkerInfo
 from .rref import RRef
 
@@ -28,13 +40,27 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    for value, kind in ((name, str), (rank, Integral), (world_size, Integral | None)):
+        if not isinstance(value, kind):
+            raise RuntimeError(f"Argument {value!r} must be of type {kind} but got type {type(value)}")
     if _agent._current is not None:
         raise RuntimeError("RPC is already initialized")
     WorkerInfo(name, 0)
-    agent = Agent(name, rank, world_size, rpc_backend_options or RpcBackendOptions())
+    options = rpc_backend_options or RpcBackendOptions()
+    options.validate()
+    agent = Agent(name, int(rank), world_size, options)
     _agent.set_current(agent)
     agent._ready.set()
     debug.listen_to_signal()
+    atexit.register(_end_with_the_interpreter, agent, os.getpid())
+
+
+def _end_with_the_interpreter(agent: Agent, process: int) -> None:
+    """For programs that end without ``shutdown``: a thread of ours that is inside torch when the interpreter goes would
+    abort the process. Bounded, as ``shutdown(graceful=False)`` is."""
+    if agent is _agent._current and os.getpid() == process:
+        _agent.set_current(None)
+        agent.close()
 
 
 def is_available() -> bool:
@@ -49,6 +75,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         agent.shutdown(graceful, timeout)
     finally:
         _agent.set_current(None)
+        atexit.unregister(_end_with_the_interpreter)
 
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
@@ -64,7 +91,10 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by
     the future. Tensors among the arguments are left unchanged until it is done."""
     agent = _agent.current()
-    return agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
+    future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
+    if _collecting:
+        _collect(future)
+    return future
 
 
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
@@ -77,6 +107,48 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
     """Who ``worker_name`` is; without a name, who we are."""
     agent = _agent.current()
     return agent.me if worker_name is None else agent.resolve(worker_name)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Collect the futures of every ``rpc_async`` of this thread, and wait for them at the end of the block."""
+    global _collecting
+    _thread_local_var.future_list = []
+    with _collecting_lock:
+        _collecting += 1
+    try:
+        yield
+    finally:
+        with _collecting_lock:
+            _collecting -= 1
+        futures = _thread_local_var.future_list
+        del _thread_local_var.future_list
+        torch.futures.wait_all(futures)
+
+
+def _collect(future: Future) -> None:
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+
+
+_thread_local_var = threading.local()
+_collecting = 0
+"""How many threads are inside ``_wait_all``."""
+_collecting_lock = threading.Lock()
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Return when every worker has come here. ``timeout`` in seconds, 0: none."""
+    _all_gather(None, timeout=timeout)
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _agent._current is not None
+
+
+def _get_current_rpc_agent() -> Agent:
+    return _agent.require(_NO_AGENT)
 
 
 def get_rpc_timeout() -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-import sys
 import threading
 import traceback
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import profiling, serialize
+from . import profiling, remote_error, serialize
 from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
 from .handover import Handovers, sole
 from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
@@ -37,9 +36,6 @@ from .tensors import (
 from .transport import ArenaFull, Device, PeerLost
 from .transport.arena import Block
 
-_PICKLER_HINT = (
-    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
-)
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
 
@@ -182,8 +178,8 @@ class Callee:
                 function = self._function(body[:start])
             else:
                 function, args, kwargs = serialize.loads(payload, tensors, references)
-        except (AttributeError, ModuleNotFoundError) as error:
-            raise RuntimeError(f"{type(error).__name__}: {error}. RPC pickler does not serialize it: {_PICKLER_HINT}") from None
+        except (AttributeError, ImportError) as error:
+            raise remote_error.unknown_name(error) from error
         return function, args, kwargs, sizes, places
 
     def _function(self, name: bytes) -> Any:
@@ -252,7 +248,7 @@ class Callee:
         except BaseException as error:
             self._sources.pop((link, call), None)
             self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
-            self._fail(link, call, control, error, None)
+            self._fail(link, call, control, remote_error.unsendable(error), None)
 
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
         """The references in an answer that was not sent."""
@@ -271,18 +267,13 @@ class Callee:
         self.release(link, call)  # of an answer that could not be sent
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
+            error = remote_error.ordinary(error)
             traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
             self.rrefs.store.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None)
             return
-        kind = type(error) if isinstance(error, Exception) else RuntimeError
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        text = f"On {self.me}:\n{error!r}\n{trace}" if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
-        print(text, file=sys.stderr)
-        try:
-            payload = pickle.dumps((kind, kind.__name__, text), 5)
-        except Exception:
-            payload = pickle.dumps((None, kind.__name__, text), 5)
+        payload = remote_error.dump(error, self.me)
+        remote_error.show(payload)
         try:
             kept = None
             if len(payload) > MAX_BODY:

@@ -12,17 +12,17 @@ until the late answer comes or the peer is lost.
 from __future__ import annotations
 
 import itertools
-import pickle
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import serialize
+from . import remote_error, serialize
 from .future import Future, Pending, fresh
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
@@ -32,7 +32,6 @@ from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeou
 
 # Flags of requests and responses.
 FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # and link.CONTROL, 32
-_PLAIN = FLAT | READS | BULK
 
 # With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places;
 # of a response: grant given, bytes of places.
@@ -79,6 +78,7 @@ class Caller:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every second or so on the thread of timeouts."""
         self._stopped = False
+        self._unfinished: deque[Pending] = deque()
         threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True).start()
 
     # -- out
@@ -224,10 +224,14 @@ class Caller:
         future = pending.future
         if future is not None:
             self.futures.pop(pending.call, None)
-            if answer.__class__ is Frame and answer.flags & _PLAIN == FLAT and not (future._has_callbacks or pending.waited):
-                # No user code is needed to read it back, and none waits to run: complete it here and now.
-                self._complete(future, pending, answer)
+            if answer.__class__ is Frame and not (future._has_callbacks or pending.waited):
+                # This thread reads the rings. Completing a future may run code of users (callbacks of ``collect_all`` are
+                # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
+                pending.answers.append(answer)
                 pending.done = True
+                self._unfinished.append(pending)
+                if len(self._unfinished) == 1:
+                    self.progress.jobs.append(self._finish_all)
                 self.progress.completed()
                 return
         pending.answers.append(answer)
@@ -242,6 +246,11 @@ class Caller:
         self.finish(pending)
         self.progress.completed()
 
+    def _finish_all(self) -> None:
+        while self._unfinished:
+            self.finish(self._unfinished.popleft())
+            self.progress.completed()
+
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
         try:
@@ -254,14 +263,24 @@ class Caller:
     def _complete(self, future: Future, pending: Pending, answer: Frame | Exception) -> None:
         try:
             value = self.decode(pending, answer)
-        except Exception as error:
+        except BaseException as error:
+            # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
             if not pending.expired:
                 pending.keep = None
-            future.set_exception(error)
-        else:
+            future._pending = None
+            _fail(future, remote_error.ordinary(error))
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            return
+        try:
             torch._C.Future.set_result(future, value)
-        # The two know each other: without this, results would live until the garbage collector comes.
-        future._pending = None
+        except RuntimeError:
+            if not future.done():
+                raise
+            # The user has completed it: what came is not wanted.
+        finally:
+            # The two know each other: without this, results would live until the garbage collector comes.
+            future._pending = None
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
@@ -290,7 +309,7 @@ class Caller:
         if frame.kind == ERROR:
             if lent:
                 self._release(pending)
-            raise rebuild(frame.body[head : head + frame.payload])
+            raise remote_error.rebuild(frame.body[head : head + frame.payload])
         grant, places_bytes, start = 0, 0, head
         if frame.flags & HEAD:
             grant, places_bytes = RESPONSE_HEAD.unpack_from(frame.body, head)
@@ -330,7 +349,10 @@ class Caller:
             link.grants.expect_result(pending.key, sizes)
         if frame.flags & FLAT:
             return serialize.load_flat_one(payload, tensors)
-        return serialize.loads(payload, tensors, references)
+        try:
+            return serialize.loads(payload, tensors, references)
+        except (AttributeError, ImportError) as error:
+            raise remote_error.unknown_name(error) from error
 
     def _release(self, pending: Pending) -> None:
         """What the callee left in its memory for us has been read, or is not wanted."""
@@ -417,13 +439,11 @@ def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
 
 
-def rebuild(payload: bytes) -> Exception:
-    """The exception a remote function raised: its type where that can be rebuilt from a text, else a ``RuntimeError``."""
-    kind, name, text = pickle.loads(payload)
+def _fail(future: Future, error: Exception) -> None:
+    if future.done():  # by the user; and ``set_exception`` would spoil what is there before it finds out
+        return
     try:
-        error = kind(text)
-        if isinstance(error, Exception):
-            return error
-    except Exception:
-        pass
-    return RuntimeError(f"Exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
+        future.set_exception(error)
+    except RuntimeError:
+        if not future.done():
+            raise

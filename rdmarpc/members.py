@@ -21,10 +21,12 @@ class Record:
     host: str
     address: str
     generation: int = 0
+    devices: str = ""
+    """See ``device_maps.dump``."""
 
     @property
     def _text(self) -> str:
-        return json.dumps([self.name, self.rank, self.host, self.address, self.generation])
+        return json.dumps([self.name, self.rank, self.host, self.address, self.generation, self.devices])
 
     def proof(self, secret: bytes) -> str:
         """HMAC over the record: whoever wrote it knows the job secret."""

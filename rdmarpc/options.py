@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
+
+import torch
 
 from . import constants
+from . import device_maps as _devices
+from .device_maps import DeviceLike, DeviceMap
 
+_MAX_ID = 2**15 - 1
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 
 
 class BackendType(Enum):
-    """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation."""
+    """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation, whatever it is called."""
 
     RDMARPC = "RDMARPC"
+    TENSORPIPE = RDMARPC
 
 
 @dataclass(frozen=True)
@@ -31,16 +39,20 @@ class WorkerInfo:
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than 128 chars, "
                 f"but got {self.name}"
             )
+        if not -_MAX_ID - 1 <= self.id <= _MAX_ID:
+            raise TypeError(f"a worker's id is a number of 16 bits, got {self.id}")
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
 class RpcBackendOptions:
-    """Options of ``init_rpc``. The first three are those of torch's ``TensorPipeRpcBackendOptions``.
+    """Options of ``init_rpc``. The first five are those of torch's ``TensorPipeRpcBackendOptions``. All are attributes that
+    may be changed until ``init_rpc``, which checks them again.
 
     ``num_worker_threads``: user functions that may run here at once. ``rpc_timeout``: seconds a call may take by default, 0
     = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``.
+    ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
@@ -57,6 +69,8 @@ class RpcBackendOptions:
         num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
         rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = constants.DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
         transport: str = "auto",
         arena_limit: int | None = None,
         secret: str | None = None,
@@ -64,24 +78,49 @@ class RpcBackendOptions:
         peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
         timeline: str | None = None,
     ) -> None:
-        if not isinstance(rpc_timeout, int | float):
-            raise TypeError(f"rpc_timeout is a number of seconds, got {type(rpc_timeout).__name__}")
-        if rpc_timeout < 0:
-            raise RuntimeError("RPC Timeout must be non-negative")
-        if peer_timeout and not peer_timeout >= 1.0:
-            raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {peer_timeout}")
-        if num_worker_threads <= 0:
-            raise RuntimeError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout = rpc_timeout
         self.init_method = init_method
+        self.device_maps: dict[str, DeviceMap] = {}
+        self.devices: list[torch.device] = []
         self.transport = transport
         self.arena_limit = arena_limit
         self.secret = secret
-        if pickler not in ("pickle", "cloudpickle"):
-            raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {pickler!r}")
-        if pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
-            raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
         self.pickler = pickler
-        self.peer_timeout = float(peer_timeout)
+        self.peer_timeout = peer_timeout
         self.timeline = timeline
+        self.validate()
+        for to, given in (device_maps or {}).items():
+            self.set_device_map(to, given)
+        self.set_devices(devices or [])
+
+    def validate(self) -> None:
+        """Raises ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError`` for values that cannot be."""
+        if not isinstance(self.rpc_timeout, Real):
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout is a number of seconds, got {type(self.rpc_timeout).__name__}"
+            )
+        if not self.rpc_timeout >= 0:
+            raise RuntimeError("RPC Timeout must be non-negative")
+        if self.peer_timeout and not self.peer_timeout >= 1.0:
+            raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {self.peer_timeout}")
+        if self.num_worker_threads <= 0:
+            raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
+        if self.pickler not in ("pickle", "cloudpickle"):
+            raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
+        if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
+            raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
+        """Where tensors on our devices (CUDA index, text or ``torch.device``) go on worker ``to``; results come back the other
+        way. Adds to what was said before; one source has one target, and the reverse, else ``ValueError``. Whether the devices
+        exist is checked by ``init_rpc``, at all workers."""
+        self.device_maps[to] = _devices.merge(self.device_maps.get(to, {}), _devices.to_map(device_map))
+
+    def set_devices(self, devices: Iterable[DeviceLike]) -> None:
+        """The CUDA devices that maps from and to this worker may use; empty: any. ``ValueError`` for devices of other types."""
+        self.devices = _devices.to_devices(devices)
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+"""The name that programs written for torch use."""

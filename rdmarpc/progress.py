@@ -4,6 +4,7 @@ One thread at a time holds the polling role (the token of ``words``):
 
 * A thread that waits for a result takes the role and reads the rings itself, until its result is there. Requests that it
   finds meanwhile it leaves to the pool: it must not run a function that may block for what it would do next.
+  One pool thread gets them all; the watchdog calls another if that one takes none for a tick.
 * When nobody waits, a pool thread has the role. What it reads it runs itself, at once, on the same thread. While a function
   runs, a waiter may take the role away, and a watchdog does so after a tick (``_TICK_NS``), so that a function that blocks
   or calls back delays the others by that much only. No thread is woken for a short function.

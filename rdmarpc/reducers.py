@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import device_maps
 from .layout import travels
 
 _COMPRESSED = {
@@ -22,7 +23,7 @@ _COMPRESSED = {
 def reduce_tensor(value: torch.Tensor) -> Any:
     """Of tensors that do not travel as they are. ``RuntimeError`` for those that cannot at all."""
     if value.device.type not in ("cpu", "meta"):
-        raise RuntimeError(f"this RPC moves CPU tensors only, got one on {value.device}; call .cpu() before sending it")
+        raise RuntimeError(device_maps.NO_GPU)
     if value.layout is torch.sparse_coo:
         plain = value.detach()
         return _coo, (plain._indices(), plain._values(), plain.shape, plain.is_coalesced(), value.requires_grad)

@@ -11,7 +11,6 @@ ends in ``.json``). A worker whose timeline could not be gathered writes its own
 from __future__ import annotations
 
 import argparse
-import atexit
 import itertools
 import json
 import os
@@ -142,7 +141,6 @@ class Timeline:
     def close(self) -> None:
         """Write what nobody gathered."""
         self.stop()
-        atexit.unregister(self.close)
         if self._kept:
             return
         self._kept = True
@@ -175,18 +173,15 @@ def record(path: str | os.PathLike[str]) -> Iterator[Timeline]:
 
 
 def for_run(agent: Agent) -> Timeline | None:
-    """The timeline of a whole run, if one was asked for (``RpcBackendOptions``). Also written if the process exits without a
-    shutdown."""
+    """The timeline of a whole run, if one was asked for (``RpcBackendOptions``)."""
     path = agent.options.timeline or os.environ.get("RDMARPC_TIMELINE")
     if not path:
         return None
     try:
-        line = Timeline(agent, path)
+        return Timeline(agent, path)
     except OSError as error:
         warnings.warn(f"no timeline will be written: {error}", stacklevel=2)
         return None
-    atexit.register(line.close)
-    return line
 
 
 # What other workers call here.

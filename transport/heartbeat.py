@@ -45,8 +45,8 @@ _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT | MSG_NOSIGNAL
 _send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.intp, types.int32))
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
-def beat(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int) -> int:
+@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+def beat(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, tick_ns: int) -> int:
     """Beat until ``stop`` is not 0. ``rows``: address of the number of pulses in ``table``; ``frame``: what a beat is."""
     while load_acquire(stop) == 0:
         fetch_add(word, 1)
@@ -63,7 +63,7 @@ def beat(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int) -
             store_release(at + 16, owed - sent if sent > 0 else (owed if owed < nbytes else 0))
             store_release(at + 32, time_now + load_acquire(at + 24))
             store_release(at, FREE)
-        futex(stop, FUTEX_WAIT, 0, TICK_NS)
+        futex(stop, FUTEX_WAIT, 0, tick_ns)
     return 0
 
 
@@ -98,16 +98,18 @@ class Pulse:
 
     def _change(self, old: int, new: int) -> bool:
         while not kernels.swap_if(self._at, old, new):
-            if kernels.load(self._at) != BEATING:
+            if kernels.load(self._at) not in (BEATING, old):  # ``old``: a beat ended between the two looks
                 return False
             time.sleep(0)
         return True
 
 
 class Heart:
-    """The beating thread of a device. ``word``: address of the word that peers of this host watch, alive until ``stop``."""
+    """The beating thread of a device. ``word``: address of the word that peers of this host watch, alive until ``stop``.
+    ``frame``: what goes into a stream as a beat. ``tick_ns``: how often it looks what is due."""
 
-    def __init__(self, word: int = 0, frame: bytes = b"") -> None:
+    def __init__(self, word: int = 0, frame: bytes = b"", tick_ns: int = TICK_NS) -> None:
+        self._tick_ns = tick_ns
         self._frame = np.frombuffer(bytearray(frame or b"\0"), np.uint8)
         self._words = np.zeros(3, np.int64)  # stop, rows, a word that nobody watches
         self._stop, self._rows, spare = (self._words.ctypes.data + 8 * at for at in range(3))
@@ -119,7 +121,8 @@ class Heart:
         self._thread.start()
 
     def _run(self) -> None:
-        beat(self._word, self._stop, self.table.ctypes.data, self._rows, self._frame.ctypes.data, len(self._frame))
+        table, frame = self.table.ctypes.data, self._frame.ctypes.data
+        beat(self._word, self._stop, table, self._rows, frame, len(self._frame), self._tick_ns)
 
     def pulse(self, fd: int, every: float) -> Pulse:
         """A pulse for a stream, TAKEN at first. ``every``: seconds."""

@@ -114,8 +114,9 @@ def errors(rank):
                 call()
         with pytest.raises(ValueError, match=r"On WorkerInfo\(id=1, name=worker1\)(.|\n)*line \d+, in raises"):
             rpc.rpc_sync("worker1", raises, ("with a remote traceback",))
-        with pytest.raises(RuntimeError, match="Original exception on remote side was"):
+        with pytest.raises(Odd) as caught:
             rpc.rpc_sync("worker1", raises_odd)
+        assert caught.value.args == (1, 2) and "in raises_odd" in str(caught.value.__cause__)
         with pytest.raises(RuntimeError, match="size of tensor"):
             rpc.rpc_sync("worker1", torch.add, (torch.ones(3), torch.ones(4)))
         with pytest.raises(TypeError, match="positional argument"):

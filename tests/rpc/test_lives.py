@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -244,6 +245,47 @@ def talk_nonsense(rank):
 
 def test_bytes_that_are_no_frame_end_that_connection_only():
     results(run_group(talk_nonsense, 3))
+
+
+def forgets_to_shut_down(rank):
+    """Calls pending, threads waiting, functions running: the interpreter must come to its end all the same."""
+    peer = f"worker{1 - rank}"
+    assert rpc.rpc_sync(peer, identity, (rank,)) == rank
+    kept.append([rpc.rpc_async(peer, slow, (30.0,)) for _ in range(5)])
+    kept.append(rpc.remote(peer, slow, (30.0,)))
+    kept.append(rpc.rpc_async(peer, identity, (torch.ones(100_000),)))
+    threading.Thread(target=rpc.rpc_sync, args=(peer, slow, (30.0,)), daemon=True).start()
+    time.sleep(0.3)
+
+
+kept: list[object] = []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_exit_without_shutdown_with_everything_pending(device):
+    results(run_group(forgets_to_shut_down, 2, transport=device, timeout=20))
+
+
+def prompt_with_the_dead(rank):
+    if rank == 1:
+        rpc.rpc_sync("worker0", identity, (1,))
+        time.sleep(0.5)
+        die()
+    rpc.rpc_async("worker1", slow, (30.0,))
+    rpc.rpc_async("worker1", identity, (torch.ones(500_000),))
+    time.sleep(0.8)
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    assert time.monotonic() - start < 3.0
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+        rpc.shutdown()
+    return "prompt"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ungraceful_shutdown_is_prompt_with_dead_peers(device):
+    outcomes = run_group(prompt_with_the_dead, 3, transport=device)
+    assert [outcomes[rank].result for rank in (0, 2)] == ["prompt", "prompt"], outcomes
 
 
 _NO_SHUTDOWN = """

@@ -328,6 +328,25 @@ def test_who_outlives_another_writes_its_own_timeline(tmp_path):
     assert lost["args"]["error"] == "PeerLost"
 
 
+DYING = """
+import sys, rdmarpc as rpc
+from test_observability import same
+rpc.init_rpc("lonely", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
+rpc.rpc_sync("lonely", same, (1,))
+raise ValueError("a bug of the user's")
+"""
+
+
+def test_a_program_that_dies_of_an_error_leaves_its_timeline(tmp_path):
+    environment = os.environ | {"RDMARPC_TIMELINE": str(tmp_path / "run"), "PYTHONPATH": os.path.dirname(__file__)}
+    command = [sys.executable, "-c", DYING, str(tmp_path / "store")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "a bug of the user's" in done.stderr
+    trace = json.loads((tmp_path / "run" / "lonely.json").read_text())
+    check_format(trace)
+    assert [event["name"] for event in spans(trace, "rpc_sync")] == ["rpc_sync test_observability.same -> lonely"]
+
+
 def record_a_part(rank):
     """The file of one process, of a part of the run."""
     other = f"worker{1 - rank}"

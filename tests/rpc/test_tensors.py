@@ -417,6 +417,28 @@ def test_both_sides_may_change_what_they_have(device):
     results(run_group(copies_everywhere, transport=device))
 
 
+def conjugate(tensor):
+    return tensor.conj().detach()
+
+
+def imaginary(tensor):
+    return tensor.conj().imag.detach()
+
+
+def lazy_results(rank):
+    if rank == 0:
+        mine = torch.randn(20_000, dtype=torch.complex64)
+        for _ in range(3):
+            check_same(rpc.rpc_sync("worker1", conjugate, (mine,)), mine.conj())
+            check_same(rpc.rpc_sync("worker1", imaginary, (mine,)), mine.conj().imag)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_that_are_conjugated_only_when_read(device):
+    results(run_group(lazy_results, transport=device))
+
+
 # -- landing places
 
 
@@ -523,12 +545,17 @@ def no_more_room(rank):
         torch.futures.wait_all(many)
         assert rpc.rpc_sync("worker1", promised) == 16
         other = torch.ones(2_000_000)
-        for _ in range(3):
-            rpc.rpc_sync("worker1", takes, (other,))
-        before = counted("rpc_reads")
-        rpc.rpc_sync("worker1", takes, (other,))
-        assert counted("rpc_reads") == before
+        for function in (sum_of, takes):  # whatever the answer is
+            for _ in range(3):
+                rpc.rpc_sync("worker1", function, (other,))
+            before = counted("rpc_reads")
+            rpc.rpc_sync("worker1", function, (other,))
+            assert counted("rpc_reads") == before
     rpc.shutdown()
+
+
+def sum_of(tensor):
+    return tensor.sum()
 
 
 def test_places_promised_to_calls_of_the_past_make_room():

@@ -1,0 +1,171 @@
+"""Futures of calls: callbacks, errors, completion by users, ``torch.futures``, ``_wait_all``."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from group import results, run_group
+
+import rdmarpc as rpc
+
+
+def add(a, b):
+    return a + b
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def slow(seconds, value=None):
+    time.sleep(seconds)
+    return value
+
+
+class Thing:
+    """Needs the full pickler on its way back."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def after_collect(rank):
+    """Callbacks that call and wait, behind futures that only torch knows to have callbacks."""
+    if rank == 0:
+        there = "worker1"
+        for count in (1, 4, 64):
+            for function in (add, Thing):
+                args = (torch.ones(2), 1) if function is add else (3,)
+                every = torch.futures.collect_all([rpc.rpc_async(there, function, args) for _ in range(count)])
+                nested = every.then(lambda done: rpc.rpc_sync(there, add, (len(done.wait()), 1)))
+                again = nested.then(lambda done: rpc.rpc_async(there, add, (done.wait(), 1)).wait())
+                done = threading.Event()
+                again.add_done_callback(lambda _, done=done: done.set())
+                assert done.wait(10)
+                assert again.value() == count + 2
+        # The same while the main thread makes progress for a call of its own.
+        pending = rpc.rpc_async(there, slow, (0.5, "last"))
+        every = torch.futures.collect_all([rpc.rpc_async(there, add, (n, 1)) for n in range(8)])
+        nested = every.then(lambda done: rpc.rpc_sync(there, add, (len(done.wait()), 1)))
+        assert pending.wait() == "last" and nested.wait() == 9
+    rpc.shutdown()
+
+
+def test_callbacks_of_collect_all_may_call():
+    results(run_group(after_collect))
+
+
+def errors(rank):
+    if rank == 0:
+        future = rpc.rpc_async("worker1", fail, ("Expected error",))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Expected error"):
+                future.wait()
+        assert future.done()
+        with pytest.raises(ValueError, match="Expected error"):
+            future.value()
+        seen = []
+
+        def look(done):
+            with pytest.raises(ValueError, match="Expected error"):
+                done.wait()
+            seen.append(done.done())
+            return "looked"
+
+        assert rpc.rpc_async("worker1", fail, ("Expected error",)).then(look).wait() == "looked"
+        assert future.then(look).wait() == "looked"
+        assert seen == [True, True]
+        futures = [rpc.rpc_async("worker1", add, (n, 1)) for n in range(9)]
+        futures.insert(4, rpc.rpc_async("worker1", fail, ("among others",)))
+        with pytest.raises(ValueError, match="among others"):
+            torch.futures.wait_all(futures)
+        assert torch.futures.wait_all(futures[:4]) == [1, 2, 3, 4]
+        with pytest.raises(TypeError, match=r"incompatible function arguments\."):
+            futures[0].then(None)
+        with pytest.raises(RuntimeError, match="Future can only be marked completed once"):
+            futures[0].set_result(1)
+    rpc.shutdown()
+
+
+def test_errors_in_futures():
+    results(run_group(errors))
+
+
+def completed_by_the_user(rank):
+    """Whoever completes a future of a call wins; the answer is dropped, and nothing else suffers."""
+    if rank == 0:
+        for value, end in ((5, lambda f: f.set_result(5)), (None, lambda f: f.set_exception(KeyError("mine")))):
+            for function, args in ((slow, (0.05, 1)), (fail, ("theirs",)), (Thing, (1,))):
+                future = rpc.rpc_async("worker1", function, args)
+                try:
+                    end(future)
+                except RuntimeError:
+                    assert future.done()  # the answer was first
+                    continue
+                time.sleep(0.1)
+                if value is not None:
+                    assert future.wait() == value
+                else:
+                    with pytest.raises(KeyError, match="mine"):
+                        future.wait()
+                assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+    rpc.shutdown()
+
+
+def test_a_future_that_the_user_completes():
+    results(run_group(completed_by_the_user))
+
+
+def gathered(rank):
+    there = f"worker{1 - rank}"
+    with rpc.api._wait_all():
+        futures = [rpc.rpc_async(there, slow, (0.05, n)) for n in range(5)]
+        assert rpc.api._thread_local_var.future_list == futures
+        other = []
+        thread = threading.Thread(target=lambda: other.append(rpc.rpc_async(there, slow, (0.0,))))
+        thread.start()
+        thread.join()
+        assert len(rpc.api._thread_local_var.future_list) == 5  # of this thread only
+    assert all(future.done() for future in futures)
+    with pytest.raises(ValueError, match="in the end"), rpc.api._wait_all():
+        rpc.rpc_async(there, fail, ("in the end",))
+    with pytest.raises(RuntimeError, match="RPC ran for more than"), rpc.api._wait_all():
+        rpc.rpc_async(there, slow, (1.0,), timeout=0.1)
+    assert not hasattr(rpc.api._thread_local_var, "future_list")
+    everything = rpc.api._all_gather({"rank": rank, "tensor": torch.full((3,), rank)})
+    assert {name: int(found["tensor"].sum()) for name, found in everything.items()} == {"worker0": 0, "worker1": 3}
+    rpc.api._barrier(["worker0", "worker1"])
+    assert rpc.api._all_gather(rank, [f"worker{rank}"]) == {f"worker{rank}": rank}
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"timed out in _all_gather after 0\.20 seconds(.|\n)*worker1"):
+            rpc.api._all_gather(None, timeout=0.2)
+    rpc.shutdown()
+
+
+def test_waiting_for_all():
+    results(run_group(gathered))
+
+
+def cut_short(rank):
+    """Calls that nobody waits for when RPC is stopped under them."""
+    told = []
+    if rank == 0:
+        futures = [rpc.rpc_async("worker1", slow, (5.0,)) for _ in range(3)]
+        futures[0].add_done_callback(lambda done: told.append(done.done()))
+        time.sleep(0.1)
+        start = time.monotonic()
+        rpc.shutdown(graceful=False)
+        for future in futures:
+            with pytest.raises(rpc.PeerLost):
+                future.wait()
+        assert time.monotonic() - start < 4 and told == [True]
+    else:
+        time.sleep(0.5)
+        rpc.shutdown(graceful=False)
+
+
+def test_futures_of_calls_under_way_end_with_the_agent():
+    results(run_group(cut_short))
