@@ -529,13 +529,14 @@ class Agent:
     def close(self) -> None:
         error = PeerLost("RPC was shut down here", peer=self.name)
         self._carrier.stop()
-        self.rrefs.close(error)
+        self.rrefs.closed = True
         self.device.on_lost = lambda channel: None
         self.caller.stop()
         for link in list(self._rows.values()):
             self.caller.lost(link, error)
         self.progress.stop()
         self.device.close()
+        self.rrefs.close(error)
         self._rows.clear()
         self._links.clear()
         if self.timeline is not None:

@@ -15,7 +15,6 @@ import itertools
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,7 +77,7 @@ class Caller:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every second or so on the thread of timeouts."""
         self._stopped = False
-        self._unfinished: deque[Pending] = deque()
+        progress.finish = self._finish_all
         threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True).start()
 
     # -- out
@@ -229,9 +228,10 @@ class Caller:
                 # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
-                self._unfinished.append(pending)
-                if len(self._unfinished) == 1:
-                    self.progress.jobs.append(self._finish_all)
+                unfinished = self.progress.unfinished
+                while unfinished and not unfinished[0].answers:
+                    unfinished.popleft()  # was waited for
+                unfinished.append(pending)
                 self.progress.completed()
                 return
         pending.answers.append(answer)
@@ -247,9 +247,14 @@ class Caller:
         self.progress.completed()
 
     def _finish_all(self) -> None:
-        while self._unfinished:
-            self.finish(self._unfinished.popleft())
-            self.progress.completed()
+        unfinished = self.progress.unfinished
+        while unfinished:
+            try:
+                pending = unfinished.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self.finish(pending)
+        self.progress.completed()
 
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
@@ -365,7 +370,7 @@ class Caller:
         self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
             # The answer came at the last moment: it is being entered.
-            del self._expired[pending.call]
+            self._expired.pop(pending.call, None)
             self.progress.wait_for(pending)
             return
         pending.expired = True

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ _TICK_NS = 200_000
 _IDLE_TICKS = 50
 _LINGER_S = 50e-6  # how long a lingering caller need not show that it is still there: less than a tick
 _SECOND_NS = 1_000_000_000
+_PATIENCE_NS = 100_000  # how long an answer waits for the thread that wants it
 _LINE = 8  # int64 words a cache line
 
 Job = Callable[[], None]
@@ -51,6 +52,11 @@ class Progress:
         self.jobs: deque[Job] = deque()
         self.outstanding: dict[int, object] = {}
         """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
+        self.unfinished: deque[Any] = deque()
+        """Answers that were read and belong to futures (owned by the caller's side). ``finish`` completes these. The pool does
+        so if nobody has come for them after a while: most are waited for a moment later, by a thread that is awake anyway."""
+        self.finish: Job = lambda: None
+        self._finishing = False
         self._words = np.zeros(7 * _LINE, np.int64)
         base = -(-self._words.ctypes.data // 64) * 64
         self._token, self._jobs_word, self._events, self._runs, self._asleep, self._backlog = (
@@ -90,7 +96,8 @@ class Progress:
                 try:
                     held = self._drive(awaited, mine, deadline)
                 finally:
-                    if not (self.outstanding and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
+                    wanted = self.outstanding or self.unfinished
+                    if not (wanted and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
                         self._lingers_until = 0.0
                         words.let_go(self._token, held, self._bell, self._table, self._poller.rows)
                     if self._followers:
@@ -121,7 +128,7 @@ class Progress:
         token, table, bell, poller = self._token, self._table, self._bell, self._poller
         spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, limit)
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, _PATIENCE_NS if self.unfinished else limit)
             if found >= 0:
                 try:
                     self._read(found >> 32, found & 0xFFFFFFFF)
@@ -133,7 +140,12 @@ class Progress:
                 kernels.store(token, mine)
                 if self.jobs:
                     self._offer()
-            elif deadline is not None:
+                continue
+            if self.unfinished and not self._finishing:
+                self._finishing = True
+                self.jobs.append(self._finish)
+                self._offer()
+            if deadline is not None:
                 left = int((deadline - time.monotonic()) * 1e9)
                 if left <= 0:
                     return mine
@@ -175,6 +187,10 @@ class Progress:
         if not self._idle:
             self._spawn()
         words.call_out(self._jobs_word, self._bell)
+
+    def _finish(self) -> None:
+        self._finishing = False
+        self.finish()
 
     def _offer(self) -> None:
         """Jobs for the pool, from the poller itself. A thread that is at work takes them when it can: waking another for each
@@ -224,6 +240,9 @@ class Progress:
             seen = kernels.load(self._jobs_word)
             self._called = False
             self._at_work.add(number)
+            if self.unfinished and not self._finishing:
+                self._finishing = True
+                self.jobs.append(self._finish)
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
@@ -255,6 +274,9 @@ class Progress:
             if found == kernels.TIMEOUT:
                 continue
             self._read(found >> 32, found & 0xFFFFFFFF)
+            if self.unfinished and not self._finishing:
+                self._finishing = True
+                jobs.append(self._finish)
             while jobs and len(self._running) < self._limit:
                 words.start_run(token, held, running, self._runs, self._asleep)
                 self._run_one(number)

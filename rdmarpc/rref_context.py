@@ -204,7 +204,7 @@ class RRefContext:
                 return
 
     def close(self, error: Exception) -> None:
-        self.closed = True
+        """Let all values go. Nothing can be sent any more."""
         self.store.close(error)
         self.garbage.clear()
 

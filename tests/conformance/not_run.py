@@ -65,18 +65,6 @@ TESTS: dict[str, str] = {
     "test_op_with_invalid_args": SCHEMA,
 }
 
-_RREF = (
-    *("rref_proxy_non_exist", "rref_proxy_tensor", "rref_proxy_tensor_self", "rref_proxy_reuse", "rref_proxy_class"),
-    *("rref_proxy_class_self", "rref_proxy_timeout", "rref_type_blocking", "rref_type_non_blocking", "rref_type_slow_init"),
-    *("rref_type_with_error_blocking", "rref_type_with_error_non_blocking", "rref_type_owner_blocking"),
-    *("rref_type_owner_non_blocking", "rref_get_type_timeout_blocking", "rref_get_type_timeout_non_blocking"),
-    *("rref_get_future", "rref_timeout", "async_class_rref_proxy", "async_class_rref_proxy_async"),
-    *("async_class_rref_proxy_remote", "my_parameter_server", "my_parameter_server_sparse"),
-    *("batch_updating_parameter_server", "check_failed_messages"),
-    # Shutdown forgets the references of a worker before the others are done with them:
-    *("nested_rref_stress", "nested_rref_stress_sparse", "rref_forward_chain", "py_rref_args_user_share"),
-    *("udf_remote_message_delay_timeout", "udf_remote_message_delay_timeout_to_self"),
-)
 _SEE = (
     *("profiler_rpc_record_shapes", "profiler_rpc_memory", "profiler_export_trace", "profiler_remote_events_profiled"),
     *("profiler_remote_events_profiled_single_threaded", "rpc_profiling_async_function"),
@@ -94,13 +82,7 @@ _SEE = (
     ),
     *("async_record_function_cbs_jit_call", "rref_context_debug_info", "set_and_get_num_worker_threads"),
 )
-_DYNAMIC = (
-    *("dynamic_rpc_init_rpc", "dynamic_rpc_new_rank_can_communicated_with_existing_rank"),
-    *("dynamic_rpc_existing_rank_can_communicate_with_new_rank", "dynamic_and_static_init_rpc_together"),
-)
 AFTER_MERGE: dict[str, str] = {
-    **{f"test_{name}": "rref" for name in _RREF},
     **{f"test_{name}": "see" for name in _SEE},
-    **{f"test_{name}": "dynamic" for name in _DYNAMIC},
 }
 """Temporary: expected to pass once that part is merged."""

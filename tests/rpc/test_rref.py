@@ -319,14 +319,14 @@ def expired(rank):
         del late, fetching, use
         # Given up, and dropped before it ran: it runs once, and its value is not kept.
         del fetched
-        never = rpc.remote("worker1", count_slowly, (0.5,), timeout=0.1)
-        time.sleep(0.2)
+        never = rpc.remote("worker1", count_slowly, (1.0,), timeout=0.1)
+        time.sleep(0.3)
         del never
         deadline = time.monotonic() + 5
         while rpc.rpc_sync("worker1", counted) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         wait_until_empty(range(2))
-        slow_one = rpc.remote("worker1", Thing, (1, 0.6))
+        slow_one = rpc.remote("worker1", Thing, (1, 3.0))
         with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(100 ms\)"):
             slow_one.to_here(timeout=0.1)
         with pytest.raises(RuntimeError, match="RPC ran for more than"):
@@ -338,7 +338,7 @@ def expired(rank):
         assert slow_one._get_type() is Thing and slow_one.to_here().number == 1
         for form in (slow_one.rpc_sync, slow_one.rpc_async, slow_one.remote):
             with pytest.raises(RuntimeError, match="RPC ran for more than"):
-                outcome = form(timeout=0.1).sleep(0.3)
+                outcome = form(timeout=0.2).sleep(1.0)
                 (outcome._get_future() if form == slow_one.remote else outcome).wait()
         outcome = form = None
         del slow_one, outcome, form
@@ -724,6 +724,26 @@ def collected_anywhere(rank):
 
 def test_handles_die_anywhere():
     results(run_group(collected_anywhere, 3, timeout=90))
+
+
+def leaves_with_a_value_in_the_making(rank):
+    if rank == 0:
+        making = rpc.remote("worker1", Thing, (1, 8.0))
+        rpc.rpc_async("worker1", is_own, (making,))
+        rpc.rpc_async("worker1", finished.set)
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            making.to_here()
+        rpc.shutdown(graceful=False)
+        return
+    assert finished.wait(20)
+    time.sleep(0.3)
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    assert time.monotonic() - start < 4.0
+
+
+def test_leaving_while_others_wait_for_a_value():
+    results(run_group(leaves_with_a_value_in_the_making))
 
 
 _AT_EXIT = """

@@ -62,7 +62,7 @@ EVERY_ORDER = {
         {"kills": [1]},
     ),
     "the holder dies while the value is being made": (
-        [[], [("create", "a", 0), ("result", "a", 2, "b"), ("drop", "a")], []],
+        [[], [("create", "a", 0), ("result", "a", 2, "b"), ("drop", "a")], [("drop", "b")]],
         {"kills": [2]},
     ),
     "the last holder dies": (
