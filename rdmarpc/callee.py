@@ -290,7 +290,7 @@ class Callee:
         if not total or self._granted + total > self.device.arena.limit // 4:
             return 0, b""
         try:
-            landing = Landing.allocate(self.device, sizes)
+            landing = Landing(self.device, sizes)
         except ArenaFull:
             return 0, b""
         number = next(self._grants)

@@ -26,7 +26,19 @@ from .future import Future, Pending, fresh
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
 from .rref_context import RRefContext
-from .tensors import HANDED, NOTHING, Landing, Outgoing, describe_all, load_places, pack, pack_lone, unpack, unpack_lone
+from .tensors import (
+    HANDED,
+    NOTHING,
+    Landing,
+    Outgoing,
+    describe_all,
+    load_places,
+    pack,
+    pack_lone,
+    size_classes,
+    unpack,
+    unpack_lone,
+)
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 
 # Flags of requests and responses.
@@ -141,13 +153,13 @@ class Caller:
             if tensors:
                 described = describe_all(tensors, self.device)
                 sizes = described.sizes
-                granted = link.grants.take((label, sizes)) if sizes else None
+                granted = link.grants.take(size_classes(sizes)) if sizes else None
                 out = pack(described, self.device, link.channel, granted[1] if granted else None)
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
             pending.key = (label, sizes)
             if result_sizes := link.grants.result_sizes.get(pending.key):
-                pending.landing = Landing.allocate(self.device, result_sizes)
+                pending.landing = Landing(self.device, result_sizes)
                 places = pending.landing.places
             if grant or places or flags & REMOTE:
                 flags |= HEAD
@@ -327,10 +339,10 @@ class Caller:
         if not frame.flags & FLAT and payload[0] == serialize.MARK:
             references = self.rrefs.adopt(link.rank, payload)
         if grant:
-            forgone = link.grants.put(pending.key, grant, load_places(places, link.places))
+            forgone = link.grants.put(size_classes(pending.key[1]), grant, load_places(places, link.places))
         else:
             # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
-            forgone = link.grants.make_room(pending.key) if pending.key[1] else []
+            forgone = link.grants.make_room(size_classes(pending.key[1])) if pending.key[1] else []
         if forgone:
             numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.

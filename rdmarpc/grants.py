@@ -7,25 +7,28 @@ from collections import OrderedDict, deque
 
 from .transport import RemoteRegion
 
+Classes = tuple[int, ...]
+"""The size classes (``arena.size_class``) of the large runs among the arguments of a call: places for one call do for any other
+of the same classes, whatever its function."""
 Signature = tuple[bytes | str, tuple[int, ...]]
 """Function (by reference; of a callable that carries state: its name) and the sizes in bytes of the large runs among the
-arguments."""
+arguments: what the sizes of the result are expected by."""
 
 _SIGNATURES = 64
 
 
 class Grants:
-    """By signature; those of the signatures used least recently are given back. Thread-safe.
+    """By size classes; those of the classes used least recently are given back. Thread-safe.
 
-    A call takes at most one grant and brings at most one home, so a signature has as many as calls of it were ever in flight
-    at once."""
+    A call takes at most one grant and brings at most one home, so there are as many of some classes as calls of them were ever
+    in flight at once."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[Signature, deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
+        self._places: OrderedDict[Classes, deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
         self.result_sizes: OrderedDict[Signature, tuple[int, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take(self, key: Signature) -> tuple[int, list[RemoteRegion]] | None:
+    def take(self, key: Classes) -> tuple[int, list[RemoteRegion]] | None:
         try:
             return self._places[key].popleft()
         except (KeyError, IndexError):
@@ -43,7 +46,7 @@ class Grants:
                 if len(self.result_sizes) > 4 * _SIGNATURES:
                     self.result_sizes.popitem(last=False)
 
-    def put(self, key: Signature, grant: int, places: list[RemoteRegion]) -> list[int]:
+    def put(self, key: Classes, grant: int, places: list[RemoteRegion]) -> list[int]:
         """Keep a grant; returns the numbers of grants to give back."""
         with self._lock:
             self._places.setdefault(key, deque()).append((grant, places))
@@ -52,12 +55,12 @@ class Grants:
                 return []
             return self._forgo(next(iter(self._places)))
 
-    def make_room(self, key: Signature) -> list[int]:
-        """The peer grants no more: the numbers of grants to give back, of another signature, the one used least recently."""
+    def make_room(self, key: Classes) -> list[int]:
+        """The peer grants no more: the numbers of grants to give back, of other classes, those used least recently."""
         with self._lock:
             return next((self._forgo(old) for old in self._places if old != key), [])
 
-    def _forgo(self, key: Signature) -> list[int]:
+    def _forgo(self, key: Classes) -> list[int]:
         """With the lock held."""
         return [number for number, _ in self._places.pop(key)]
 

@@ -108,6 +108,7 @@ def encode(what: Description) -> bytes:
         if len(_encoded) >= _MAX_CACHE:
             _encoded.clear()
         found = _encoded[what] = pickle.dumps(tuple(what), 5)
+        _decoded[found] = what
     return found
 
 

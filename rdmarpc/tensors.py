@@ -18,6 +18,7 @@ import torch
 from . import layout, sharing
 from .layout import Description
 from .transport import Channel, Device, RdmaError, RemoteRegion
+from .transport.arena import Block, size_class
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
 _string_at = ctypes._string_at  # type: ignore[attr-defined]
@@ -35,17 +36,57 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
 
 
-class Landing(NamedTuple):
-    """Fresh arena memory promised to a sender, by sizes in bytes. ``places``: the descriptors to hand out, joined."""
+class Landing:
+    """Fresh arena memory promised to a sender: one block for each of ``sizes`` (bytes), with room up to its size class.
+    ``places``: the descriptors to hand out, joined. What is not taken goes back when this dies."""
 
-    runs: list[torch.Tensor]
-    sizes: tuple[int, ...]
-    places: bytes
+    __slots__ = ("_arena", "_blocks", "places", "sizes")
 
-    @staticmethod
-    def allocate(device: Device, sizes: tuple[int, ...]) -> Landing:
-        made = [device.landing(size) for size in sizes]
-        return Landing([run for run, _ in made], sizes, b"".join([place for _, place in made]))
+    def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
+        """Raises ``ArenaFull``."""
+        self._arena, self.sizes = device.arena, sizes
+        self._blocks: list[Block] = []
+        places = []
+        for size in sizes:
+            block, place = device.landing(size)
+            self._blocks.append(block)
+            places.append(place)
+        self._blocks.reverse()
+        self.places = b"".join(places)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next block, as a tensor of bytes that were written to it."""
+        if not self._blocks or nbytes > self._blocks[-1].nbytes:
+            raise RdmaError("a tensor was written to a landing place that is not known here")
+        return self._arena.hold(self._blocks.pop(), nbytes, torch.uint8, nbytes)
+
+    def __del__(self) -> None:
+        for block in self._blocks:
+            self._arena.free(block)
+
+
+def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRegion] | None:
+    """Landing places for runs of these ``sizes`` (bytes), if each is of the size class that its place was made for."""
+    if len(places) != len(sizes):
+        return None
+    if tuple([place.nbytes for place in places]) == sizes:
+        return places
+    if size_classes(tuple([place.nbytes for place in places])) != size_classes(sizes):
+        return None
+    return [place.resized(size) for place, size in zip(places, sizes)]
+
+
+_classes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+
+def size_classes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The size class of each."""
+    found = _classes.get(sizes)
+    if found is None:
+        if len(_classes) >= _MAX_CACHE:
+            _classes.clear()
+        found = _classes[sizes] = tuple([size_class(size) for size in sizes])
+    return found
 
 
 def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
@@ -167,13 +208,13 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
     table: list[bytes] = []
     data: list[bytes] = []
     lent = []
-    fits = places is not None and tuple([place.nbytes for place in places]) == described.sizes
-    remaining = iter(places if places is not None and fits else ())
+    fits = None if places is None else fitting(places, described.sizes)
+    remaining = iter(fits or ())
     for run, way, text, rest in described.entries:
         if run is None:
             table.append(_ENTRY.pack(way, len(text)) + text)
             (data if way == INLINE else table).append(rest)
-        elif fits:
+        elif fits is not None:
             channel.memcpy(next(remaining), run)
             table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
         else:
@@ -213,7 +254,6 @@ def unpack(
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
     reads: list[tuple[torch.Tensor, RemoteRegion]] = []
-    landed = iter(landing.runs if landing is not None else ())
     at = offset = 0
     for _ in range(count):
         way, length = _ENTRY.unpack_from(table, at)
@@ -236,10 +276,9 @@ def unpack(
         else:
             sizes.append(what.nbytes)
             if way == WRITTEN:
-                place = next(landed, None)
-                if place is None:
+                if landing is None:
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
-                run = place
+                run = landing.take(what.nbytes)
             else:
                 run = device.arena.run(what.nbytes)[0]
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))

@@ -163,13 +163,17 @@ class Arena:
 
     def _lease(self, nbytes: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, Block]:
         block = self.allocate(nbytes)
+        return self.hold(block, nbytes, dtype, count), block
+
+    def hold(self, block: Block, nbytes: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """A tensor of ``count`` elements over the first ``nbytes`` of a block, which belongs to it from now on."""
         view = block.segment.view[block.offset : block.offset + nbytes]
         lease = _Lease(view, self._expired)
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
         tensor = torch.frombuffer(view, dtype=dtype, count=count)
         lease.block, lease.storage = block, tensor.untyped_storage()._cdata
         self._leases[block.segment.address + block.offset] = lease
-        return tensor, block
+        return tensor
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment and offset where these local bytes lie, or ``None`` if they are not (all) in the arena."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .arena import Arena, Segment
+from .arena import Arena, Block, Segment
 from .channel import Channel
 from .errors import RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
@@ -102,13 +102,13 @@ class Device(abc.ABC):
             )
         return self.register(tensor).export()
 
-    def landing(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
-        """Fresh arena memory (``nbytes`` > 0, uint8) and its descriptor: ``empty`` and ``export`` in one quick step."""
+    def landing(self, nbytes: int) -> tuple[Block, bytes]:
+        """Fresh arena memory (``nbytes`` > 0) and its descriptor. Whoever has the block frees it (``arena.free``) or makes a
+        tensor of it (``arena.hold``)."""
         self._check()
-        run, block = self.arena.run(nbytes)
+        block = self.arena.allocate(nbytes)
         segment = block.segment
-        place = RemoteRegion(self.uid, self.epoch, segment.number, segment.key, block.offset, nbytes)
-        return run, place.dump()
+        return block, RemoteRegion(self.uid, self.epoch, segment.number, segment.key, block.offset, nbytes).dump()
 
     def lend(self, tensor: torch.Tensor) -> RemoteRegion:
         """A descriptor by which peers may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and

@@ -39,6 +39,10 @@ class RemoteRegion:
             raise RemoteAccessError(f"bytes {part.start}:{part.stop} are not inside a region of {self.nbytes} bytes")
         return RemoteRegion(self.owner, self.epoch, self.region, self.key, self.offset + start, stop - start)
 
+    def resized(self, nbytes: int) -> RemoteRegion:
+        """The same place with another length, which the owner must have promised."""
+        return RemoteRegion(self.owner, self.epoch, self.region, self.key, self.offset, nbytes)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteRegion) and self.dump() == other.dump()
 
