@@ -13,7 +13,9 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from . import device_maps, serialize
+from torch.autograd import profiler as torch_profiler
+
+from . import device_maps, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending, fresh
@@ -52,6 +54,7 @@ class Agent:
         store, rank, world_size = open_store(options, rank, world_size)
         self.me = WorkerInfo(name, rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
         self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
@@ -113,6 +116,7 @@ class Agent:
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
+        self.timeline = timeline.for_run(self)
 
     # -- for the layers above
 
@@ -224,6 +228,9 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
+        event = None
+        if torch_profiler._is_profiler_enabled:
+            event = profiling.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
@@ -233,7 +240,10 @@ class Agent:
                 link = self.link(to.id)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
-        return self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        pending = self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        if event is not None:
+            profiling.follow(event, pending)
+        return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
@@ -480,6 +490,8 @@ class Agent:
                     self._leave(deadline)
                 else:
                     self.termination.wait(deadline)
+                    if self.timeline is not None:
+                        self.timeline.gather(deadline)
                     self._meeting.leave(_LEAVE_TIMEOUT_S)
         except RdmaError:
             # Others may still wait for functions that run here.
@@ -527,6 +539,8 @@ class Agent:
         self.rrefs.close(error)
         self._rows.clear()
         self._links.clear()
+        if self.timeline is not None:
+            self.timeline.close()
 
 
 def _seconds(timeout: float) -> float:

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from . import remote_error, serialize
+from . import profiling, remote_error, serialize
 from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
 from .handover import Handovers, sole
 from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
@@ -79,6 +80,10 @@ class Callee:
         """Whether no peer has still to fetch a result from our memory."""
         return not self._sources
 
+    def granted(self, link: Link) -> int:
+        """How many landing places this peer holds of us."""
+        return sum(owner is link for owner, _ in list(self._landings))
+
     # -- running a request
 
     def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
@@ -103,6 +108,8 @@ class Callee:
             if references:
                 references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
+            if torch_profiler._is_profiler_enabled and not control:
+                function = profiling.serving(function, args, link.name, self.me.name)
             if inner is None:
                 answer = [function(*args, **kwargs)]
             else:

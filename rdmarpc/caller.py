@@ -142,6 +142,8 @@ class Caller:
         now = time.monotonic()
         if timeout > 0:
             pending.deadline = now + timeout
+        else:
+            pending.since = now
         if flags & CONTROL:
             pending.control = True
         places = b""
@@ -299,9 +301,13 @@ class Caller:
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
-        if not self.progress.wait_for(pending, pending.deadline):
-            self._give_up(pending)
-        return self.decode(pending, pending.answers.pop())
+        try:
+            if not self.progress.wait_for(pending, pending.deadline):
+                self._give_up(pending)
+            return self.decode(pending, pending.answers.pop())
+        finally:
+            if pending.event is not None:
+                pending.event.__exit__(None, None, None)
 
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""

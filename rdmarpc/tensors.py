@@ -290,3 +290,21 @@ def unpack(
     elif reads:
         channel.prepare(reads).post().wait()
     return tensors, tuple(sizes), bool(reads)
+
+
+_AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
+_TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
+
+
+def traffic(out: Outgoing) -> dict[str, int]:
+    """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``,
+    ``handed``."""
+    totals = {"inline": len(out.data), "direct": 0, "read": 0, "handed": 0}
+    at = 0
+    for _ in range(out.tensors):
+        way, length = _ENTRY.unpack_from(out.table, at)
+        at += _ENTRY.size + length
+        if way in _TAKEN:
+            totals[_TAKEN[way]] += layout.decode(out.table[at - length : at]).nbytes
+        at += _AFTER.get(way, 0)
+    return totals
