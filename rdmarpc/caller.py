@@ -119,7 +119,7 @@ class Caller:
         name = serialize.reference(function) or b""
         label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
-        out = NOTHING
+        out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)
             payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank, _CALL)
@@ -127,7 +127,7 @@ class Caller:
             payload, tensors = serialize.dumps((args, kwargs), link.rank, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-            payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            payload = b""
             flags |= LONE | FLAT | REFERENCE
         elif (tensors := serialize.flat(args)) is not None:
             payload = serialize.dump_flat(args)
@@ -172,6 +172,10 @@ class Caller:
                     self.futures[call] = pending
                     self.progress.linger(now)
             self.pending[call] = pending
+            if lone is not None:
+                if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
+                    return pending
+                out = Outgoing(lone[0], lone[1], 1, [])
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
             if future and pending.future is None:

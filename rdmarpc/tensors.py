@@ -200,7 +200,8 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     what = layout.decode(text)
-    return layout.rebuilt(torch.frombuffer(bytearray(data), dtype=what.dtype), what)
+    run = torch.frombuffer(bytearray(data), dtype=what.dtype)
+    return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
 
 def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
