@@ -253,7 +253,7 @@ def test_timeline_of_a_run_holds_every_call(tmp_path, transport):
     served_same = {event["args"]["call"] for event in served if event["name"] == f"{__name__}.same <- worker0"}
     returned = [event["args"]["sent"] for event in spans(trace, "reply") if event["args"]["call"] in served_same]
     assert [sent["handed"] + sent["direct"] + sent["read"] for sent in returned] == [100_000] * 3
-    assert transport != "shm" or returned[-1]["handed"] == 10000
+    assert transport != "shm" or returned[-1]["handed"] == 100_000
     answered = [event["args"]["sent"] for event in spans(trace, "reply")]
     assert len([sent for sent in answered if sent.get("tensors") == 1 and sent["inline"] == 20]) == 2  # ``later``, ``to_here``
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
