@@ -244,10 +244,8 @@ class Caller:
                 # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
-                unfinished = self.progress.unfinished
-                while unfinished and not unfinished[0].answers:
-                    unfinished.popleft()  # was waited for
-                unfinished.append(pending)
+                self._forget_finished()
+                self.progress.unfinished.append(pending)
                 self.progress.completed()
                 return
         pending.answers.append(answer)
@@ -256,6 +254,18 @@ class Caller:
             self.progress.completed()
             return
         self.progress.submit(partial(self._finish_elsewhere, pending))
+
+    def _forget_finished(self) -> None:
+        """Of the answers that nobody had come for, those at the front that somebody came for since."""
+        unfinished = self.progress.unfinished
+        while unfinished:
+            try:
+                head = unfinished.popleft()
+            except IndexError:  # the pool was faster
+                return
+            if head.answers:
+                unfinished.appendleft(head)
+                return
 
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True
