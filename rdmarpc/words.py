@@ -159,8 +159,9 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
     """The watchdog: take the role from a pool thread whose user function has run for more than a tick, and see to it that
     jobs left to a busy thread (``backlog``) do not wait for longer than that.
 
-    A tick grows while it takes much longer than asked for: then many share this core, a thread that made no progress had no
-    turn, and the ticks themselves would cost the others theirs.
+    A tick begins at ``tick_ns`` after every intervention and grows to four times that while none is needed; to sixteen times
+    while it takes much longer than asked for: then many share this core, a thread that made no progress had no turn, and the
+    ticks themselves would cost the others theirs.
 
     Sleeps for good while nobody runs anything: ``asleep`` is 1 then, and whoever starts a run wakes it. Returns 1 after it
     freed a token, 2 when jobs wait, 0 every second or so.
@@ -184,9 +185,9 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
         # A wait on a word nobody changes: a sleep that needs no further symbol.
         futex(asleep, FUTEX_WAIT, 0, tick)
         after = now()
-        tick = min(2 * tick, 16 * tick_ns) if after - before > 2 * tick else max(tick // 2, tick_ns)
-        before = after
         current = load_acquire(runs)
+        tick = min(2 * tick, (16 if after - before > 2 * tick else 4) * tick_ns)
+        before = after
         held = load_acquire(token)
         if (held & 7) == RUNNING and current == last and compare_exchange(token, held, 0) == 1:
             fetch_add(bell + 8, 1)
