@@ -158,6 +158,11 @@ class Agent:
         """All workers, in rank order (torch's name for it)."""
         return list(self.workers)
 
+    def get_debug_info(self) -> dict[str, int]:
+        from .debug import debug_info
+
+        return debug_info()
+
     def get_worker_info(self, worker: Any = None) -> WorkerInfo:
         return self.me if worker is None else self.resolve(worker)
 

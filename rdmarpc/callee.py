@@ -88,16 +88,18 @@ class Callee:
 
     def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
         """Without ``references`` for the first time; with them when those among the arguments are confirmed."""
-        call, control = frame.call, frame.flags & CONTROL
+        call, flags = frame.call, frame.flags
+        control = flags & CONTROL
         rref: int | None = None
         try:
-            frame = fetch_bulk(frame, self.device, link)
-            if frame.flags & REMOTE:
+            if flags & BULK:
+                frame = fetch_bulk(frame, self.device, link)
+            if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
-                if frame.flags & BULK:
+                if flags & BULK:
                     self._introduce(link, frame)
-                    frame = frame._replace(flags=frame.flags & ~BULK)
-            if references is None and not frame.flags & FLAT:
+                    frame = frame._replace(flags=flags & ~BULK)
+            if not flags & FLAT and references is None:
                 at = _payload_at(frame)
                 if frame.body[at] == serialize.MARK:
                     references = self.rrefs.adopt(link.rank, frame.body[at : frame.function + frame.payload])
@@ -224,7 +226,7 @@ class Callee:
                 flags |= FLAT
                 payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
                 tensors = None if out.tensors else [result]
-            elif (tensors := serialize.flat((result,))) is not None:
+            elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:

@@ -121,7 +121,7 @@ class Caller:
         name = serialize.reference(function) or b""
         label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
-        out = NOTHING
+        out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)
             payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank, _CALL)
@@ -129,7 +129,7 @@ class Caller:
             payload, tensors = serialize.dumps((args, kwargs), link.rank, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-            payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            payload = b""
             flags |= LONE | FLAT | REFERENCE
         elif (tensors := serialize.flat(args)) is not None:
             payload = serialize.dump_flat(args)
@@ -174,6 +174,10 @@ class Caller:
                     self.futures[call] = pending
                     self.progress.linger(now)
             self.pending[call] = pending
+            if lone is not None:
+                if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
+                    return pending
+                out = Outgoing(lone[0], lone[1], 1, [])
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
             if future and pending.future is None:
@@ -242,10 +246,8 @@ class Caller:
                 # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
-                unfinished = self.progress.unfinished
-                while unfinished and not unfinished[0].answers:
-                    unfinished.popleft()  # was waited for
-                unfinished.append(pending)
+                self._forget_finished()
+                self.progress.unfinished.append(pending)
                 self.progress.completed()
                 return
         pending.answers.append(answer)
@@ -254,6 +256,18 @@ class Caller:
             self.progress.completed()
             return
         self.progress.submit(partial(self._finish_elsewhere, pending))
+
+    def _forget_finished(self) -> None:
+        """Of the answers that nobody had come for, those at the front that somebody came for since."""
+        unfinished = self.progress.unfinished
+        while unfinished:
+            try:
+                head = unfinished.popleft()
+            except IndexError:  # the pool was faster
+                return
+            if head.answers:
+                unfinished.appendleft(head)
+                return
 
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True

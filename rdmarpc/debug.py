@@ -40,17 +40,19 @@ def counters() -> dict[str, int]:
 def debug_info() -> dict[str, int]:
     """The state of this worker, by names as torch has them where it has them.
 
-    ``agent.*``: threads, ``num_pending_requests`` (calls whose answer has not come), ``num_pending_futures`` (those of them
-    that have a future), ``num_running`` (functions that run here for others), ``num_queued`` (requests and callbacks that
-    wait for a thread), ``num_workers``, ``num_lost``, ``uptime_ms``; ``num_owner_rrefs`` and what else is known of references;
-    ``link.NAME.*`` for each connected worker: ``frames``, ``requests`` and ``answers`` sent, ``posts`` and ``bytes`` written
-    to its memory, ``grants_held`` (landing places it gave us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes``
-    (sent, and not known to be read yet); ``device.*``: see ``counters``.
+    ``agent.*``: threads that there may be, are, and idle, ``num_pending_requests`` (calls whose answer has not come),
+    ``num_pending_futures`` (those of them that have a future), ``num_running`` (functions that run here for others),
+    ``num_queued`` (requests and callbacks that wait for a thread), ``num_workers``, ``num_lost``, ``uptime_ms``;
+    ``num_owner_rrefs`` and what else is known of references; ``link.NAME.*`` for each connected worker: ``frames``,
+    ``requests`` and ``answers`` sent, ``posts`` and ``bytes`` written to its memory, ``grants_held`` (landing places it gave
+    us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes`` (sent, and not known to be read yet); ``device.*``: see
+    ``counters``.
     """
     agent = _agent.current()
     progress, pending = agent.progress, list(agent.caller.pending.values())
     info = {
-        "agent.thread_pool_size": sum(thread.is_alive() for thread in list(progress._threads)),
+        "agent.thread_pool_size": agent.options.num_worker_threads,
+        "agent.num_threads": sum(thread.is_alive() for thread in list(progress._threads)),
         "agent.num_idle_threads": len(progress._idle),
         "agent.num_running": len(progress._running),
         "agent.num_queued": len(progress.jobs),

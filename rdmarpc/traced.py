@@ -16,6 +16,7 @@ named by its caller's rank and number at both ends. Times: ns of ``time.monotoni
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,13 @@ def _inline(nbytes: int) -> dict[str, int]:
     return {"inline": nbytes, "direct": 0, "read": 0, "handed": 0}
 
 
+def _short(values: Sequence[Any]) -> dict[str, int]:
+    """What a message carried that did not go by ``Caller.send``: one small tensor has a shorter way."""
+    lone = len(values) == 1 and type(values[0]) is torch.Tensor
+    nbytes = values[0].numel() * values[0].element_size() if lone else 0
+    return _inline(nbytes) | {"tensors": int(lone), "pickle": 0}
+
+
 class TracedCaller(Caller):
     timeline: Timeline
 
@@ -79,7 +87,7 @@ class TracedCaller(Caller):
         begin = monotonic_ns()
         pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork)
         end = monotonic_ns()
-        bytes_sent, line.message.bytes = line.message.bytes, {}
+        bytes_sent, line.message.bytes = line.message.bytes or _short(args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), link.name, bytes_sent
         line.note("sent", line.rank, pending.call, begin, end, *what)
         if pending.future is not None:
@@ -154,9 +162,9 @@ class TracedCallee(Callee):
 
     def _reply(self, link: Link, call: int, control: int, answer: list[Any], *rest: Any) -> None:
         begin = self._returned(link, call)
-        nbytes = answer[0].nbytes if type(answer[0]) is torch.Tensor else 0
+        short = _short(answer)
         super()._reply(link, call, control, answer, *rest)
-        self._note_reply(link, call, begin, "", _inline(nbytes) | {"tensors": int(nbytes > 0), "pickle": 0})
+        self._note_reply(link, call, begin, "", short)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         begin = self._returned(link, call)
@@ -174,7 +182,7 @@ class TracedCallee(Callee):
         return now
 
     def _note_reply(self, link: Link, call: int, begin: int, error: str, short: dict[str, int]) -> None:
-        """``short``: what was carried if the reply did not go by ``Caller.send``: a small tensor has a shorter way."""
+        """``short``: what was carried if the reply did not go by ``Caller.send``."""
         message = self.timeline.message
         carried, message.bytes = message.bytes or short, {}
         self.timeline.note("replied", link.rank, call, begin, monotonic_ns(), carried, error)

@@ -188,7 +188,7 @@ CALLS, THREADS = 250, 4
 def many_calls(rank):
     def some(number):
         for at in range(CALLS):
-            x = torch.full((3000,), float(at))
+            x = torch.full((30_000,), float(at))
             if number % 2:
                 assert rpc.rpc_async("worker1", double, (x,)).wait()[0] == 2 * at
             else:
@@ -202,7 +202,7 @@ def many_calls(rank):
             thread.join()
         rpc.rpc_sync("worker1", later, (torch.ones(5),))
         for _ in range(3):
-            rpc.rpc_sync("worker2", same, (torch.ones(2500),))
+            rpc.rpc_sync("worker2", same, (torch.ones(25_000),))
         with pytest.raises(ValueError, match="no"):
             rpc.rpc_sync("worker2", fail)
         rpc.remote("worker2", double, (torch.ones(5),)).to_here()
@@ -248,12 +248,12 @@ def test_timeline_of_a_run_holds_every_call(tmp_path, transport):
 
     # How the bytes went: 12,000 a call, read by the callee the first time, written to a granted place from then on.
     sent = [event["args"]["sent"] for event in user_calls if f"{__name__}.via" in event["name"]]
-    assert all(item["direct"] + item["read"] == 12000 and item["inline"] == 0 and item["tensors"] == 1 for item in sent)
-    assert sum(item["direct"] == 12000 for item in sent) > half * 0.8
+    assert all(item["direct"] + item["read"] == 120_000 and item["inline"] == 0 and item["tensors"] == 1 for item in sent)
+    assert sum(item["direct"] == 120_000 for item in sent) > half * 0.8
     served_same = {event["args"]["call"] for event in served if event["name"] == f"{__name__}.same <- worker0"}
     returned = [event["args"]["sent"] for event in spans(trace, "reply") if event["args"]["call"] in served_same]
-    assert [sent["handed"] + sent["direct"] + sent["read"] for sent in returned] == [10000] * 3
-    assert transport != "shm" or returned[-1]["handed"] == 10000
+    assert [sent["handed"] + sent["direct"] + sent["read"] for sent in returned] == [100_000] * 3
+    assert transport != "shm" or returned[-1]["handed"] == 100_000
     answered = [event["args"]["sent"] for event in spans(trace, "reply")]
     assert len([sent for sent in answered if sent.get("tensors") == 1 and sent["inline"] == 20]) == 2  # ``later``, ``to_here``
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
@@ -391,7 +391,7 @@ def look():
 def look_while_calls_hang(rank):
     if rank == 1:
         return rpc.shutdown()
-    futures = [rpc.rpc_async("worker1", hang, (torch.ones(3000),), timeout=0) for _ in range(3)]
+    futures = [rpc.rpc_async("worker1", hang, (torch.ones(30_000),), timeout=0) for _ in range(3)]
     futures.append(rpc.rpc_async("worker1", hang, ("slow",), timeout=100))
     rref = rpc.remote("worker1", double, (torch.ones(3),))
     rref.to_here()
@@ -400,7 +400,7 @@ def look_while_calls_hang(rank):
     rpc.rpc_sync("worker1", let_go)
     for future in futures:
         future.wait()
-    rpc.rpc_sync("worker1", double, (torch.ones(3000),))
+    rpc.rpc_sync("worker1", double, (torch.ones(30_000),))
     after, counts = rpc.debug_info(), rpc.counters()
     del rref
     rpc.shutdown()
