@@ -51,6 +51,7 @@ RESPONSE_HEAD = struct.Struct("<QI")
 _BYTE = torch.uint8
 _CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
+_STOP_S = 1.0
 
 
 class Room:
@@ -88,9 +89,10 @@ class Caller:
         self._ticking = threading.Event()
         self.on_tick: Callable[[], None] = lambda: None
         """Called every second or so on the thread of timeouts."""
-        self._stopped = False
+        self._stopped = threading.Event()
         progress.finish = self._finish_all
-        threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True).start()
+        self._clock = threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True)
+        self._clock.start()
 
     # -- out
 
@@ -424,9 +426,9 @@ class Caller:
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""
-        while not self._stopped:
+        while not self._stopped.is_set():
             if self._ticking.wait(_IDLE_TICK_S):
-                time.sleep(_TICK_S)
+                self._stopped.wait(_TICK_S)
             self.on_tick()
             now = time.monotonic()
             for pending in list(self.pending.values()):
@@ -452,8 +454,12 @@ class Caller:
         return found
 
     def stop(self) -> None:
-        self._stopped = True
+        """End the thread of timeouts, waiting at most a second for it: were a tensor to die there while the interpreter ends,
+        torch would abort the process."""
+        self._stopped.set()
         self._ticking.set()
+        if threading.current_thread() is not self._clock:
+            self._clock.join(_STOP_S)
 
 
 _BULK = struct.Struct("<QQQQ")

@@ -300,3 +300,14 @@ def test_a_program_may_end_without_shutdown(tmp_path):
     command = [sys.executable, "-c", _NO_SHUTDOWN, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def threads_after_shutdown(rank):
+    rpc.rpc_async(f"worker{1 - rank}", identity, (torch.ones(5000),)).wait()
+    rpc.shutdown()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rdmarpc")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shutdown_leaves_no_thread(device):
+    assert results(run_group(threads_after_shutdown, transport=device)) == [[], []]
