@@ -86,8 +86,8 @@ def fresh(error: Exception) -> Exception:
     """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
     try:
         made = copy.copy(error)
-    except Exception:
-        return error  # of a class that cannot be made of its own arguments
+    except BaseException:
+        return error  # of a class that cannot be made of its own arguments, whatever that raises
     if type(made) is not type(error):
         return error
     made.__cause__, made.__suppress_context__ = error.__cause__, True
