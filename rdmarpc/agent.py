@@ -25,14 +25,15 @@ from .registry import Registry
 from .rendezvous import Rendezvous, open_store
 from .rref_context import RRefContext
 from .rref_mail import Carrier
+from .rref_store import LOCAL_BITS
 from .termination import Termination
 from .transport import GONE, AuthenticationError, Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
 
-_HELLO = struct.Struct("<4sIQ")  # magic, rank, generation
-_HELLO_MAGIC = b"rpc2"
+_HELLO = struct.Struct("<4sQ")  # magic, number
+_HELLO_MAGIC = b"rpc3"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
@@ -69,7 +70,7 @@ class Agent:
             kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
         )
         devices = device_maps.dump(options.device_maps, options.devices)
-        self._record = Record(name, rank, host, self.device.address.decode(), devices=devices)
+        self._record = Record(name, rank, host, self.device.address.decode(), number=rank, devices=devices)
         try:
             if self._meeting is not None:
                 records = self._meeting.meet(self._record, secret)
@@ -82,10 +83,12 @@ class Agent:
             self.device.close()
             raise
         self.workers = Members(records)
-        self._ids = itertools.count(self._record.generation << 32)
+        self.number = self._record.number
+        """See ``Record``: what the others know us by."""
+        self._ids = itertools.count()
         self._carrier = Carrier(self)
         self.rrefs = RRefContext(
-            self.me.id,
+            self.number,
             names=self._name_of,
             new_id=self.new_id,
             transmit=self._carrier.transmit,
@@ -94,6 +97,7 @@ class Agent:
         )
         self.garbage = self.rrefs.garbage
         self._links: dict[int, Link] = {}
+        """By the number of the peer, and so are ``_connecting``, ``_connect_locks`` and ``_lost``."""
         self._rows: dict[int, Link] = {}
         self._connecting: set[int] = set()
         self._gone_rows: deque[Link] = deque()
@@ -104,6 +108,7 @@ class Agent:
         self._link_lock = threading.Condition()
         self._connect_locks: dict[int, threading.Lock] = {}
         self._lost: dict[int, RdmaError] = {}
+        self._refresh_lock = threading.Lock()
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
@@ -129,23 +134,27 @@ class Agent:
         """In a dynamic group: find out who is in it now."""
         if self._registry is None:
             return
-        try:
-            records = self._registry.members()
-        except (RuntimeError, ValueError) as error:
-            # The store is gone, and with it everybody who could still join: what we know stands.
-            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
-            return
-        with self._link_lock:
-            known = {record.rank: record for record in self.workers.records()}
-            for record in records:
-                before = known.pop(record.rank, None)
-                if before is not None and before.generation > record.generation:
-                    return  # read before what another thread has seen since
-                if before is None or before.generation < record.generation:
-                    self._lost.pop(record.rank, None)
-            for record in known.values():
-                self._lost.setdefault(record.rank, self._departed(record.name))
+        # What is read is entered in the same order: who seems to have left has left for good.
+        with self._refresh_lock:
+            try:
+                records = self._registry.members()
+            except (RuntimeError, ValueError) as error:
+                # The store is gone, and with it everybody who could still join: what we know stands.
+                logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
+                return
+            before = self.workers.records()
             self.workers.replace(records)
+        for record in before:
+            if self.workers.record(record.number) is None:
+                self._miss(record.number)
+
+    def _miss(self, number: int) -> None:
+        """A worker is not in the group any more. What it still answers over a connection that we have is taken."""
+        with self._link_lock:
+            if number in self._links or number in self._lost:
+                return
+            self._lost[number] = error = self._departed(self._name_of(number))
+        self.rrefs.lost(number, error)
 
     def _departed(self, name: str) -> PeerLost:
         return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
@@ -159,7 +168,7 @@ class Agent:
 
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
-        return self.link(self.resolve(worker).id).channel
+        return self.link(self.resolve(worker).number).channel
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block."""
@@ -178,13 +187,24 @@ class Agent:
             "rrefs": len(self.rrefs),
         }
 
-    def _name_of(self, rank: int) -> str:
-        info = self.workers.get(rank)
-        return f"of rank {rank}" if info is None else info.name
+    def _name_of(self, number: int) -> str:
+        info = self.workers.ever(number)
+        return f"number {number}" if info is None else info.name
+
+    def worker(self, number: int) -> WorkerInfo:
+        """Who has, or had, that number (see ``Record``). ``PeerLost`` if it left before we heard of it."""
+        info = self.workers.ever(number)
+        if info is None:
+            self.refresh()
+            info = self.workers.ever(number)
+        if info is None:
+            self._miss(number)
+            raise self._departed(self._name_of(number))
+        return info
 
     def new_id(self) -> int:
-        """A number unique in the group: our rank above 48 bits of count."""
-        return self.me.id << 48 | next(self._ids)
+        """A number unique in the group: our own above 40 bits of count."""
+        return self.number << LOCAL_BITS | next(self._ids)
 
     def resolve(self, to: Any) -> WorkerInfo:
         """The worker that a name, rank or ``WorkerInfo`` means."""
@@ -227,10 +247,10 @@ class Agent:
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
-        link = self._links.get(to.id)
+        link = self._links.get(to.number)
         if link is None:
             try:
-                link = self.link(to.id)
+                link = self.link(to.number)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
         return self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
@@ -251,56 +271,64 @@ class Agent:
         from .rref import RRef
 
         rref = self.new_id()
-        fork = rref if to.id == self.me.id else self.new_id()
+        fork = rref if to.number == self.number else self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         pending.rref = rref
-        return RRef._over(self, self.rrefs.forks.created(to.id, rref, fork, pending))
+        return RRef._over(self, self.rrefs.forks.created(to.number, rref, fork, pending))
 
     # -- links
 
-    def link(self, rank: int) -> Link:
+    def link(self, number: int) -> Link:
         """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
-        with self._connect_locks.setdefault(rank, threading.Lock()):
-            if rank in self._lost:
+        with self._connect_locks.setdefault(number, threading.Lock()):
+            record = self.workers.record(number)
+            if record is None:
                 self.refresh()
+                record = self.workers.record(number)
+            if record is None:
+                self._miss(number)
             with self._link_lock:
-                found = self._links.get(rank)
+                found = self._links.get(number)
                 if found is not None:
                     return found
-                if rank in self._lost:
-                    raise fresh(self._lost[rank])
-                record = self.workers.record(rank)
-                if record is None:
-                    raise PeerLost(f"there is no worker of rank {rank} in the group any more")
-                self._connecting.add(rank)
-            link = Link(self.device, None, rank)
-            link.generation = record.generation
+                if number in self._lost:
+                    raise fresh(self._lost[number])
+                assert record is not None
+                self._connecting.add(number)
+            link = Link(self.device, None, number)
             hello = self._hello() + link.inbox
             try:
                 channel = self.device.connect(record.address.encode(), hello=hello, timeout=_CONNECT_TIMEOUT_S)
             except PeerLost as error:
                 with self._link_lock:
-                    self._connecting.discard(rank)
+                    self._connecting.discard(number)
                     # Both ends connected at once, and the other one's connection counts (``_on_connect``).
                     limit = 0.0 if error.status in GONE else _CROSSING_S
-                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=limit):
-                        return self._links[rank]
+                    if self._link_lock.wait_for(lambda: number in self._links, timeout=limit):
+                        return self._links[number]
                 self.refresh()
-                raise self._lost.get(rank) or PeerLost(
+                raise self._lost.get(number) or PeerLost(
                     f"worker {record.name} cannot be reached: {error.message}", peer=record.name, status=error.status
                 ) from None
             except RdmaError:
                 with self._link_lock:
-                    self._connecting.discard(rank)
+                    self._connecting.discard(number)
                 raise
+            if not channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+                channel.close()
+                raise PeerLost(f"worker {record.name} cannot be reached: another one listens there now", peer=record.name)
             link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
+            self._supersede(record)
             with self._link_lock:
-                self._connecting.discard(rank)
-                self._enter(link, record.name, serve_only=False)
-            return link
+                self._connecting.discard(number)
+                if number not in self._lost:
+                    self._enter(link, record.name, serve_only=False)
+                    return link
+            channel.close()
+            raise fresh(self._lost[number])
 
     def _hello(self) -> bytes:
-        return _HELLO.pack(_HELLO_MAGIC, self.me.id, self._record.generation)
+        return _HELLO.pack(_HELLO_MAGIC, self.number)
 
     def _listens(self, record: Record) -> bool:
         """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
@@ -313,32 +341,35 @@ class Agent:
         return True
 
     def _on_connect(self, channel: Channel) -> bytes:
-        """A peer connects (device's handshake thread). Of two crossing connections the one from the lower rank counts."""
+        """A peer connects (device's handshake thread). Of two crossing connections the one from the lower number counts."""
         self._ready.wait(_CONNECT_TIMEOUT_S)
         if len(channel.peer_hello) <= _HELLO.size:
             raise PeerLost("the peer's hello is not one of RPC")
-        magic, rank, generation = _HELLO.unpack_from(channel.peer_hello)
+        magic, number = _HELLO.unpack_from(channel.peer_hello)
         if magic != _HELLO_MAGIC:
             raise PeerLost("the peer's hello is not one of this group")
-        record = self.workers.record(rank)
-        if record is None or record.generation != generation:
+        record = self.workers.record(number)
+        if record is None:
             self.refresh()
-            record = self.workers.record(rank)
-        if record is None or record.generation != generation:
+            record = self.workers.record(number)
+        if record is None or number in self._lost:
             raise PeerLost("the peer's hello is not one of this group")
-        itself = rank == self.me.id
-        before = self._links.get(rank)
-        if before is not None and before.generation < generation:
-            # The worker that had this rank before has left; its goodbye is still under way.
-            self._cut_off(before, self._departed(before.name))
+        itself = number == self.number
+        self._supersede(record)
         with self._link_lock:
-            if not itself and (rank in self._links or (rank in self._connecting and self.me.id < rank)):
+            if not itself and (number in self._links or (number in self._connecting and self.number < number)):
                 raise PeerLost("a connection to this worker exists or is being made")
-            link = Link(self.device, channel, rank)
-            link.generation = generation
+            link = Link(self.device, channel, number)
             link.peer_inbox = channel.peer_hello[_HELLO.size :]
             self._enter(link, record.name, serve_only=itself)
         return self._hello() + link.inbox
+
+    def _supersede(self, record: Record) -> None:
+        """Before a worker is linked: one that had its name has left, even if its goodbye is still under way. So whoever knows
+        workers by name hears of the old one's end first."""
+        for before in list(self._links.values()):
+            if before.name == record.name and before.worker < record.number:
+                self._cut_off(before, self._departed(before.name))
 
     def _enter(self, link: Link, name: str, *, serve_only: bool) -> None:
         """With ``_link_lock`` held."""
@@ -348,7 +379,7 @@ class Agent:
         # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
         self._poller.kick()
         if not serve_only:
-            self._links[link.rank] = link
+            self._links[link.worker] = link
         self._link_lock.notify_all()
 
     def _read(self, row: int, fresh: int) -> None:
@@ -371,16 +402,22 @@ class Agent:
             if frame is None:
                 continue
             kind = frame.kind
-            if kind == REQUEST:
-                self.callee.accept(link, frame)
-            elif kind == RESPONSE or kind == ERROR:
-                self.caller.answer(frame)
-            elif kind == RELEASE:
-                self.callee.release(link, frame.call)
-            elif kind == FORGO:
-                self.callee.forgo(link, frame)
-            elif kind == REFERENCES:
-                self.rrefs.receive(link.rank, frame.body)
+            try:
+                if kind == REQUEST:
+                    self.callee.accept(link, frame)
+                elif kind == RESPONSE or kind == ERROR:
+                    self.caller.answer(frame)
+                elif kind == RELEASE:
+                    self.callee.release(link, frame.call)
+                elif kind == FORGO:
+                    self.callee.forgo(link, frame)
+                elif kind == REFERENCES:
+                    self.rrefs.receive(link.worker, frame.body)
+            except struct.error as reason:
+                error = RdmaError(f"what came is no message (frame of kind {kind}: {reason})", peer=link.name)
+                self._forget_row(link)
+                self.progress.jobs.append(partial(self._cut_off, link, error))
+                return
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
@@ -424,11 +461,11 @@ class Agent:
         )
         named.peer = link.name
         with self._link_lock:
-            if self._links.get(link.rank) is link or link.rank not in self._links:
-                self._lost[link.rank] = named
-                self._links.pop(link.rank, None)
+            if self._links.get(link.worker) is link or link.worker not in self._links:
+                self._lost[link.worker] = named
+                self._links.pop(link.worker, None)
         touched = [*self.caller.lost(link, named), *self.callee.lost(link)]
-        self.rrefs.lost(link.rank, named)
+        self.rrefs.lost(link.worker, named)
         if link.channel.peer_copies:
             self._kept.append((link.channel, [link, *touched]))
         self._gone_rows.append(link)
@@ -436,8 +473,8 @@ class Agent:
         self.termination.fail(named)
         for callback in self._lost_callbacks:
             callback(link.name, named)
-        record = self.workers.record(link.rank)
-        if self._registry is not None and record is not None and record.generation == link.generation:
+        record = self.workers.record(link.worker)
+        if self._registry is not None and record is not None:
             if not left:
                 self._take_out(record)
             self.refresh()

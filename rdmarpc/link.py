@@ -58,8 +58,9 @@ _new_frame = tuple.__new__
 class Link:
     """Any thread sends; one at a time reads. Lives as long as its channel."""
 
-    def __init__(self, device: Device, channel: Channel | None, rank: int) -> None:
-        self.rank, self.generation = rank, 0
+    def __init__(self, device: Device, channel: Channel | None, worker: int) -> None:
+        self.worker = worker
+        """The number of the peer (see ``members.Record``)."""
         self.name = ""
         self.row = 0
         """Of the poller, once entered."""
