@@ -149,3 +149,100 @@ def test_a_rank_changes_hands_among_references(device, scenario):
     outcomes = run_group(scenario, 3, dynamic=True, transport=device)
     assert not outcomes[0].error and not outcomes[2].error, outcomes
     assert outcomes[1].exit_code == -signal.SIGKILL
+
+
+def held_back_for_the_old_one(meeting):
+    """What was to be said to a worker that has left does not reach the one that took over its name and rank."""
+    if meeting.rank == 1:
+        meeting.hear("first")
+        for life in range(2):
+            meeting.join(rank=7, name="seven")
+            meeting.say(f"here{life}")
+            meeting.hear(f"shared{life}")
+            found = tables(), len(agent.current().rrefs.mail._taken)
+            rpc.shutdown()
+            meeting.say(f"gone{life}")
+        return found
+    meeting.join()
+    meeting.say("first")
+    meeting.hear("here0")
+    mail = agent.current().rrefs.mail
+    transmit, held = mail.transmit, []
+    mail.transmit = lambda *message: held.append(message)
+    reference = rpc.remote("seven", Thing, (1,))
+    for _ in range(5):
+        assert rpc.rpc_sync("seven", pair_of, (reference, 0))[0].to_here().number == 1
+    agent.current().rrefs.collect()
+    meeting.say("shared0")
+    meeting.hear("gone0", "here1")
+    assert rpc.rpc_sync("seven", identity, (1,)) == 1
+    mail.transmit = transmit
+    for message in held:
+        transmit(*message)
+    with pytest.raises(rpc.PeerLost, match=GONE.format("seven")):
+        reference.to_here()
+    assert rpc.rpc_sync("seven", identity, (1,)) == 1
+    meeting.say("shared1")
+    meeting.hear("gone1")
+    rpc.shutdown()
+    return len(held)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_messages_for_a_worker_that_left_reach_nobody(device):
+    held, (found, heard_of) = results(run_group(held_back_for_the_old_one, 2, dynamic=True, transport=device))
+    assert held > 3 and heard_of == 0 and not any(found.values()), found
+
+
+def never_met(meeting):
+    """References whose owner left before the worker that has them, or gets them, ever heard of it."""
+    if meeting.rank == 1:
+        meeting.hear("first")
+        meeting.join(name="left", rank=7)
+        meeting.say("here")
+        meeting.hear("created")
+        rpc.shutdown()
+        meeting.say("gone")
+        return
+    if meeting.rank == 2:
+        meeting.hear("gone")
+    meeting.join()
+    if meeting.rank == 2:
+        meeting.say("second")
+        meeting.hear("done")
+        rpc.shutdown()
+        return
+    meeting.say("first")
+    meeting.hear("here")
+    reference = rpc.remote("left", Thing, (1,))
+    assert reference.to_here().number == 1
+    data = [reference._serialize() for _ in range(4)]
+    meeting.say("created")
+    meeting.hear("gone", "second")
+    for use in (fetch_data, owner_of_data):
+        with pytest.raises(rpc.PeerLost, match=r"worker number \d+(, which owned it,)? has left the group"):
+            rpc.rpc_sync("worker2", use, (data.pop(),))
+    with pytest.raises(rpc.PeerLost, match=r"has left the group"):
+        rpc.rpc_sync("worker2", pass_data_to, (data.pop(), "worker0"))
+    with pytest.raises(rpc.PeerLost, match=GONE.format("left")):
+        reference.to_here()
+    del reference
+    wait_until_empty([0, 2])
+    meeting.say("done")
+    rpc.shutdown()
+
+
+def fetch_data(data):
+    return rpc.RRef._deserialize(data).to_here()
+
+
+def owner_of_data(data):
+    return rpc.RRef._deserialize(data).owner()
+
+
+def pass_data_to(data, worker):
+    return rpc.rpc_sync(worker, value_of, (rpc.RRef._deserialize(data),))
+
+
+def test_references_of_a_worker_that_one_never_met():
+    results(run_group(never_met, 3, dynamic=True))
