@@ -75,13 +75,13 @@ def rank_changes_hands(meeting, name):
             forget()
             meeting.say(f"gone{life}")
             meeting.hear(f"empty{life}")
-        return None
+        return
     meeting.join()
     if meeting.rank == 2:
         meeting.say("second")
         meeting.hear("done")
         rpc.shutdown()
-        return None
+        return
     meeting.hear("second")
     meeting.say("first")
     old = []
@@ -128,7 +128,7 @@ def rank_changes_hands(meeting, name):
     wait_until_empty([0, 2])
     meeting.say("done")
     rpc.shutdown()
-    return None
+    return
 
 
 def use_second_to_last():

@@ -40,7 +40,7 @@ def interrupted(rank):
             timer.join()
             assert not caller.pending and agent.current().idle
             ((_, given_up),) = caller._expired.items()
-            assert given_up.expired and given_up.keep is not None or late
+            assert (given_up.expired and given_up.keep is not None) or late
             assert rpc.rpc_sync("worker1", identity, (late,)) == late
             del given_up
             deadline = time.monotonic() + 10
