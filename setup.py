@@ -39,6 +39,7 @@ setup(
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,
+        "examples": ["gymnasium", "scikit-learn"],
         "cloudpickle": ["cloudpickle"],
         "verbs": ["pyverbs"],
         "cuda": ["cuda-python"],

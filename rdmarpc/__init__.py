@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import api, constants, functions, internal, transport
+from . import api, constants, functions, internal, profiling, timeline, transport
 from .api import (
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
@@ -18,6 +18,7 @@ from .api import (
     rpc_sync,
     shutdown,
 )
+from .debug import counters, debug_info, explain
 from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo
 from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
@@ -54,16 +55,21 @@ __all__ = [
     "_set_rpc_timeout",
     "api",
     "constants",
+    "counters",
+    "debug_info",
+    "explain",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "internal",
     "is_available",
+    "profiling",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "timeline",
     "transport",
     "wrap",
 ]

@@ -13,7 +13,9 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from . import device_maps, serialize
+from torch.autograd import profiler as torch_profiler
+
+from . import device_maps, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending, fresh
@@ -53,6 +55,7 @@ class Agent:
         store, rank, world_size = open_store(options, rank, world_size)
         self.me = WorkerInfo(name, rank)
         self.options, self.rpc_timeout = options, options.rpc_timeout
+        self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
         self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
@@ -118,6 +121,7 @@ class Agent:
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.device.on_lost = self._on_lost
+        self.timeline = timeline.for_run(self)
 
     # -- for the layers above
 
@@ -162,6 +166,11 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers, in rank order (torch's name for it)."""
         return list(self.workers)
+
+    def get_debug_info(self) -> dict[str, int]:
+        from .debug import debug_info
+
+        return debug_info()
 
     def get_worker_info(self, worker: Any = None) -> WorkerInfo:
         return self.me if worker is None else self.resolve(worker)
@@ -244,6 +253,9 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
+        event = None
+        if torch_profiler._is_profiler_enabled:
+            event = profiling.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
@@ -253,7 +265,10 @@ class Agent:
                 link = self.link(to.number)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
-        return self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        pending = self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        if event is not None:
+            profiling.follow(event, pending)
+        return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
@@ -322,7 +337,7 @@ class Agent:
             with self._link_lock:
                 self._connecting.discard(number)
                 if number not in self._lost:
-                    self._enter(link, record.name, serve_only=False)
+                    self._enter(link, record, serve_only=False)
                     return link
             channel.close()
             raise fresh(self._lost[number])
@@ -361,7 +376,7 @@ class Agent:
                 raise PeerLost("a connection to this worker exists or is being made")
             link = Link(self.device, channel, number)
             link.peer_inbox = channel.peer_hello[_HELLO.size :]
-            self._enter(link, record.name, serve_only=itself)
+            self._enter(link, record, serve_only=itself)
         return self._hello() + link.inbox
 
     def _supersede(self, record: Record) -> None:
@@ -371,9 +386,10 @@ class Agent:
             if before.name == record.name and before.worker < record.number:
                 self._cut_off(before, self._departed(before.name))
 
-    def _enter(self, link: Link, name: str, *, serve_only: bool) -> None:
+    def _enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
         """With ``_link_lock`` held."""
-        link.name = link.channel.peer = name
+        link.name = link.channel.peer = record.name
+        link.rank = record.rank
         link.row = self._poller.add(link.channel, RING)
         self._rows[link.row] = link
         # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
@@ -414,9 +430,9 @@ class Agent:
                 elif kind == REFERENCES:
                     self.rrefs.receive(link.worker, frame.body)
             except struct.error as reason:
-                error = RdmaError(f"what came is no message (frame of kind {kind}: {reason})", peer=link.name)
+                text = f"what came is no message (frame of kind {kind}: {reason})"
                 self._forget_row(link)
-                self.progress.jobs.append(partial(self._cut_off, link, error))
+                self.progress.jobs.append(partial(self._cut_off, link, RdmaError(text, peer=link.name)))
                 return
         if link.owes_credit:
             try:
@@ -517,6 +533,8 @@ class Agent:
                     self._leave(deadline)
                 else:
                     self.termination.wait(deadline)
+                    if self.timeline is not None:
+                        self.timeline.gather(deadline)
                     self._meeting.leave(_LEAVE_TIMEOUT_S)
         except RdmaError:
             # Others may still wait for functions that run here.
@@ -564,6 +582,8 @@ class Agent:
         self.rrefs.close(error)
         self._rows.clear()
         self._links.clear()
+        if self.timeline is not None:
+            self.timeline.close()
 
 
 def _seconds(timeout: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import agent as _agent
+from . import debug
 from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -50,6 +51,7 @@ def init_rpc(
     agent = Agent(name, int(rank), world_size, options)
     _agent.set_current(agent)
     agent._ready.set()
+    debug.listen_to_signal()
     atexit.register(_end_with_the_interpreter, agent, os.getpid())
 
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from . import remote_error, serialize
+from . import profiling, remote_error, serialize
 from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
 from .handover import Handovers, sole
 from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
@@ -79,20 +80,26 @@ class Callee:
         """Whether no peer has still to fetch a result from our memory."""
         return not self._sources
 
+    def granted(self, link: Link) -> int:
+        """How many landing places this peer holds of us."""
+        return sum(owner is link for owner, _ in list(self._landings))
+
     # -- running a request
 
     def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
         """Without ``references`` for the first time; with them when those among the arguments are confirmed."""
-        call, control = frame.call, frame.flags & CONTROL
+        call, flags = frame.call, frame.flags
+        control = flags & CONTROL
         rref: int | None = None
         try:
-            frame = fetch_bulk(frame, self.device, link)
-            if frame.flags & REMOTE:
+            if flags & BULK:
+                frame = fetch_bulk(frame, self.device, link)
+            if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
-                if frame.flags & BULK:
+                if flags & BULK:
                     self._introduce(link, frame)
-                    frame = frame._replace(flags=frame.flags & ~BULK)
-            if references is None and not frame.flags & FLAT:
+                    frame = frame._replace(flags=flags & ~BULK)
+            if not flags & FLAT and references is None:
                 at = _payload_at(frame)
                 if frame.body[at] == serialize.MARK:
                     references = self.rrefs.adopt(link.worker, frame.body[at : frame.function + frame.payload])
@@ -103,6 +110,8 @@ class Callee:
             if references:
                 references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
+            if torch_profiler._is_profiler_enabled and not control:
+                function = profiling.serving(function, args, link.name, self.me.name)
             if inner is None:
                 answer = [function(*args, **kwargs)]
             else:
@@ -217,7 +226,7 @@ class Callee:
                 flags |= FLAT
                 payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
                 tensors = None if out.tensors else [result]
-            elif (tensors := serialize.flat((result,))) is not None:
+            elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:

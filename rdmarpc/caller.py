@@ -119,7 +119,7 @@ class Caller:
         name = serialize.reference(function) or b""
         label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
-        out = NOTHING
+        out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)
             payload, tensors = serialize.dumps((function, args, kwargs or {}), link.worker, _CALL)
@@ -127,7 +127,7 @@ class Caller:
             payload, tensors = serialize.dumps((args, kwargs), link.worker, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-            payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
+            payload = b""
             flags |= LONE | FLAT | REFERENCE
         elif (tensors := serialize.flat(args)) is not None:
             payload = serialize.dump_flat(args)
@@ -142,6 +142,8 @@ class Caller:
         now = time.monotonic()
         if timeout > 0:
             pending.deadline = now + timeout
+        else:
+            pending.since = now
         if flags & CONTROL:
             pending.control = True
         places = b""
@@ -170,6 +172,10 @@ class Caller:
                     self.futures[call] = pending
                     self.progress.linger(now)
             self.pending[call] = pending
+            if lone is not None:
+                if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
+                    return pending
+                out = Outgoing(lone[0], lone[1], 1, [])
             self.send(link, REQUEST, call, flags, out, name, payload, pending)
         except PeerLost as error:
             if future and pending.future is None:
@@ -300,13 +306,17 @@ class Caller:
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
         try:
-            answered = self.progress.wait_for(pending, pending.deadline)
-        except BaseException:
-            self._abandon(pending)
-            raise
-        if not answered:
-            self._give_up(pending)
-        return self.decode(pending, pending.answers.pop())
+            try:
+                answered = self.progress.wait_for(pending, pending.deadline)
+            except BaseException:
+                self._abandon(pending)
+                raise
+            if not answered:
+                self._give_up(pending)
+            return self.decode(pending, pending.answers.pop())
+        finally:
+            if pending.event is not None:
+                pending.event.__exit__(None, None, None)
 
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""

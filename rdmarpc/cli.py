@@ -8,6 +8,7 @@ import sys
 USAGE = """usage: rdmarpc COMMAND [arguments]
 
   bench [--json] [key=value ...]   every latency beside its physical floor and beside torch RPC
+  timeline merge FILES [-o OUT]    one timeline of those that several workers wrote
 """
 
 
@@ -16,6 +17,9 @@ def main() -> None:
     command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if command in ("-h", "--help"):
         print(USAGE, end="")
+        return
+    if command == "timeline":
+        importlib.import_module("rdmarpc.timeline").main(arguments)
         return
     if command != "bench":
         sys.exit(f"rdmarpc: no such command: {command!r}\n\n{USAGE}" if command else USAGE)

@@ -21,6 +21,10 @@ class Pending:
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     deadline: float | None = None
+    event: Any = None
+    """The profiler's, of a call that somebody waits for at once (``profiling``)."""
+    since = 0.0
+    """When it was sent, where no deadline tells."""
     control = False
     done = False
     """The answer is there (not yet decoded)."""
@@ -42,6 +46,10 @@ class Pending:
         self.link, self.call, self.timeout = link, call, timeout
         self.answers: list[Frame | Exception] = []
         """At most one; whoever pops it decodes it."""
+
+    def age(self, now: float) -> float:
+        """Seconds since it was sent (``time.monotonic``)."""
+        return now - (self.since if self.deadline is None else self.deadline - self.timeout)
 
     @property
     def refused(self) -> bool:

@@ -63,3 +63,6 @@ class Grants:
     def _forgo(self, key: Classes) -> list[int]:
         """With the lock held."""
         return [number for number, _ in self._places.pop(key)]
+
+    def __len__(self) -> int:
+        return sum(len(places) for places in list(self._places.values()))

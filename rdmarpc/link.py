@@ -61,7 +61,7 @@ class Link:
     def __init__(self, device: Device, channel: Channel | None, worker: int) -> None:
         self.worker = worker
         """The number of the peer (see ``members.Record``)."""
-        self.name = ""
+        self.name, self.rank = "", 0
         self.row = 0
         """Of the poller, once entered."""
         self.settled = False

@@ -62,6 +62,7 @@ class RpcBackendOptions:
     and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
     ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
     1; 0: never). A peer whose process ends is lost at once.
+    ``timeline``: folder, or file ending in ``.json``, for a timeline of the run (default: ``RDMARPC_TIMELINE``).
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RpcBackendOptions:
         secret: str | None = None,
         pickler: str = "pickle",
         peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
+        timeline: str | None = None,
     ) -> None:
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = rpc_timeout
@@ -88,6 +90,7 @@ class RpcBackendOptions:
         self.secret = secret
         self.pickler = pickler
         self.peer_timeout = peer_timeout
+        self.timeline = timeline
         self.validate()
         for to, given in (device_maps or {}).items():
             self.set_device_map(to, given)

@@ -243,8 +243,11 @@ serialize.register_reducer(RRef, _reduce)
 
 def _rref_context_get_debug_info() -> dict[str, int]:
     """``num_owner_rrefs``, ``num_forks``: values of this worker that others (or ``remote``) refer to, and their references;
-    ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet."""
-    return _agent.current().rrefs.debug_info()
+    ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet;
+    ``num_pending_futures``: values whose creation has not been answered."""
+    agent = _agent.current()
+    creations = sum(pending.rref is not None for pending in list(agent.caller.pending.values()))
+    return agent.rrefs.debug_info() | {"num_pending_futures": creations}
 
 
 # What other workers call here.

@@ -28,7 +28,7 @@ from . import reducers, unpicklable
 from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
-_BUFFER_BYTES = 4096
+_BUFFER_BYTES = 32 << 10
 """Buffers smaller than this stay in the pickle."""
 _COUNT = struct.Struct("<I")  # after the pickle: how many of the tensors, the last ones, are buffers
 
@@ -225,7 +225,7 @@ def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
-            if kind is str and value == _TENSOR:
+            if kind is str and value[:1] == "\0":  # as our marks begin
                 return None
             continue
         if kind is not torch.Tensor or not travels(value):
@@ -234,7 +234,7 @@ def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
     return tensors
 
 
-_TENSOR = "\0tensor"
+_TENSOR, _TUPLE = "\0tensor", "\0tuple"
 _EMPTY = pickle.dumps((), 5)
 
 
@@ -262,13 +262,19 @@ _NONE = pickle.dumps((None,), 5)
 
 
 def dump_flat_one(value: Any) -> bytes:
-    """``dump_flat`` of one value."""
-    return _NONE if value is None else dump_flat((value,))
+    """``dump_flat`` of one value, or of a tuple of such."""
+    if value is None:
+        return _NONE
+    return dump_flat((_TUPLE, *value) if type(value) is tuple else (value,))
 
 
 def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dump_flat_one``."""
-    return None if payload == _NONE else load_flat(payload, tensors)[0]
+    if payload == _NONE:
+        return None
+    values = load_flat(payload, tensors)
+    first = values[0]
+    return values[1:] if type(first) is str and first == _TUPLE else first
 
 
 _references: dict[Any, bytes] = {}

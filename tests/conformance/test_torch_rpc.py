@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from not_run import AFTER_MERGE, STILL_RUN, SUITES, TESTS
+from not_run import STILL_RUN, SUITES, TESTS
 from suite_server import SKIPPED
 from torch_suites import listed
 
@@ -82,8 +82,6 @@ def _parameters() -> list:
             marks = []
             if reason:
                 marks.append(pytest.mark.skip(reason=reason))
-            elif test in AFTER_MERGE:
-                marks.append(pytest.mark.xfail(reason=AFTER_MERGE[test]))
             found.append(pytest.param(suite, test, marks=marks, id=f"{suite}.{test}"))
     return found
 

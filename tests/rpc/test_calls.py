@@ -90,15 +90,22 @@ def simple_values(rank):
             rpc.rpc_async("worker1", identity, ("later",)).wait(),
             rpc.rpc_sync("worker1", nested, (8,)),
             len(rpc.rpc_sync("worker1", identity, ("x" * 3_000_000,))),
+            *(rpc.rpc_sync("worker1", identity, (value,)) for value in TUPLES),
         ]
+        a = torch.ones(3)
+        first, second, again = rpc.rpc_sync("worker1", identity, ((a, 1, a),))
+        assert torch.equal(first, a) and second == 1 and again is first
     rpc.shutdown()
     return got
+
+
+TUPLES = [(), (1,), (1, "two", None), ((1, 2), 3), ("\0tuple", 1), ("\0tensor",), "\0tuple", [1, (2,)]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_values(device):
     got = results(run_group(simple_values, transport=device))[0]
-    expected = [5, 2, {"a": [1, (2, None)]}, "self", b"bytes", None, 7, 8, "Counter", "later", 9, 3_000_000]
+    expected = [5, 2, {"a": [1, (2, None)]}, "self", b"bytes", None, 7, 8, "Counter", "later", 9, 3_000_000, *TUPLES]
     assert got == expected
 
 

@@ -730,7 +730,7 @@ def cannot_travel(rank):
             rpc.rpc_sync("worker1", both, (reference, returns_a_lock()))
         with pytest.raises(TypeError, match=r"in kwargs\['second'\].lock, a lock"):
             rpc.rpc_async("worker1", both, (torch.ones(9000),), {"second": Box(lock=threading.Lock())})
-        with pytest.raises(TypeError, match=r"in result\['a'\]\[1\].lock, a lock"):
+        with pytest.raises(RuntimeError, match=r"in result\['a'\]\[1\].lock, a lock"):
             rpc.rpc_sync("worker1", returns_a_lock)
         with pytest.raises(Exception, match=r"local object(.|\n)*travel with RpcBackendOptions\(pickler='cloudpickle'\)"):
             rpc.rpc_sync("worker1", lambda: 1)

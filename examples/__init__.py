@@ -1,0 +1,7 @@
+"""Programs with rdmarpc, each in one file to be read from top to bottom: ``python -m examples.NAME``. Each starts its own
+workers on this machine, says what it reached, and fails if that is not what it should be.
+
+``parameter_server``        trainers send gradients to a server that answers several of them at once
+``reinforcement_learning``  observers play, one agent decides and learns
+``pipeline``                a model trained across two workers, then served by both at once
+"""

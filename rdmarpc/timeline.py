@@ -1,0 +1,221 @@
+"""A timeline of one run, for Perfetto (ui.perfetto.dev) or chrome://tracing: every call on both sides, joined by arrows.
+
+    RpcBackendOptions(timeline="folder")     or RDMARPC_TIMELINE=folder: the whole run, of all workers, in one file
+    with timeline.record("mine.json"): ...   from here to there, of this process
+    rdmarpc timeline merge FILES -o OUT      those of several processes in one
+
+A graceful shutdown gathers: rank 0 asks the others for theirs and writes ``folder/timeline.json`` (or the file, if the name
+ends in ``.json``). A worker whose timeline could not be gathered writes its own, ``folder/NAME.json`` (``file.NAME.json``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import agent as _agent
+from . import trace_events
+from .callee import Callee
+from .caller import Caller
+from .functions import async_execution
+from .traced import Message, Serving, TracedCallee, TracedCaller
+from .transport import RdmaError, host_id
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+_LIMIT = 300_000
+_GATHER_TIMEOUT_S = 60.0
+
+
+class Timeline:
+    """What one worker records, from construction to ``stop``. Thread-safe. Keeps the last ``_LIMIT`` facts, those of some
+    60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
+
+    def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
+        if isinstance(agent.caller, TracedCaller):
+            raise RuntimeError("a timeline is being recorded already")
+        self.agent, self.rank, self.path = agent, agent.me.id, Path(path)
+        (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
+        self.message = Message()
+        self.serving: dict[tuple[int, int], Serving] = {}
+        """The requests whose functions run now."""
+        self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
+        self._count = itertools.count()
+        self._tracks: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._stopped = 0
+        self._kept = False
+        self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
+        wall = time.time_ns() - time.monotonic_ns()
+        self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
+        agent.caller.timeline = agent.callee.timeline = self  # type: ignore[attr-defined]
+        self._record_as(TracedCaller, TracedCallee)
+        agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
+
+    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
+        """One fact, on the track of this thread: see ``traced``."""
+        next(self._count)
+        self._records.append((kind, rank, call, self.track(), *fields))
+
+    def track(self) -> int:
+        """The number of this thread."""
+        try:
+            return self._local.track
+        except AttributeError:
+            track = self._local.track = next(self._numbers)
+            self._tracks[track] = threading.current_thread().name
+            return track
+
+    def _count_staged(self, nbytes: int) -> None:
+        held = self.message.bytes
+        held["staged"] = held.get("staged", 0) + nbytes
+        type(self.agent.device).count_staged(self.agent.device, nbytes)
+
+    def stop(self) -> None:
+        """Note nothing more, but for what is under way on other threads at this moment."""
+        caller = self.agent.caller
+        with self._lock:
+            if not isinstance(caller, TracedCaller) or caller.timeline is not self:
+                return
+            self._record_as(Caller, Callee)
+            self._stopped = time.monotonic_ns()
+            del self.agent.device.count_staged
+
+    def _record_as(self, caller: type[Caller], callee: type[Callee]) -> None:
+        self.agent.caller.__class__, self.agent.callee.__class__ = caller, callee
+
+    def trace(self) -> trace_events.Trace:
+        """What was recorded. After ``stop``."""
+        records = list(self._records)
+        worker = self._worker | {"dropped": next(self._count) - len(records)}
+        for serving in list(self.serving.values()):
+            records.append(("served", *serving.key, serving.track, *serving.spans(self._stopped)))
+        return trace_events.trace_of(worker, records, self._tracks, self._stopped)
+
+    # -- the whole group's
+
+    def gather(self, deadline: float | None) -> None:
+        """In a graceful shutdown, when no call is under way any more: bring all timelines together at rank 0, which writes
+        them. Returns when that is done; whoever's did not get there writes its own in ``close``."""
+        self.stop()
+        limit = _GATHER_TIMEOUT_S if deadline is None else min(_GATHER_TIMEOUT_S, max(0.1, deadline - time.monotonic()))
+        if self.rank == 0:
+            self._gathered.set_result(self._gather(limit))
+            return
+        try:
+            self._kept = self.agent.call(self.agent.workers[0], _written, (self.rank,), None, limit, control=True)
+        except RdmaError:
+            pass
+
+    def _gather(self, timeout: float) -> list[int]:
+        """The ranks whose timelines were written."""
+        agent = self.agent
+        asked = [agent.call_async(info, _hand_over, (), None, timeout, control=True) for info in agent.workers if info.id]
+        traces = [self.trace()]
+        for future in asked:
+            try:
+                if blob := future.wait():
+                    traces.append(json.loads(blob))
+            except RdmaError:
+                pass
+        path = self.path if self.path.suffix == ".json" else self.path / "timeline.json"
+        self._kept = _try_to_save(trace_events.merge(traces), path)
+        return [trace["otherData"]["workers"][0]["rank"] for trace in traces] if self._kept else []
+
+    def close(self) -> None:
+        """Write what nobody gathered."""
+        self.stop()
+        if self._kept:
+            return
+        self._kept = True
+        name = self.agent.name
+        own = self.path.with_suffix(f".{name}.json") if self.path.suffix == ".json" else self.path / f"{name}.json"
+        _try_to_save(self.trace(), own)
+
+
+def _try_to_save(trace: trace_events.Trace, path: Path) -> bool:
+    """A run does not fail for want of its picture."""
+    try:
+        trace_events.save(trace, path)
+        return True
+    except OSError as error:
+        warnings.warn(f"the timeline could not be written: {error}", stacklevel=2)
+        return False
+
+
+@contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[Timeline]:
+    """Record the calls that this worker makes and serves until the end of the ``with``; then write them to ``path``. Calls
+    still under way then are marked ``unfinished``. Raises ``RuntimeError`` before ``init_rpc``, or if a timeline is being
+    recorded here already; ``OSError`` if the file cannot be written."""
+    line = Timeline(_agent.current(), path)
+    try:
+        yield line
+    finally:
+        line.stop()
+        trace_events.save(line.trace(), Path(path))
+
+
+def for_run(agent: Agent) -> Timeline | None:
+    """The timeline of a whole run, if one was asked for (``RpcBackendOptions``)."""
+    path = agent.options.timeline or os.environ.get("RDMARPC_TIMELINE")
+    if not path:
+        return None
+    try:
+        return Timeline(agent, path)
+    except OSError as error:
+        warnings.warn(f"no timeline will be written: {error}", stacklevel=2)
+        return None
+
+
+# What other workers call here.
+
+
+def _hand_over() -> bytes:
+    line = _agent.current().timeline
+    if line is None:
+        return b""
+    line.stop()
+    return json.dumps(line.trace()).encode()
+
+
+@async_execution
+def _written(rank: int) -> torch.futures.Future[Any]:
+    """Whether rank 0, which this is, has written the timeline of that worker; once it has tried."""
+    line = _agent.current().timeline
+    if line is not None:
+        return line._gathered.then(lambda gathered: rank in gathered.value())
+    never: torch.futures.Future[bool] = torch.futures.Future()
+    never.set_result(False)
+    return never
+
+
+def main(arguments: list[str]) -> None:
+    """``rdmarpc timeline merge FILES... [-o OUT]``"""
+    parser = argparse.ArgumentParser(prog="rdmarpc timeline")
+    merging = parser.add_subparsers(required=True).add_parser("merge", help="make one timeline of those of several workers")
+    merging.add_argument("files", nargs="+", type=Path)
+    merging.add_argument("-o", "--output", type=Path, default=Path("timeline.json"))
+    given = parser.parse_args(arguments)
+    try:
+        merged = trace_events.merge([trace_events.load(path) for path in given.files])
+        trace_events.save(merged, given.output)
+    except (ValueError, OSError) as error:
+        sys.exit(f"rdmarpc timeline: {error}")
+    print(f"{given.output}: {len(merged['otherData']['workers'])} workers, {len(merged['traceEvents'])} events")

@@ -1,0 +1,57 @@
+"""The examples as a user starts them: each must reach what it promises, and says so by its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1])
+
+
+def test_parameter_server():
+    said = run("-m", "examples.parameter_server", "--epochs", "20")
+    assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 95
+    # Two of three trainers make a step: fewer steps than gradients (3 trainers, 15 batches, 20 epochs), more than a third.
+    assert 300 <= number(r"(\d+) steps", said) < 900
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed (extra: examples)")
+def test_reinforcement_learning():
+    said = run("examples/reinforcement_learning.py", "--goal", "120", "--observers", "2")
+    before, after = number(r"from (\d+) moves", said), number(r"moves to (\d+) of 200", said)
+    assert after >= 120 and after > 2 * before
+
+
+def test_pipeline():
+    said = run("examples/pipeline.py")
+    assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 95
+    assert "6 micro-batches: 6 by the first stage, 6 by the second" in said
+    assert "the pipeline computes what the network does: True" in said
+
+
+def test_an_example_that_fails_says_so():
+    done = subprocess.run(
+        [sys.executable, "examples/parameter_server.py", "--trainers", "1", "--epochs", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode and number(r"accuracy on images never seen: ([\d.]+)%", done.stdout) < 95
