@@ -60,7 +60,7 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """As it was, if it has left meanwhile. ``PeerLost`` if it had left before anything was known of it here."""
-        return self._agent.worker(self._fork.owner)
+        return self._agent.group.worker(self._fork.owner)
 
     def owner_name(self) -> str:
         return self.owner().name

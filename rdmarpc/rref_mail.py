@@ -133,7 +133,7 @@ class Carrier:
         if worker == agent.number:
             agent.rrefs.receive(worker, message)
             return
-        link = agent._links.get(worker)
+        link = agent.links.by_worker.get(worker)
         try:
             if link is not None and link._window is not None and link.try_send(REFERENCES, 0, CONTROL, payload=message):
                 return
@@ -156,7 +156,7 @@ class Carrier:
                     del self._left[worker]
                     return
             try:
-                link = agent.link(worker)
+                link = agent.links.to(worker)
                 while not link.try_send(REFERENCES, 0, CONTROL, payload=left[0]):
                     time.sleep(_PAUSE_S)
                     if self._stopped:
