@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -15,32 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import device_maps, profiling, serialize, timeline
+from . import profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
-from .future import Future, Pending, fresh
-from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, RING, Link
-from .members import Members, Record
+from .future import Future, Pending
+from .group import Group
+from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
+from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
-from .registry import Registry
-from .rendezvous import Rendezvous, open_store
 from .rref_context import RRefContext
 from .rref_mail import Carrier
+from .rref_store import LOCAL_BITS
 from .termination import Termination
-from .transport import GONE, AuthenticationError, Channel, PeerLost, Poller, RdmaError, TransferTimeout, host_id, open_device
+from .transport import Channel, PeerLost, Poller, RdmaError, TransferTimeout, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
 
-_HELLO = struct.Struct("<4sIQ")  # magic, rank, generation
-_HELLO_MAGIC = b"rpc2"
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
-_CROSSING_S = 2.0
-_READ_OUT_S = 1.0
-_ABORT_TIMEOUT_S = 1.0
 _PASSED_S = 1e-9
 _NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
@@ -51,71 +44,43 @@ class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-        store, rank, world_size = open_store(options, rank, world_size)
-        self.me = WorkerInfo(name, rank)
+        self.group = Group(name, rank, world_size, options)
+        self.me = self.group.me
         self.options, self.rpc_timeout = options, options.rpc_timeout
         self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
         self._ready = threading.Event()  # peers may connect before we are complete
-        self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
-        self._registry = None if world_size else Registry(store, options.rpc_timeout)
-        host = host_id()
-        if self._meeting is not None:
-            secret, hosts = self._meeting.begin(host, options.secret)
-            kind = options.transport
-            if kind == "auto":
-                kind = "shm" if len(set(hosts)) == 1 else "tcp"
-        else:
-            assert self._registry is not None
-            secret, kind = self._registry.begin(host, options.secret, options.transport)
+        secret, kind = self.group.begin(options)
         self.device = open_device(
             kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
         )
-        devices = device_maps.dump(options.device_maps, options.devices)
-        self._record = Record(name, rank, host, self.device.address.decode(), devices=devices)
         try:
-            if self._meeting is not None:
-                records = self._meeting.meet(self._record, secret)
-            else:
-                assert self._registry is not None
-                self._record, records = self._registry.join(self._record, self._listens)
-            device_maps.check({record.name: record.devices for record in records})
+            self.group.join(self.device.address.decode(), secret, options, partial(listens, self.device))
         except BaseException:
-            self._take_out(self._record)
             self.device.close()
             raise
-        self.workers = Members(records)
-        self._ids = itertools.count(self._record.generation << 32)
+        self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
+        self._ids = itertools.count()
         self._carrier = Carrier(self)
         self.rrefs = RRefContext(
-            self.me.id,
-            names=self._name_of,
+            self.number,
+            names=self.group.name_of,
             new_id=self.new_id,
             transmit=self._carrier.transmit,
             run=lambda job: self.progress.submit(job),
             under_way=lambda rref: self.caller.creates(rref),
         )
         self.garbage = self.rrefs.garbage
-        self._links: dict[int, Link] = {}
-        self._rows: dict[int, Link] = {}
-        self._connecting: set[int] = set()
-        self._gone_rows: deque[Link] = deque()
-        self._past = [0, 0, 0]
-        """Frames, requests and answers of links that are gone."""
-        self._kept: list[tuple[Channel, list[Any]]] = []
-        """What a peer that stopped in the middle of a copy may still touch."""
-        self._link_lock = threading.Condition()
-        self._connect_locks: dict[int, threading.Lock] = {}
-        self._lost: dict[int, RdmaError] = {}
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
+        self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
+        self._links, self._rows = self.links.by_worker, self.links.rows
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
         self.caller.on_tick = self._look_after
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
-        self.device.on_lost = self._on_lost
         self.timeline = timeline.for_run(self)
 
     # -- for the layers above
@@ -126,33 +91,8 @@ class Agent:
 
     def worker_names(self) -> list[str]:
         """All workers, in rank order."""
-        self.refresh()
+        self.group.refresh()
         return [info.name for info in self.workers]
-
-    def refresh(self) -> None:
-        """In a dynamic group: find out who is in it now."""
-        if self._registry is None:
-            return
-        try:
-            records = self._registry.members()
-        except (RuntimeError, ValueError) as error:
-            # The store is gone, and with it everybody who could still join: what we know stands.
-            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
-            return
-        with self._link_lock:
-            known = {record.rank: record for record in self.workers.records()}
-            for record in records:
-                before = known.pop(record.rank, None)
-                if before is not None and before.generation > record.generation:
-                    return  # read before what another thread has seen since
-                if before is None or before.generation < record.generation:
-                    self._lost.pop(record.rank, None)
-            for record in known.values():
-                self._lost.setdefault(record.rank, self._departed(record.name))
-            self.workers.replace(records)
-
-    def _departed(self, name: str) -> PeerLost:
-        return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers, in rank order (torch's name for it)."""
@@ -168,7 +108,7 @@ class Agent:
 
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
-        return self.link(self.resolve(worker).id).channel
+        return self.links.to(self.resolve(worker).number).channel
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block."""
@@ -177,45 +117,19 @@ class Agent:
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
         (messages received of which something large had to be READ, for want of a landing place), ``rrefs``."""
-        links = list(self._rows.values())
+        sent, requests, _, reads = self.links.counts
         return {
             **self.device.counters(),
-            "rpc_messages": self._past[0] + sum(link.sent for link in links),
-            "rpc_calls": self._past[1] + sum(link.requests for link in links),
-            "rpc_reads": sum(link.reads for link in links),
+            "rpc_messages": sent,
+            "rpc_calls": requests,
+            "rpc_reads": reads,
             "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
         }
 
-    def _name_of(self, rank: int) -> str:
-        info = self.workers.get(rank)
-        return f"of rank {rank}" if info is None else info.name
-
     def new_id(self) -> int:
-        """A number unique in the group: our rank above 48 bits of count."""
-        return self.me.id << 48 | next(self._ids)
-
-    def resolve(self, to: Any) -> WorkerInfo:
-        """The worker that a name, rank or ``WorkerInfo`` means."""
-        if isinstance(to, WorkerInfo):
-            to = to.name
-        if isinstance(to, str):
-            found = self.workers.by_name.get(to)
-            if found is None:
-                self.refresh()
-                found = self.workers.by_name.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination name {to}")
-            return found
-        if type(to) in (int, bool):
-            found = self.workers.get(to)
-            if found is None:
-                self.refresh()
-                found = self.workers.get(to)
-            if found is None:
-                raise RuntimeError(f"name:{self.name},rank:{self.me.id} could not find destination id {to}")
-            return found
-        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        """A number unique in the group: our own above 40 bits of count."""
+        return self.number << LOCAL_BITS | next(self._ids)
 
     # -- calls
 
@@ -239,10 +153,10 @@ class Agent:
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
-        link = self._links.get(to.id)
+        link = self._links.get(to.number)
         if link is None:
             try:
-                link = self.link(to.id)
+                link = self.links.to(to.number)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
         pending = self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
@@ -266,111 +180,22 @@ class Agent:
         from .rref import RRef
 
         rref = self.new_id()
-        fork = rref if to.id == self.me.id else self.new_id()
+        fork = rref if to.number == self.number else self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         pending.rref = rref
-        return RRef._over(self, self.rrefs.forks.created(to.id, rref, fork, pending))
+        return RRef._over(self, self.rrefs.forks.created(to.number, rref, fork, pending))
 
     # -- links
 
-    def link(self, rank: int) -> Link:
-        """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
-        with self._connect_locks.setdefault(rank, threading.Lock()):
-            if rank in self._lost:
-                self.refresh()
-            with self._link_lock:
-                found = self._links.get(rank)
-                if found is not None:
-                    return found
-                if rank in self._lost:
-                    raise fresh(self._lost[rank])
-                record = self.workers.record(rank)
-                if record is None:
-                    raise PeerLost(f"there is no worker of rank {rank} in the group any more")
-                self._connecting.add(rank)
-            link = Link(self.device, None, rank)
-            link.generation = record.generation
-            hello = self._hello() + link.inbox
-            try:
-                channel = self.device.connect(record.address.encode(), hello=hello, timeout=_CONNECT_TIMEOUT_S)
-            except PeerLost as error:
-                with self._link_lock:
-                    self._connecting.discard(rank)
-                    # Both ends connected at once, and the other one's connection counts (``_on_connect``).
-                    limit = 0.0 if error.status in GONE else _CROSSING_S
-                    if self._link_lock.wait_for(lambda: rank in self._links, timeout=limit):
-                        return self._links[rank]
-                self.refresh()
-                raise self._lost.get(rank) or PeerLost(
-                    f"worker {record.name} cannot be reached: {error.message}", peer=record.name, status=error.status
-                ) from None
-            except RdmaError:
-                with self._link_lock:
-                    self._connecting.discard(rank)
-                raise
-            link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
-            with self._link_lock:
-                self._connecting.discard(rank)
-                self._enter(link, record.name, serve_only=False)
-            return link
-
-    def _hello(self) -> bytes:
-        return _HELLO.pack(_HELLO_MAGIC, self.me.id, self._record.generation)
-
-    def _listens(self, record: Record) -> bool:
-        """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
-        try:
-            self.device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
-        except AuthenticationError:
-            return False  # somebody else listens there now
-        except RdmaError as error:
-            return error.status not in GONE
-        return True
-
     def _on_connect(self, channel: Channel) -> bytes:
-        """A peer connects (device's handshake thread). Of two crossing connections the one from the lower rank counts."""
         self._ready.wait(_CONNECT_TIMEOUT_S)
-        if len(channel.peer_hello) <= _HELLO.size:
-            raise PeerLost("the peer's hello is not one of RPC")
-        magic, rank, generation = _HELLO.unpack_from(channel.peer_hello)
-        if magic != _HELLO_MAGIC:
-            raise PeerLost("the peer's hello is not one of this group")
-        record = self.workers.record(rank)
-        if record is None or record.generation != generation:
-            self.refresh()
-            record = self.workers.record(rank)
-        if record is None or record.generation != generation:
-            raise PeerLost("the peer's hello is not one of this group")
-        itself = rank == self.me.id
-        before = self._links.get(rank)
-        if before is not None and before.generation < generation:
-            # The worker that had this rank before has left; its goodbye is still under way.
-            self._cut_off(before, self._departed(before.name))
-        with self._link_lock:
-            if not itself and (rank in self._links or (rank in self._connecting and self.me.id < rank)):
-                raise PeerLost("a connection to this worker exists or is being made")
-            link = Link(self.device, channel, rank)
-            link.generation = generation
-            link.peer_inbox = channel.peer_hello[_HELLO.size :]
-            self._enter(link, record.name, serve_only=itself)
-        return self._hello() + link.inbox
-
-    def _enter(self, link: Link, name: str, *, serve_only: bool) -> None:
-        """With ``_link_lock`` held."""
-        link.name = link.channel.peer = name
-        link.row = self._poller.add(link.channel, RING)
-        self._rows[link.row] = link
-        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
-        self._poller.kick()
-        if not serve_only:
-            self._links[link.rank] = link
-        self._link_lock.notify_all()
+        return self.links.on_connect(channel)
 
     def _read(self, row: int, fresh: int) -> None:
         """Read the frames that were announced (holder of the polling role)."""
         if row == Poller.KICK:
-            while self._gone_rows:
-                self._forget_row(self._gone_rows.popleft())
+            while self.links.gone_rows:
+                self.links.forget_row(self.links.gone_rows.popleft())
             return
         link = self._rows.get(row)
         while link is None:  # added a moment ago by another thread
@@ -380,96 +205,46 @@ class Agent:
             try:
                 frame = link.read()
             except RdmaError as error:
-                self._forget_row(link)
-                self.progress.jobs.append(partial(self._cut_off, link, error))
+                self.links.refuse(link, error)
                 return
             if frame is None:
                 continue
             kind = frame.kind
-            if kind == REQUEST:
-                self.callee.accept(link, frame)
-            elif kind == RESPONSE or kind == ERROR:
-                self.caller.answer(frame)
-            elif kind == RELEASE:
-                self.callee.release(link, frame.call)
-            elif kind == FORGO:
-                self.callee.forgo(link, frame)
-            elif kind == REFERENCES:
-                self.rrefs.receive(link.rank, frame.body)
+            try:
+                if kind == REQUEST:
+                    self.callee.accept(link, frame)
+                elif kind == RESPONSE or kind == ERROR:
+                    self.caller.answer(frame)
+                elif kind == RELEASE:
+                    self.callee.release(link, frame.call)
+                elif kind == FORGO:
+                    self.callee.forgo(link, frame)
+                elif kind == REFERENCES:
+                    self.rrefs.receive(link.worker, frame.body)
+            except struct.error as reason:
+                text = f"what came is no message (frame of kind {kind}: {reason})"
+                self.links.refuse(link, RdmaError(text, peer=link.name))
+                return
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
             except PeerLost:
                 pass
 
-    def _forget_row(self, link: Link) -> None:
-        """Look at this ring no longer (holder of the polling role)."""
-        if self._rows.pop(link.row, None) is not None:
-            self._poller.drop(link.row)
-            self._past = [past + now for past, now in zip(self._past, (link.sent, link.requests, link.answers), strict=True)]
-
-    def _on_lost(self, channel: Channel) -> None:
-        """A connection ended (device's thread): let the pool settle what depended on it."""
-        link = next((link for link in list(self._rows.values()) if link.channel is channel), None)
-        if link is not None:
-            self.progress.submit(partial(self._settle, link))
-
-    def _cut_off(self, link: Link, error: RdmaError) -> None:
-        """End a connection whose other end does not keep to the protocol."""
-        try:
-            link.channel.abort(_ABORT_TIMEOUT_S)
-        except RdmaError as reason:
-            error = RdmaError(f"{error.message}; and {reason.message}", peer=link.name)
-        self._settle(link, error)
-
-    def _settle(self, link: Link, error: RdmaError | None = None) -> None:
-        """Whatever depended on a connection that ended fails now; what the peer may still touch is kept until it cannot."""
-        error = error or link.channel.error
-        assert error is not None
-        with self._link_lock:
-            if link.settled:
-                return
-            link.settled = True
-        self._read_out(link)
-        left = self._registry is not None and error.status == "CLOSED"
-        named = (
-            self._departed(link.name)
-            if left
-            else PeerLost(f"worker {link.name} is lost: {error.message}", device=error.device, status=error.status)
-        )
-        named.peer = link.name
-        with self._link_lock:
-            if self._links.get(link.rank) is link or link.rank not in self._links:
-                self._lost[link.rank] = named
-                self._links.pop(link.rank, None)
-        touched = [*self.caller.lost(link, named), *self.callee.lost(link)]
-        self.rrefs.lost(link.rank, named)
-        if link.channel.peer_copies:
-            self._kept.append((link.channel, [link, *touched]))
-        self._gone_rows.append(link)
-        self._poller.kick()
-        self.termination.fail(named)
+    def _ended(self, link: Link, error: RdmaError) -> list[Any]:
+        """A worker is lost, or has left: see ``Links``."""
+        touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
+        self.rrefs.lost(link.worker, error)
+        self.termination.fail(error)
         for callback in self._lost_callbacks:
-            callback(link.name, named)
-        record = self.workers.record(link.rank)
-        if self._registry is not None and record is not None and record.generation == link.generation:
-            if not left:
-                self._take_out(record)
-            self.refresh()
-
-    def _read_out(self, link: Link) -> None:
-        """Have the frames read that came before the connection ended: answers, mostly."""
-        limit = time.monotonic() + _READ_OUT_S
-        while self._poller.unread(link.row) and time.monotonic() < limit:
-            self._poller.kick()
-            time.sleep(_IDLE_POLL_S / 10)
+            callback(link.name, error)
+        return touched
 
     def _look_after(self) -> None:
         """Every second or so: what dead references and dead peers left, and what was released."""
         self.rrefs.collect()
         self.callee.handovers.sweep()
-        if self._kept:
-            self._kept = [entry for entry in self._kept if entry[0].peer_copies]
+        self.links.sweep()
 
     # -- the end
 
@@ -481,9 +256,8 @@ class Agent:
     @property
     def counts(self) -> tuple[int, int]:
         """Requests of users sent, and answered, ever."""
-        links = list(self._rows.values())
-        _, requests, answers = self._past
-        return requests + sum(link.requests for link in links), answers + sum(link.answers for link in links)
+        _, requests, answers, _ = self.links.counts
+        return requests, answers
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
@@ -491,19 +265,19 @@ class Agent:
         try:
             if graceful:
                 self.rrefs.collect()
-                if self._meeting is None:
+                if self.group.dynamic:
                     self._leave(deadline)
                 else:
                     self.termination.wait(deadline)
                     if self.timeline is not None:
                         self.timeline.gather(deadline)
-                    self._meeting.leave(_LEAVE_TIMEOUT_S)
+                    self.group.part()
         except RdmaError:
             # Others may still wait for functions that run here.
             self._finish(deadline)
             raise
         finally:
-            self._take_out(self._record)
+            self.group.leave()
             self.close()
 
     def _leave(self, deadline: float | None) -> None:
@@ -512,17 +286,8 @@ class Agent:
             if deadline is not None and time.monotonic() > deadline:
                 raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
             time.sleep(_IDLE_POLL_S)
-        self._take_out(self._record)
+        self.group.leave()
         self._finish(deadline)
-
-    def _take_out(self, record: Record) -> None:
-        """Of the members of a dynamic group; nobody new finds that worker afterwards."""
-        if self._registry is None:
-            return
-        try:
-            self._registry.remove(record, _LEAVE_TIMEOUT_S)
-        except (RuntimeError, ValueError) as error:
-            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
 
     def _finish(self, deadline: float | None) -> None:
         """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
@@ -537,12 +302,12 @@ class Agent:
         self.rrefs.closed = True
         self.device.on_lost = lambda channel: None
         self.caller.stop()
-        for link in list(self._rows.values()):
+        for link in list(self.links.rows.values()):
             self.caller.lost(link, error)
         self.progress.stop()
         self.device.close()
         self.rrefs.close(error)
-        self._rows.clear()
+        self.links.rows.clear()
         self._links.clear()
         if self.timeline is not None:
             self.timeline.close()

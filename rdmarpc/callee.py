@@ -102,7 +102,7 @@ class Callee:
             if not flags & FLAT and references is None:
                 at = _payload_at(frame)
                 if frame.body[at] == serialize.MARK:
-                    references = self.rrefs.adopt(link.rank, frame.body[at : frame.function + frame.payload])
+                    references = self.rrefs.adopt(link.worker, frame.body[at : frame.function + frame.payload])
                     held = frame._replace(flags=frame.flags & ~BULK)
                     if self.rrefs.hold(references, partial(self._resume, link, held, rref, references)):
                         return
@@ -141,7 +141,7 @@ class Callee:
     def _introduce(self, link: Link, frame: Frame) -> None:
         """A call that creates a value arrived: from now on its creator's reference is known."""
         _, rref, fork, _ = REQUEST_HEAD.unpack_from(frame.body, frame.function)
-        self.rrefs.introduce(rref, fork, link.rank)
+        self.rrefs.introduce(rref, fork, link.worker)
 
     def _decode(
         self, link: Link, frame: Frame, references: list[Fork] | None
@@ -230,7 +230,7 @@ class Callee:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:
-                payload, tensors = serialize.dumps(result, link.rank)
+                payload, tensors = serialize.dumps(result, link.worker)
             if tensors:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
@@ -255,7 +255,7 @@ class Callee:
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
         """The references in an answer that was not sent."""
         if not flags & FLAT:
-            self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
+            self.rrefs.undo(link.worker, payload[head:] if flags & HEAD else payload)
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""

@@ -124,9 +124,9 @@ class Caller:
         out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)
-            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.rank, _CALL)
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.worker, _CALL)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs), link.rank, _CALL[1:])
+            payload, tensors = serialize.dumps((args, kwargs), link.worker, _CALL[1:])
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload = b""
@@ -135,7 +135,7 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}), link.rank, _CALL[1:])
+            payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:])
             flags |= REFERENCE
             if hasattr(function, "_names_callee"):
                 label = serialize.label(function, args)
@@ -195,7 +195,7 @@ class Caller:
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
         """The references in a request that was not sent."""
         if not flags & FLAT:
-            self.rrefs.undo(link.rank, payload[head:] if flags & HEAD else payload)
+            self.rrefs.undo(link.worker, payload[head:] if flags & HEAD else payload)
 
     def send(
         self,
@@ -318,7 +318,12 @@ class Caller:
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
         try:
-            if not self.progress.wait_for(pending, pending.deadline):
+            try:
+                answered = self.progress.wait_for(pending, pending.deadline)
+            except BaseException:
+                self._abandon(pending)
+                raise
+            if not answered:
                 self._give_up(pending)
             return self.decode(pending, pending.answers.pop())
         finally:
@@ -353,7 +358,7 @@ class Caller:
         payload = frame.body[start + places_bytes : payload_end]
         references = None
         if not frame.flags & FLAT and payload[0] == serialize.MARK:
-            references = self.rrefs.adopt(link.rank, payload)
+            references = self.rrefs.adopt(link.worker, payload)
         if grant:
             forgone = link.grants.put(size_classes(pending.key[1]), grant, load_places(places, link.places))
         else:
@@ -393,15 +398,26 @@ class Caller:
 
     # -- giving up
 
-    def _give_up(self, pending: Pending) -> None:
+    def _expect_late(self, pending: Pending) -> bool:
+        """Move a call to those whose answers nobody wants. ``False`` if its answer came at the last moment."""
         # In one table or the other at every moment: ``creates`` must find it.
         self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
-            # The answer came at the last moment: it is being entered.
+            # It is being entered.
             self._expired.pop(pending.call, None)
             self.progress.wait_for(pending)
-            return
+            return False
         pending.expired = True
+        return True
+
+    def _abandon(self, pending: Pending) -> None:
+        """An interrupt, or what else a handler of a signal raises, has taken the waiting thread away."""
+        if not self._expect_late(pending):
+            self.progress.submit(partial(self._bury, pending, pending.answers.pop()))
+
+    def _give_up(self, pending: Pending) -> None:
+        if not self._expect_late(pending):
+            return
         error = TransferTimeout(
             f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) "
             "and will now be marked with an error",
@@ -409,7 +425,7 @@ class Caller:
         )
         self._answer(pending, error)
 
-    def _bury(self, pending: Pending, frame: Frame) -> None:
+    def _bury(self, pending: Pending, frame: Frame | Exception) -> None:
         """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
         try:
             self.decode(pending, frame)

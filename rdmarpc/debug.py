@@ -59,11 +59,11 @@ def debug_info() -> dict[str, int]:
         "agent.num_pending_requests": len(pending),
         "agent.num_pending_futures": sum(call.future is not None for call in pending),
         "agent.num_workers": len(agent.workers),
-        "agent.num_lost": len(agent._lost),
+        "agent.num_lost": len(agent.links.lost),
         "agent.uptime_ms": round((time.monotonic() - agent.since) * 1000),
         **agent.rrefs.debug_info(),
     }
-    for link in list(agent._links.values()):
+    for link in list(agent.links.by_worker.values()):
         info |= {f"link.{link.name}.{key}": value for key, value in _link(agent, link).items()}
     return info | {f"device.{key}": value for key, value in agent.device.counters().items()}
 
@@ -100,10 +100,10 @@ def explain() -> str:
     running = list(_running())
     lines.append(f"functions running here for others: {len(running)}; jobs that wait for a thread: {info['agent.num_queued']}")
     lines.extend(f"  {text}" for text in running)
-    for link in list(agent._links.values()):
+    for link in list(agent.links.by_worker.values()):
         known = ", ".join(f"{key} {value}" for key, value in _link(agent, link).items())
         lines.append(f"connected to {link.name}: {known}")
-    for error in list(agent._lost.values()):
+    for error in list(agent.links.lost.values()):
         lines.append(f"lost {error.peer}: {error.message}")
     rest = {key: value for key, value in info.items() if "rref" in key or "user" in key or "fork" in key}
     lines.append("references: " + ", ".join(f"{key} {value}" for key, value in rest.items()))

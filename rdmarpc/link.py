@@ -58,9 +58,10 @@ _new_frame = tuple.__new__
 class Link:
     """Any thread sends; one at a time reads. Lives as long as its channel."""
 
-    def __init__(self, device: Device, channel: Channel | None, rank: int) -> None:
-        self.rank, self.generation = rank, 0
-        self.name = ""
+    def __init__(self, device: Device, channel: Channel | None, worker: int) -> None:
+        self.worker = worker
+        """The number of the peer (see ``members.Record``)."""
+        self.name, self.rank = "", 0
         self.row = 0
         """Of the poller, once entered."""
         self.settled = False

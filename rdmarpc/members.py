@@ -13,20 +13,20 @@ from .options import WorkerInfo
 
 @dataclass(frozen=True)
 class Record:
-    """What a worker publishes of itself. ``generation``: how many had joined a dynamic group before it; it tells apart the
-    workers that have one rank after the other."""
+    """What a worker publishes of itself. ``number``: in a static group the rank, in a dynamic one how many had joined before.
+    No two workers of a group ever have the same: it tells apart those that have one rank, or one name, after the other."""
 
     name: str
     rank: int
     host: str
     address: str
-    generation: int = 0
+    number: int
     devices: str = ""
     """See ``device_maps.dump``."""
 
     @property
     def _text(self) -> str:
-        return json.dumps([self.name, self.rank, self.host, self.address, self.generation, self.devices])
+        return json.dumps([self.name, self.rank, self.host, self.address, self.number, self.devices])
 
     def proof(self, secret: bytes) -> str:
         """HMAC over the record: whoever wrote it knows the job secret."""
@@ -46,19 +46,28 @@ class Record:
 
 
 class Members:
-    """The workers by rank, iterated in rank order. Any thread reads; ``replace`` swaps whole tables."""
+    """The workers by number (``Record``) and rank, iterated in rank order. Any thread reads; ``replace`` swaps whole tables."""
 
     def __init__(self, records: Iterable[Record]) -> None:
+        self._ever: dict[int, WorkerInfo] = {}
+        """By number, whoever was a member while we looked."""
         self.replace(records)
 
     def replace(self, records: Iterable[Record]) -> None:
         ordered = sorted(records, key=lambda record: record.rank)
-        self._records = {record.rank: record for record in ordered}
-        self._infos = {record.rank: WorkerInfo(record.name, record.rank) for record in ordered}
-        self.by_name = {info.name: info for info in self._infos.values()}
+        infos = [WorkerInfo(record.name, record.rank, record.number) for record in ordered]
+        self._ever.update((info.number, info) for info in infos)
+        self._records = {record.number: record for record in ordered}
+        self._infos = {info.id: info for info in infos}
+        self.by_name = {info.name: info for info in infos}
 
-    def record(self, rank: int) -> Record | None:
-        return self._records.get(rank)
+    def record(self, number: int) -> Record | None:
+        """Of a worker that is a member now."""
+        return self._records.get(number)
+
+    def ever(self, number: int) -> WorkerInfo | None:
+        """A worker that is, or was, a member."""
+        return self._ever.get(number)
 
     def records(self) -> list[Record]:
         return list(self._records.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
 
@@ -32,6 +32,8 @@ class WorkerInfo:
 
     name: str
     id: int
+    number: int = field(default=-1, compare=False, repr=False)
+    """Ours: see ``members.Record``."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or len(self.name) >= 128:

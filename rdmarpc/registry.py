@@ -23,6 +23,7 @@ from .rendezvous import FOR_EVER_S, given_secret, wrong_secret
 from .transport import NotSupported, TransferTimeout
 
 _PREFIX = "rdmarpc/dynamic"
+_MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references
 
 
 class Registry:
@@ -72,7 +73,9 @@ class Registry:
                         f"RPC worker name {mine.name} is not unique. Workers {record.rank} and {mine.rank} share the same name."
                     )
                 raise RuntimeError(f"rank {mine.rank} is taken by worker {record.name}")
-            entered = replace(mine, generation=joins)
+            if joins == _MOST_JOINS:
+                raise NotSupported(f"{joins} workers have joined this dynamic group", hint="let the next ones meet elsewhere")
+            entered = replace(mine, number=joins)
             if self._swap(text, joins + 1, [*others, entered]):
                 return entered, [*others, entered]
         raise TransferTimeout(f"could not enter the group within {self._timeout} s: its members kept changing")

@@ -59,13 +59,14 @@ class RRef(Generic[T]):
     # -- who and what
 
     def owner(self) -> WorkerInfo:
-        return self._agent.workers[self._fork.owner]
+        """As it was, if it has left meanwhile. ``PeerLost`` if it had left before anything was known of it here."""
+        return self._agent.group.worker(self._fork.owner)
 
     def owner_name(self) -> str:
         return self.owner().name
 
     def is_owner(self) -> bool:
-        return self._fork.owner == self._agent.me.id
+        return self._fork.owner == self._agent.number
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to know this reference. Always true on the owner, and of arguments of a running call."""
@@ -90,6 +91,8 @@ class RRef(Generic[T]):
             return self.local_value()
         agent = self._agent
         pending = agent._start(self.owner(), _fetch, (self._fork.rref,), None, timeout, CONTROL)
+        if pending.link is None:
+            self._check("call to_here() on it")  # that the owner has left may just have been found out
         self._pin(pending)
         value = agent.caller.result(pending)
         if self._fork.creation is not None:
@@ -115,8 +118,9 @@ class RRef(Generic[T]):
         fork = self._fork
         if self._agent.rrefs.closed:
             raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
-        if fork.error is not None:
-            raise fresh(fork.error)
+        error = fork.error or self._agent.rrefs.forks.lost_owners.get(fork.owner)
+        if error is not None:
+            raise fresh(error)
         creation = fork.creation
         if creation is None or creation.future is None or not creation.future.done():
             return
@@ -182,6 +186,8 @@ class RRef(Generic[T]):
         self._check("call _get_type() on it")
         # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
         pending = self._agent._start(self.owner(), _type_of, (self._fork.rref,), None, timeout, 0, future)
+        if pending.link is None:
+            self._check("call _get_type() on it")
         self._pin(pending)
         return pending
 
@@ -196,7 +202,7 @@ class RRef(Generic[T]):
     def _serialize(self) -> tuple[int, int, int, int]:
         """What ``_deserialize`` on another worker, once, makes a handle of. Until then this one's value is kept."""
         self._check("call fork an UserRRef")
-        return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.me.id
+        return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.number
 
     @classmethod
     def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:

@@ -38,7 +38,7 @@ refused fork is remembered until its DELETE has come. Both tables are empty when
 caller has given up still runs once; if the caller's handle died meanwhile its value is dropped as soon as it is made.
 
 Lost workers: the owner drops all forks that a lost worker held, parents forget the children it got, forks of values it owned
-that were not confirmed yet fail with ``PeerLost``.
+that were not confirmed yet fail with ``PeerLost``, and so does every use of the others.
 
 Differences from torch: a fork may be deleted before it was confirmed; the owner knows the holder of each fork; the value's
 creation is confirmed by the answer to the call; PROBE and GONE, without which a lost worker could leave others waiting.
@@ -60,8 +60,10 @@ class RRefContext:
     """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
     those of other workers (``mail``). Thread-safe, never blocks.
 
-    ``names(rank)`` for texts; ``new_id()`` draws ids; ``transmit(rank, message)`` carries a message to ``receive`` at ``rank``;
-    ``run(job)`` runs a job on another thread; ``under_way(rref)``: whether a call of ours that creates ``rref`` is unanswered.
+    Workers are known by their numbers (``members.Record``), which are never used twice: whoever takes over the rank of another
+    is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``transmit(worker, message)`` carries a message to
+    ``receive`` there; ``run(job)`` runs a job on another thread; ``under_way(rref)``: whether a call of ours that creates
+    ``rref`` is unanswered.
     """
 
     def __init__(
@@ -177,11 +179,11 @@ class RRefContext:
             self._answer_probes()
         self._act()
 
-    def lost(self, rank: int, error: Exception) -> None:
-        """A worker was lost. For good."""
-        self.mail.lost(rank)
-        self.store.lost(rank)
-        self.forks.lost(rank, error)
+    def lost(self, worker: int, error: Exception) -> None:
+        """A worker was lost, or has left. For good."""
+        self.mail.lost(worker)
+        self.store.lost(worker)
+        self.forks.lost(worker, error)
         self._act()
 
     def _act(self) -> None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from .rref_mail import CHILD, FORK
 from .rref_store import Job, RRefStore, Send, id_text
-from .transport import PeerLost
+from .transport import PeerLost, RdmaError
 
 if TYPE_CHECKING:
     from .future import Pending
 
 Entry = tuple[int, int, int]
-"""A fork as it travels: owner's rank, id of the reference, id of the fork."""
+"""A fork as it travels: owner's number, id of the reference, id of the fork."""
 Garbage = deque["tuple[int, int, int, Pending | None]"]
 Resume = Callable[[Exception | None], None]
 
@@ -68,7 +68,8 @@ class Forks:
         """Forks that their owners have not confirmed yet. They stay until then even if no handle is left."""
         self.pending_children: dict[int, tuple[Fork, int | None]] = {}
         """By child: the fork of ours that it was made of, and who got the child."""
-        self._lost: dict[int, Exception] = {}
+        self.lost_owners: dict[int, PeerLost] = {}
+        """Workers that were lost, and what is raised where a value of theirs is wanted."""
         self._lock = threading.Lock()
 
     def own(self, rref: int) -> Fork:
@@ -89,7 +90,7 @@ class Forks:
             self._store.lend(parent.rref, number, to)
         else:
             with self._lock:
-                if to not in self._lost and parent.owner not in self._lost:
+                if to not in self.lost_owners and parent.owner not in self.lost_owners:
                     self.pending_children[number] = (parent, to)
         return parent.owner, parent.rref, number
 
@@ -118,7 +119,7 @@ class Forks:
             return Fork(self.garbage, owner, rref, number, parent, confirmed=True)
         fork = Fork(self.garbage, owner, rref, number, parent, confirmed=False)
         with self._lock:
-            fork.error = self._lost.get(owner)
+            fork.error = self.lost_owners.get(owner)
             if fork.error is None:
                 self.pending_users[number] = fork
         if fork.error is None:
@@ -176,17 +177,23 @@ class Forks:
             parent = self.pending_children.pop(number, None)
         del parent
 
-    def lost(self, rank: int, error: Exception) -> None:
+    def lost(self, worker: int, error: Exception) -> None:
         """A worker was lost: nobody needs to be kept for its children, and what it owned is not confirmed any more."""
         with self._lock:
-            self._lost.setdefault(rank, error)
+            error = self.lost_owners.setdefault(worker, self._of_owner(worker, error))
             kept = [
                 self.pending_children.pop(number)
                 for number, (parent, to) in list(self.pending_children.items())
-                if rank in (to, parent.owner)
+                if worker in (to, parent.owner)
             ]
             for number, fork in list(self.pending_users.items()):
-                if fork.owner == rank:
+                if fork.owner == worker:
                     del self.pending_users[number]
                     self._decide(fork, error)
         del kept
+
+    def _of_owner(self, worker: int, error: Exception) -> PeerLost:
+        """Why no value of a lost worker is to be had any more."""
+        name, status = self._names(worker), error.status if isinstance(error, RdmaError) else ""
+        text = error.message if isinstance(error, RdmaError) else str(error)
+        return PeerLost(f"worker {name}, which owned it, {text.removeprefix(f'worker {name} ')}", peer=name, status=status)

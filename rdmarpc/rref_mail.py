@@ -3,7 +3,8 @@
 A message is a frame of entries ``(kind, rref, fork)`` under one number. Numbers count from 0 for each pair of sender and
 receiver. The receiver keeps a watermark (all below it were taken) and the numbers taken above it, so a message may be delayed,
 overtaken and repeated, and its entries still take effect exactly once. The links below neither lose nor repeat frames; the
-protocol does not rely on their order, and with this not on their care either.
+protocol does not rely on their order, and with this not on their care either. A worker that takes over the rank of another is
+another sender and receiver.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Taken:
 
 
 class Mail:
-    """Thread-safe; never blocks. ``transmit(rank, message)`` carries bytes to the ``open`` of another worker, some day."""
+    """Thread-safe; never blocks. ``transmit(worker, message)`` carries bytes to the ``open`` of another worker, some day."""
 
     def __init__(self, transmit: Callable[[int, bytes], None]) -> None:
         self.transmit = transmit
@@ -62,14 +63,14 @@ class Mail:
         self._lost: set[int] = set()
         self._lock = threading.Lock()
 
-    def put(self, rank: int, kind: int, rref: int, fork: int) -> None:
-        """One more entry for ``rank``, sent with the next ``flush``."""
-        if rank not in self._lost:
-            self._out.setdefault(rank, deque()).append(_ENTRY.pack(kind, rref, fork))
+    def put(self, worker: int, kind: int, rref: int, fork: int) -> None:
+        """One more entry for ``worker``, sent with the next ``flush``."""
+        if worker not in self._lost:
+            self._out.setdefault(worker, deque()).append(_ENTRY.pack(kind, rref, fork))
 
     def flush(self) -> None:
         """Send all that was put."""
-        for rank, entries in list(self._out.items()):
+        for worker, entries in list(self._out.items()):
             while entries:
                 batch: list[bytes] = []
                 try:
@@ -79,23 +80,28 @@ class Mail:
                     pass  # another thread may flush, too
                 if batch:
                     with self._lock:
-                        number = next(self._numbers.setdefault(rank, itertools.count()))
-                    self.transmit(rank, _NUMBER.pack(number) + b"".join(batch))
+                        number = next(self._numbers.setdefault(worker, itertools.count()))
+                    self.transmit(worker, _NUMBER.pack(number) + b"".join(batch))
 
     def open(self, sender: int, message: bytes) -> Iterable[tuple[int, int, int]]:
-        """The entries of a message from ``sender``; none if it was taken before."""
+        """The entries of a message from ``sender``; none if it was taken before. ``struct.error`` for bytes that are none."""
         (number,) = _NUMBER.unpack_from(message)
+        entries = list(_ENTRY.iter_unpack(memoryview(message)[_NUMBER.size :]))
+        for kind, _, _ in entries:
+            if not FORK <= kind <= GONE:
+                raise struct.error(f"there is no kind {kind} of entry")
         with self._lock:
             if sender in self._lost or not self._taken.setdefault(sender, Taken()).take(number):
                 return ()
-        return _ENTRY.iter_unpack(memoryview(message)[_NUMBER.size :])
+        return entries
 
-    def lost(self, rank: int) -> None:
-        """Nothing is sent to ``rank`` any more, and nothing of it taken."""
+    def lost(self, worker: int) -> None:
+        """Nothing is sent to ``worker`` any more, and nothing of it taken."""
         with self._lock:
-            self._lost.add(rank)
-            self._out.pop(rank, None)
-            self._taken.pop(rank, None)
+            self._lost.add(worker)
+            self._out.pop(worker, None)
+            self._numbers.pop(worker, None)
+            self._taken.pop(worker, None)
 
     @property
     def unsent(self) -> int:
@@ -122,44 +128,44 @@ class Carrier:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def transmit(self, rank: int, message: bytes) -> None:
+    def transmit(self, worker: int, message: bytes) -> None:
         agent = self._agent
-        if rank == agent.me.id:
-            agent.rrefs.receive(rank, message)
+        if worker == agent.number:
+            agent.rrefs.receive(worker, message)
             return
-        link = agent._links.get(rank)
+        link = agent.links.by_worker.get(worker)
         try:
             if link is not None and link._window is not None and link.try_send(REFERENCES, 0, CONTROL, payload=message):
                 return
         except PeerLost:
             return
         with self._lock:
-            left = self._left.get(rank)
+            left = self._left.get(worker)
             if left is not None:
                 left.append(message)
                 return
-            self._left[rank] = deque((message,))
-        threading.Thread(target=self._catch_up, args=(rank,), name=f"rdmarpc-references-{rank}", daemon=True).start()
+            self._left[worker] = deque((message,))
+        threading.Thread(target=self._catch_up, args=(worker,), name=f"rdmarpc-references-{worker}", daemon=True).start()
 
-    def _catch_up(self, rank: int) -> None:
+    def _catch_up(self, worker: int) -> None:
         agent = self._agent
         while not self._stopped:
             with self._lock:
-                left = self._left[rank]
+                left = self._left[worker]
                 if not left:
-                    del self._left[rank]
+                    del self._left[worker]
                     return
             try:
-                link = agent.link(rank)
+                link = agent.links.to(worker)
                 while not link.try_send(REFERENCES, 0, CONTROL, payload=left[0]):
                     time.sleep(_PAUSE_S)
                     if self._stopped:
                         return
             except RdmaError as error:
                 with self._lock:
-                    del self._left[rank]
+                    del self._left[worker]
                 if not self._stopped:
-                    agent.rrefs.lost(rank, error)
+                    agent.rrefs.lost(worker, error)
                 return
             left.popleft()
 

@@ -20,14 +20,14 @@ from .future import fail
 from .rref_mail import ACCEPT, PROBE, REFUSE
 from .transport import PeerLost
 
-LOCAL_BITS = 48
+LOCAL_BITS = 40
 
 Send = Callable[[int, int, int, int], None]
 Job = Callable[[], None]
 
 
 def created_on(number: int) -> int:
-    """The worker that drew an id."""
+    """The number of the worker that drew an id."""
     return number >> LOCAL_BITS
 
 
@@ -195,20 +195,20 @@ class RRefStore:
         self._jobs.append(partial(fail, slot.future, error))
         self._drop_if_unused(rref, slot)
 
-    def lost(self, rank: int) -> None:
+    def lost(self, worker: int) -> None:
         """A worker was lost, and with it all forks that it held."""
         with self._lock:
-            self._lost.add(rank)
+            self._lost.add(worker)
             for table in (self._early, self._refused):
-                for fork in [fork for fork, holder in table.items() if holder == rank]:
+                for fork in [fork for fork, holder in table.items() if holder == worker]:
                     del table[fork]
             for rref, slot in list(self._slots.items()):
                 for table in (slot.forks, slot.parked):
-                    for fork in [fork for fork, holder in table.items() if holder == rank]:
+                    for fork in [fork for fork, holder in table.items() if holder == worker]:
                         del table[fork]
                 if slot.known:
                     self._drop_if_unused(rref, slot)
-                elif created_on(rref) == rank:
+                elif created_on(rref) == worker:
                     self._give_up(rref)
 
     def close(self, error: Exception) -> None:

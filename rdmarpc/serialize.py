@@ -62,7 +62,7 @@ class Enclosed(Protocol):
 
 
 class Message:
-    """What a message takes along while it is being pickled. ``to``: rank of the receiver; ``None`` where there is none:
+    """What a message takes along while it is being pickled. ``to``: number of the receiver; ``None`` where there is none:
     references cannot be pickled then."""
 
     def __init__(self, to: int | None) -> None:
@@ -148,7 +148,7 @@ def _address(view: memoryview) -> int:
 MARK = 0x52
 """First byte of a payload with a table of references; that of a pickle is 0x80."""
 _TABLE = struct.Struct("<BI")
-_ENTRY = struct.Struct("<HQQ")
+_ENTRY = struct.Struct("<IQQ")
 
 
 def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:

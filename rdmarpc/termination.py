@@ -70,7 +70,7 @@ class Termination:
         if agent.me.id == 0:
             for info in agent.workers:
                 if info.id:
-                    agent.link(info.id)
+                    agent.links.to(info.number)
         for number in itertools.count():
             while not agent.idle:
                 self._sleep(threading.Event(), deadline, 0.001)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 from rdmarpc import serialize
 from rdmarpc.rref_context import RRefContext
+from rdmarpc.rref_store import LOCAL_BITS
 
 
 class Value:
@@ -26,7 +27,7 @@ class Value:
 
 def table(entries):
     """Forks as they stand in front of a pickle."""
-    return struct.pack("<BI", serialize.MARK, len(entries)) + b"".join(struct.pack("<HQQ", *entry) for entry in entries)
+    return struct.pack("<BI", serialize.MARK, len(entries)) + b"".join(struct.pack("<IQQ", *entry) for entry in entries)
 
 
 class Worker:
@@ -46,7 +47,7 @@ class Worker:
 
     def new_id(self):
         self.drawn += 1
-        return self.rank << 48 | self.drawn - 1
+        return self.rank << LOCAL_BITS | self.drawn - 1
 
 
 class World:

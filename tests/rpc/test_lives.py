@@ -230,7 +230,7 @@ def test_torchrun_unchanged(tmp_path):
 
 def talk_nonsense(rank):
     if rank == 0:
-        link = agent.current().link(1)
+        link = agent.current().links.to(1)
         assert rpc.rpc_sync("worker1", identity, (1,)) == 1
         link._out[:64] = b"\xff" * 64
         link._window.put(link._written % RING_BYTES, 64)

@@ -159,12 +159,12 @@ def come_and_go(meeting):
             meeting.hear(f"gone{life}")
             deadline = time.monotonic() + 5.0
             me = agent.current()
-            while (me._links or me._rows) and time.monotonic() < deadline:
+            while (me.links.by_worker or me.links.rows) and time.monotonic() < deadline:
                 time.sleep(0.01)
             del me
             gc.collect()  # channels are cycles, and hold descriptors
             me = agent.current()
-            used.append((settled(me)["arena_used"], psutil.Process().num_fds(), len(me._rows)))
+            used.append((settled(me)["arena_used"], psutil.Process().num_fds(), len(me.links.rows)))
             meeting.say(f"seen{life}")
         rpc.shutdown()
         return used

@@ -188,14 +188,14 @@ def large(number: int) -> torch.Tensor:
 
 def stopped_while_it_copies(rank):
     if rank == 1:
-        while not agent.current()._lost:
+        while not agent.current().links.lost:
             time.sleep(0.05)
         rpc.shutdown(graceful=False)
         return None
     pid = rpc.rpc_sync("worker1", os.getpid)
     for number in (1, 2, 3):
         assert int(rpc.rpc_sync("worker1", large, (number,))[-1]) == number
-    channel = agent.current().link(1).channel
+    channel = agent.current().links.to(1).channel
     future = rpc.rpc_async("worker1", large, (7,))
     deadline = time.monotonic() + 10.0
     while kernels.load(channel.inbox + INFLIGHT_AT) == 0:
@@ -211,7 +211,7 @@ def stopped_while_it_copies(rank):
     assert channel.peer_copies == under_way
     os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 10.0
-    while channel.peer_copies or agent.current()._kept:
+    while channel.peer_copies or agent.current().links.kept:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.5)
@@ -262,7 +262,7 @@ def cut_off(rank):
                 relay.kill()
         rpc.rpc_sync("worker2", finish)
     elif rank == 1:
-        while 0 not in agent.current()._links:  # the connection is the one through the relay
+        while 0 not in agent.current().links.by_worker:  # the connection is the one through the relay
             time.sleep(0.01)
         with pytest.raises(rpc.PeerLost, match="worker0"):
             rpc.rpc_sync("worker0", slow, (60.0,))

@@ -1,0 +1,253 @@
+"""The connections to the others: made when first used, one a worker, and settled once when they end.
+
+Workers are known by their numbers (``members.Record``), which are never used twice: a connection that ended does so for good.
+Of two that cross, because both ends wanted one at once, that of the lower number counts.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .future import fresh
+from .group import Group
+from .link import RING, Link
+from .members import Record
+from .progress import Progress
+from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError
+
+_HELLO = struct.Struct("<4sQ")  # magic, number
+_HELLO_MAGIC = b"rpc3"
+_CONNECT_TIMEOUT_S = 10.0
+_CROSSING_S = 2.0
+_READ_OUT_S = 1.0
+_READ_OUT_POLL_S = 0.0005
+_ABORT_TIMEOUT_S = 1.0
+
+
+def listens(device: Device, record: Record) -> bool:
+    """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
+    try:
+        device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
+    except AuthenticationError:
+        return False  # somebody else listens there now
+    except RdmaError as error:
+        return error.status not in GONE
+    return True
+
+
+class Links:
+    """Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all that came over it was read; it
+    returns what the peer may still touch if it stopped in the middle of a copy. ``missed(number, error)`` is called for workers
+    that left before there was a link."""
+
+    def __init__(
+        self,
+        device: Device,
+        poller: Poller,
+        group: Group,
+        progress: Progress,
+        ended: Callable[[Link, RdmaError], list[Any]],
+        missed: Callable[[int, RdmaError], None],
+    ) -> None:
+        self._device, self._poller, self._group, self._progress = device, poller, group, progress
+        self._ended, self._missed = ended, missed
+        self.by_worker: dict[int, Link] = {}
+        """By the number of the peer, and so are ``lost``, ``_connecting`` and ``_connect_locks``."""
+        self.rows: dict[int, Link] = {}
+        """By the row of the poller: these are read."""
+        self.gone_rows: deque[Link] = deque()
+        """To be forgotten by the holder of the polling role."""
+        self.lost: dict[int, RdmaError] = {}
+        self.kept: list[tuple[Channel, list[Any]]] = []
+        """What a peer that stopped in the middle of a copy may still touch."""
+        self._past = [0, 0, 0, 0]
+        self._lock = threading.Condition()
+        self._connecting: set[int] = set()
+        self._connect_locks: dict[int, threading.Lock] = {}
+        group.missed = self.miss
+        device.on_lost = self._on_lost
+
+    # -- connecting
+
+    def to(self, number: int) -> Link:
+        """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
+        with self._connect_locks.setdefault(number, threading.Lock()):
+            record = self._group.record(number)
+            if record is None:
+                self.miss(number)
+            with self._lock:
+                found = self.by_worker.get(number)
+                if found is not None:
+                    return found
+                if number in self.lost:
+                    raise fresh(self.lost[number])
+                assert record is not None
+                self._connecting.add(number)
+            link = Link(self._device, None, number)
+            try:
+                channel = self._device.connect(
+                    record.address.encode(), hello=self._hello() + link.inbox, timeout=_CONNECT_TIMEOUT_S
+                )
+            except PeerLost as error:
+                with self._lock:
+                    self._connecting.discard(number)
+                    # Both ends connected at once, and the other one's connection counts (``on_connect``).
+                    limit = 0.0 if error.status in GONE else _CROSSING_S
+                    if self._lock.wait_for(lambda: number in self.by_worker, timeout=limit):
+                        return self.by_worker[number]
+                self._group.refresh()
+                raise self.lost.get(number) or _unreachable(record, error.message, error.status) from None
+            except RdmaError:
+                with self._lock:
+                    self._connecting.discard(number)
+                raise
+            link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
+            if channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+                self._supersede(record)
+                with self._lock:
+                    self._connecting.discard(number)
+                    if number not in self.lost:
+                        self._enter(link, record, serve_only=False)
+                        return link
+            with self._lock:
+                self._connecting.discard(number)
+            channel.close()
+            raise self.lost.get(number) or _unreachable(record, "another one listens there now")
+
+    def _hello(self) -> bytes:
+        return _HELLO.pack(_HELLO_MAGIC, self._group.number)
+
+    def on_connect(self, channel: Channel) -> bytes:
+        """A peer connects (device's handshake thread). Returns our half of the hello."""
+        if len(channel.peer_hello) <= _HELLO.size:
+            raise PeerLost("the peer's hello is not one of RPC")
+        magic, number = _HELLO.unpack_from(channel.peer_hello)
+        record = self._group.record(number) if magic == _HELLO_MAGIC else None
+        if record is None or number in self.lost:
+            raise PeerLost("the peer's hello is not one of this group")
+        mine = self._group.number
+        self._supersede(record)
+        with self._lock:
+            if number != mine and (number in self.by_worker or (number in self._connecting and mine < number)):
+                raise PeerLost("a connection to this worker exists or is being made")
+            link = Link(self._device, channel, number)
+            link.peer_inbox = channel.peer_hello[_HELLO.size :]
+            self._enter(link, record, serve_only=number == mine)
+        return self._hello() + link.inbox
+
+    def _supersede(self, record: Record) -> None:
+        """Before a worker is linked: one that had its name has left, even if its goodbye is still under way. So whoever knows
+        workers by name hears of the old one's end first."""
+        for before in list(self.by_worker.values()):
+            if before.name == record.name and before.worker < record.number:
+                self.cut_off(before, self._group.departed(before.worker))
+
+    def _enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
+        """With the lock held."""
+        link.name = link.channel.peer = record.name
+        link.rank = record.rank
+        link.row = self._poller.add(link.channel, RING)
+        self.rows[link.row] = link
+        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
+        self._poller.kick()
+        if not serve_only:
+            self.by_worker[link.worker] = link
+        self._lock.notify_all()
+
+    # -- ending
+
+    def miss(self, number: int) -> None:
+        """A worker is not in the group any more. What it still answers over a link that there is, is taken."""
+        with self._lock:
+            if number in self.by_worker or number in self.lost:
+                return
+            self.lost[number] = error = self._group.departed(number)
+        self._missed(number, error)
+
+    def _on_lost(self, channel: Channel) -> None:
+        """A connection ended (device's thread): let the pool settle what depended on it."""
+        link = next((link for link in list(self.rows.values()) if link.channel is channel), None)
+        if link is not None:
+            self._progress.submit(partial(self._settle, link))
+
+    def refuse(self, link: Link, error: RdmaError) -> None:
+        """What came over it cannot be trusted (holder of the polling role)."""
+        self.forget_row(link)
+        self._progress.jobs.append(partial(self.cut_off, link, error))
+
+    def cut_off(self, link: Link, error: RdmaError) -> None:
+        """End a connection whose other end does not keep to the protocol."""
+        try:
+            link.channel.abort(_ABORT_TIMEOUT_S)
+        except RdmaError as reason:
+            error = RdmaError(f"{error.message}; and {reason.message}", peer=link.name)
+        self._settle(link, error)
+
+    def _settle(self, link: Link, error: RdmaError | None = None) -> None:
+        """Whatever depended on a connection that ended fails now; what the peer may still touch is kept until it cannot."""
+        error = error or link.channel.error
+        assert error is not None
+        with self._lock:
+            if link.settled:
+                return
+            link.settled = True
+        self._read_out(link)
+        left = self._group.dynamic and error.status == "CLOSED"
+        named = self._group.departed(link.worker) if left else _lost(link.name, error)
+        with self._lock:
+            if self.by_worker.get(link.worker) is link or link.worker not in self.by_worker:
+                self.lost[link.worker] = named
+                self.by_worker.pop(link.worker, None)
+        touched = self._ended(link, named)
+        if link.channel.peer_copies:
+            self.kept.append((link.channel, [link, *touched]))
+        self.gone_rows.append(link)
+        self._poller.kick()
+        record = self._group.workers.record(link.worker)
+        if self._group.dynamic and record is not None:
+            if not left:
+                self._group.take_out(record)
+            self._group.refresh()
+
+    def _read_out(self, link: Link) -> None:
+        """Have the frames read that came before the connection ended: answers, mostly."""
+        limit = time.monotonic() + _READ_OUT_S
+        while self._poller.unread(link.row) and time.monotonic() < limit:
+            self._poller.kick()
+            time.sleep(_READ_OUT_POLL_S)
+
+    def forget_row(self, link: Link) -> None:
+        """Look at this ring no longer (holder of the polling role)."""
+        if self.rows.pop(link.row, None) is not None:
+            self._poller.drop(link.row)
+            self._past = [past + now for past, now in zip(self._past, _counts(link), strict=True)]
+
+    def sweep(self) -> None:
+        """Let go what no peer can touch any more."""
+        if self.kept:
+            self.kept = [entry for entry in self.kept if entry[0].peer_copies]
+
+    # -- looking
+
+    @property
+    def counts(self) -> list[int]:
+        """Frames sent, requests of users sent and answered, and messages of which something had to be READ, ever."""
+        return [sum(each) for each in zip(self._past, *map(_counts, list(self.rows.values())), strict=True)]
+
+
+def _counts(link: Link) -> tuple[int, int, int, int]:
+    return link.sent, link.requests, link.answers, link.reads
+
+
+def _lost(name: str, error: RdmaError) -> PeerLost:
+    return PeerLost(f"worker {name} is lost: {error.message}", peer=name, device=error.device, status=error.status)
+
+
+def _unreachable(record: Record, reason: str, status: str = "") -> PeerLost:
+    return PeerLost(f"worker {record.name} cannot be reached: {reason}", peer=record.name, status=status)

@@ -1,0 +1,59 @@
+"""Ctrl-C while a call is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from group import results, run_group
+from test_calls import identity
+from test_rref import wait_until_empty
+
+import rdmarpc as rpc
+from rdmarpc import agent
+
+
+def interrupt_after(seconds):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def slowly(seconds, tensor):
+    time.sleep(seconds)
+    return [rpc.RRef(seconds), tensor + 1]
+
+
+def interrupted(rank):
+    if rank == 0:
+        caller = agent.current().caller
+        large = torch.ones(1 << 20)
+        for late in (False, True, True):  # with landing places granted ahead from the second time on
+            timer = interrupt_after(0.3)
+            with pytest.raises(KeyboardInterrupt):
+                rpc.rpc_sync("worker1", slowly, (1.0, large))
+            timer.join()
+            assert not caller.pending and agent.current().idle
+            ((_, given_up),) = caller._expired.items()
+            assert (given_up.expired and given_up.keep is not None) or late
+            assert rpc.rpc_sync("worker1", identity, (late,)) == late
+            del given_up
+            deadline = time.monotonic() + 10
+            while caller._expired:
+                # The answer is taken though nobody waits.
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            wait_until_empty(range(2))
+            assert torch.equal(rpc.rpc_sync("worker1", slowly, (0.0, large))[1], large + 1)
+            wait_until_empty(range(2))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_an_interrupted_call_is_given_up(device):
+    results(run_group(interrupted, transport=device))
