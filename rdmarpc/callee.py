@@ -73,6 +73,7 @@ class Callee:
         """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
         found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
         found += [self._take_landing(link, grant) for owner, grant in list(self._landings) if owner is link]
+        self.handovers.sweep()
         return found
 
     @property
@@ -262,7 +263,7 @@ class Callee:
         if result.is_conj() or result.is_neg() or not result.is_contiguous():
             return NOTHING
         run, text = describe(result)
-        place = self.handovers.give(link, run, block)
+        place = self.handovers.give(link.channel, run, block)
         return NOTHING if place is None else pack_handed(text, place)
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:

@@ -7,7 +7,8 @@ not copied at all.
 
 Invariants: (1) a block is kept out of use here from before the answer is sent until its word was seen cleared (acquire), or the
 caller's process has ended; a caller that was merely lost may still look at it; (2) a word is 1 from before the answer is sent,
-is cleared by the caller only, and is used again only after that was seen; (3) what is handed over and not yet released is at
+is cleared by the caller only, and is used again only after that was seen; a board is kept while one of its words is 1, so a
+late clearing never lands in memory of another use; (3) what is handed over and not yet released is at
 most a quarter of the arena's limit: beyond that results are copied.
 """
 
@@ -19,8 +20,7 @@ import threading
 import torch
 
 from .layout import travels
-from .link import Link
-from .transport import Device, RemoteRegion, kernels
+from .transport import Channel, Device, RemoteRegion, kernels
 from .transport.arena import Arena, Block
 
 _WORDS = 256
@@ -43,7 +43,7 @@ def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
 
 
 class _Board:
-    """The release words of one link."""
+    """The release words of one channel."""
 
     def __init__(self, device: Device) -> None:
         words = device.empty(_WORDS, dtype=torch.int64).zero_()
@@ -59,20 +59,20 @@ class Handovers:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._boards: dict[Link, _Board] = {}
+        self._boards: dict[Channel, _Board] = {}
         self._limit = device.arena.limit // 4
         self._outstanding = 0
         self._lock = threading.Lock()
         self.nbytes = 0
         """Bytes handed over, ever."""
 
-    def give(self, link: Link, run: torch.Tensor, block: Block) -> bytes | None:
+    def give(self, channel: Channel, run: torch.Tensor, block: Block) -> bytes | None:
         """Hand the memory of ``run``, in ``block``, over to the peer: the descriptors to send, of the memory and of its release
         word. ``None`` where enough has been handed over."""
         with self._lock:
-            board = self._boards.get(link)
+            board = self._boards.get(channel)
             if board is None:
-                board = self._boards[link] = _Board(self._device)
+                board = self._boards[channel] = _Board(self._device)
             self._sweep(board)
             if not board.free or self._outstanding + block.nbytes > self._limit:
                 return None
@@ -89,11 +89,11 @@ class Handovers:
     def sweep(self) -> None:
         """Take back what was released."""
         with self._lock:
-            for link, board in list(self._boards.items()):
+            for channel, board in list(self._boards.items()):
                 self._sweep(board)
-                if link.channel.error is not None and link.channel.peer_ended():
+                if channel.error is not None and (not board.given or channel.peer_ended()):
                     self._outstanding -= sum(nbytes for _, nbytes in board.given.values())
-                    del self._boards[link]
+                    del self._boards[channel]
 
     def _sweep(self, board: _Board) -> None:
         for word in [word for word in board.given if kernels.load(board.address + _WORD_BYTES * word) == 0]:

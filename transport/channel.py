@@ -123,7 +123,8 @@ class Channel(abc.ABC):
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
         """The peer's arena memory in place: a uint8 tensor over ``remote``, which the peer has handed over for good. When the
         last tensor over it dies, the word ``release`` (8 bytes of the peer's arena) becomes 0, after all that was read and
-        written here. The memory stays valid for as long as it is held, whatever becomes of the peer or the channel."""
+        written here. Both are valid for as long as they are held, whatever becomes of the channel: the peer keeps them until
+        the word is 0 or our process has ended."""
         raise NotSupported("this device has no mapped memory of its peers", peer=self.peer, device=self.device.name)
 
     def peer_ended(self) -> bool:

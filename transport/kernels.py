@@ -215,17 +215,6 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     return _leave(block, inflight, stats, nbytes)
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
-def release(block: int, word: int) -> int:
-    """Store 0 to a word of the peer, after everything this thread read or wrote before (invariant 3 applies)."""
-    inflight = _enter(block)
-    if inflight == 0:
-        return CLOSED
-    store_release(word, 0)
-    fetch_add(inflight, -1)
-    return OK
-
-
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
 def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on

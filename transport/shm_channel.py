@@ -173,12 +173,11 @@ class _Adoption(weakref.ref):
 
 
 def _disown(adoption: _Adoption) -> None:
-    # Runs in finalizers of any thread: no lock, one kernel. On a channel that has ended there is nobody to tell.
-    # A forked child's copies mean nothing.
+    # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
     channel = adoption.channel
     channel._adoptions.pop(id(adoption), None)
-    if os.getpid() == channel.device._pid:
-        kernels.release(channel._single._address, adoption.release)
+    if os.getpid() == channel.device._pid:  # a forked child's copies mean nothing
+        kernels.store(adoption.release, 0)
 
 
 class ShmChannel(Channel):

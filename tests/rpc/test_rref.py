@@ -199,7 +199,7 @@ def fails_on_the_way(rank):
                     rpc.rpc_sync(peer, pair_of, (reference, Unpicklable()))
                 with pytest.raises(ValueError, match="does not arrive"):
                     rpc.rpc_sync(peer, pair_of, (Unreadable(), reference))
-                with pytest.raises(ValueError, match="does not travel"):
+                with pytest.raises(RuntimeError, match="cannot be sent: ValueError: does not travel"):
                     rpc.rpc_sync(peer, unpicklable_result, (reference,))
                 with pytest.raises(ValueError, match="does not arrive"):
                     rpc.rpc_sync(peer, unreadable_result, (reference,))
@@ -522,7 +522,13 @@ def test_backward_without_a_context():
 def debugging(rank):
     if rank == 0:
         info = rpc._rref_context_get_debug_info
-        empty = {"num_owner_rrefs": 0, "num_forks": 0, "num_pending_users": 0, "num_pending_children": 0}
+        empty = {
+            "num_owner_rrefs": 0,
+            "num_forks": 0,
+            "num_pending_users": 0,
+            "num_pending_children": 0,
+            "num_pending_futures": 0,
+        }
         own = rpc.RRef(1)
         assert info() == empty  # not shared
         for number in (1, 2, 1):
