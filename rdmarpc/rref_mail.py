@@ -80,6 +80,8 @@ class Mail:
                     pass  # another thread may flush, too
                 if batch:
                     with self._lock:
+                        if worker in self._lost:
+                            break
                         number = next(self._numbers.setdefault(worker, itertools.count()))
                     self.transmit(worker, _NUMBER.pack(number) + b"".join(batch))
 
