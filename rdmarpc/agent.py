@@ -182,7 +182,6 @@ class Agent:
         rref = self.new_id()
         fork = rref if to.number == self.number else self.new_id()
         pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
-        pending.rref = rref
         return RRef._over(self, self.rrefs.forks.created(to.number, rref, fork, pending))
 
     # -- links

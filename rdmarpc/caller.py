@@ -164,6 +164,8 @@ class Caller:
                 pending.landing = Landing(self.device, result_sizes)
                 places = pending.landing.places
             if grant or places or flags & REMOTE:
+                if flags & REMOTE:
+                    pending.rref = rref
                 flags |= HEAD
                 payload = REQUEST_HEAD.pack(grant, rref, fork, len(places)) + places + payload
             if future:
@@ -242,6 +244,13 @@ class Caller:
         if future is not None:
             self.futures.pop(pending.call, None)
             if answer.__class__ is Frame and not (future._has_callbacks or pending.waited):
+                if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT:
+                    # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
+                    # may want the landing places that the answer brings.
+                    self._complete(future, pending, answer)
+                    pending.done = True
+                    self.progress.completed()
+                    return
                 # This thread reads the rings. Completing a future may run code of users (callbacks of ``collect_all`` are
                 # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
                 pending.answers.append(answer)

@@ -162,6 +162,7 @@ class RRef(Generic[T]):
         creation = self._fork.creation
         if creation is None or creation.future is None:
             raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
+        creation.future._has_callbacks = True  # from here on code of users may depend on it
         return creation.future
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
