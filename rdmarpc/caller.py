@@ -1,8 +1,8 @@
 """The calling side: requests out, answers in, and the landing places granted ahead for both.
 
-Grant-ahead: the answer to a call carries the landing place for the arguments of the *next* call of the same signature
-(callee, function, sizes of the large tensors), so that from the second call on they are WRITTEN and the frame only announces
-them. The request likewise carries a place for the result once its sizes are known. A place is always fresh arena memory,
+Grant-ahead: the answer to a call carries the landing place for the arguments of the *next* call of the same size
+classes, whatever its function, so that from the second call on they are WRITTEN and the frame only announces them. The request
+likewise carries a place for the result once the function's sizes are known. A place is always fresh arena memory,
 used once: the receiver may keep what it got for ever.
 
 A call that times out leaves its memory (arguments that may still be read, places that may still be written) in ``_expired``
