@@ -141,9 +141,7 @@ class Progress:
                 if self.jobs:
                     self._offer()
                 continue
-            if self.unfinished and not self._finishing:
-                self._finishing = True
-                self.jobs.append(self._finish)
+            if self._want_finish():
                 self._offer()
             if deadline is not None:
                 left = int((deadline - time.monotonic()) * 1e9)
@@ -187,6 +185,14 @@ class Progress:
         if not self._idle:
             self._spawn()
         words.call_out(self._jobs_word, self._bell)
+
+    def _want_finish(self) -> bool:
+        """Leave the answers that nobody has come for to the pool, as one job. Whether that job is new."""
+        if not self.unfinished or self._finishing:
+            return False
+        self._finishing = True
+        self.jobs.append(self._finish)
+        return True
 
     def _finish(self) -> None:
         self._finishing = False
@@ -240,9 +246,7 @@ class Progress:
             seen = kernels.load(self._jobs_word)
             self._called = False
             self._at_work.add(number)
-            if self.unfinished and not self._finishing:
-                self._finishing = True
-                self.jobs.append(self._finish)
+            self._want_finish()
             while self.jobs:
                 if not self._stands_by:
                     # Somebody has to look after the rings, and the next job, should this one block.
@@ -274,9 +278,7 @@ class Progress:
             if found == kernels.TIMEOUT:
                 continue
             self._read(found >> 32, found & 0xFFFFFFFF)
-            if self.unfinished and not self._finishing:
-                self._finishing = True
-                jobs.append(self._finish)
+            self._want_finish()
             while jobs and len(self._running) < self._limit:
                 words.start_run(token, held, running, self._runs, self._asleep)
                 self._run_one(number)
