@@ -164,7 +164,7 @@ def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
     assert_nothing_new(before)
 
 
-TINY = ["sizes=[4,1048576]", "rounds=1", "start=1", "idle_s=0.2", "all_to_all=2", "all_to_all_s=0.2"]
+TINY = ["sizes=[4,1048576]", "rounds=1", "start=1", "idle_s=0.2", "all_to_all=2", "all_to_all_s=0.2", "linear=50"]
 TINY_CELLS = ["first=[4,65536]", "arena=[65536]", "result=[65536]", "several=[32,65536]", "remote=[4,65536]"]
 
 
@@ -184,23 +184,34 @@ def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
     measured: dict[str, set[tuple[str, int]]] = {}
     for record in found["records"]:
         measured.setdefault(record["what"], set()).add((record["case"], record["size"]))
-        assert record["median"] > 0 or record["what"] == "staged" or record["case"] == "idle"
+        assert record["median"] > 0 or record["what"] == "staged" or record["case"] == "idle" or "above" in record["what"]
     pairs = {("one_way", 4), ("one_way", 1 << 20), ("identity", 4), ("identity", 1 << 20), ("stream", 1 << 20)}
     cells = {(case, 65536) for case in ("first", "second", "later", "arena", "result", "several", "remote")}
     cells |= {("first", 4), ("second", 4), ("later", 4), ("several", 32), ("remote", 4)}
     others = {("calls", 1), ("calls", 64), ("idle", 0), ("init", 2), ("start", 2), ("all_to_all", 2)}
-    assert measured["torch_rpc"] == pairs | cells | others
-    assert measured["rdmarpc"] == pairs | cells | others | {("import", 0)}
+    computations = {(case + part, 0) for case in ("tiny", "engine", "linear") for part in ("", "_backward")}
+    assert measured["torch_rpc"] == pairs | cells | computations | others
+    assert measured["rdmarpc"] == pairs | cells | computations | others | {("import", 0)}
+    assert measured["rdmarpc_above"] == measured["torch_rpc_above"] == computations
     staged = {record["case"]: record["median"] for record in found["records"] if record["what"] == "staged"}
     assert staged["arena"] == 0
 
     shown = done.stdout
-    for text in ("8 tensors", "x + 1", "remote", "first call of a signature", "all to all", "init_rpc of 2 workers"):
+    for text in (
+        "8 tensors",
+        "x + 1",
+        "remote",
+        "first call of a signature",
+        "all to all",
+        "init_rpc of 2 workers",
+        "linear layers",
+    ):
         assert text in shown
     met = sum(target["met"] for target in found["targets"])
     assert f"targets met: {met} of {len(found['targets'])}" in shown
     asked = {(target["name"], target["asked"]) for target in found["targets"]}
     assert {("identity, 4 B", "≤ 18"), ("first call, 4 B", "≤ 2"), ("2 workers, all to all", "≥ 5")} <= asked
+    assert {("a tiny call, forward and backward", "≥ 5"), ("two linear layers, 10 iterations", "≤ 0.2")} <= asked
 
 
 @pytest.mark.parametrize(
@@ -210,7 +221,8 @@ def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
         (["cells.remote=[0]"], "remote=[0]"),
         (["rounds=0"], "rounds=0"),
         (["all_to_all=1"], "all_to_all=1"),
-        (["pair=false", "start=0"], "nothing to measure"),
+        (["linear=0"], "linear=0"),
+        (["pair=false", "start=0", "autograd=false"], "nothing to measure"),
     ],
 )
 def test_benchmark_refuses_what_makes_no_sense(overrides: list[str], says: str) -> None:
