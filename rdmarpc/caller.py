@@ -264,7 +264,7 @@ class Caller:
             pending.done = True
             self.progress.completed()
             return
-        self.progress.submit(partial(self._finish_elsewhere, pending))
+        self.progress.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
         """Of the answers that nobody had come for, those at the front that somebody came for since."""
