@@ -197,9 +197,9 @@ class TcpDevice(Device):
         finally:
             if not adopted:
                 sock.close()
-            if not adopted and channel is not None:  # which on_connect may have published
-                if channel.end(PeerLost("the connection broke as it was made", peer=channel.peer, device="tcp")):
-                    self._tell_lost(channel)
+            broken = PeerLost("the connection broke as it was made", device="tcp")
+            if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
+                self._tell_lost(channel)
 
     @contextlib.contextmanager
     def _patience(self, sock: socket.socket, deadline: float):  # type: ignore[no-untyped-def]
