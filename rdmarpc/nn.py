@@ -137,7 +137,10 @@ class RemoteModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if "_parameters" in self.__dict__:
             return super().__getattr__(name)
-        nn.Module.__init__(self)  # a handle that came by RPC brings nothing of it along, and seldom needs it
+        # A handle that came by RPC brings nothing of ``nn.Module`` along, and seldom needs it.
+        brought = dict(self.__dict__)
+        nn.Module.__init__(self)
+        self.__dict__.update(brought)
         return getattr(self, name)
 
     def get_module_rref(self) -> RRef[nn.Module]:
