@@ -82,16 +82,16 @@ class Target:
 
 
 class RemoteModule(nn.Module):
-    """Makes ``module_cls(*args, **kwargs)`` on ``remote_device`` (``"worker1"``, ``"worker1/cpu"``, ``"rank:1/cuda:0"``), in the
-    background: what that raises is raised by the first use. Called as the module is; ``forward_async`` returns a future.
+    """Makes ``module_cls(*args, **kwargs)`` on ``remote_device`` (``"worker1"``, ``"worker1/cpu"``, ``"rank:1/cuda:0"``) in
+    the background: what that raises is raised by the first use. Called as the module is; ``forward_async`` returns a future.
 
     The module lives while a handle does. Handles travel by RPC (attributes that users add do not), not otherwise. Tensors
     arrive and return on the CPU; for a module elsewhere they are moved there and back on its worker. Most methods of
     ``nn.Module`` are about parameters, which are elsewhere: they raise ``ValueError``.
 
-    Attributes: ``on`` (name or rank of the worker), ``device`` (text), ``is_device_map_set``, ``is_scriptable`` (``False``: there
-    is no scripted flavour), ``module_rref``. Raises ``AssertionError`` without RPC, ``ValueError`` and ``RuntimeError`` for a
-    ``remote_device`` that is none, or of a worker that is not in the group.
+    Attributes: ``on`` (name or rank of the worker), ``device`` (text), ``is_device_map_set``, ``is_scriptable`` (``False``:
+    there is no scripted flavour), ``module_rref``. Raises ``AssertionError`` without RPC, ``ValueError`` and ``RuntimeError``
+    for a ``remote_device`` that is none, or of a worker that is not in the group.
     """
 
     on: str | int
@@ -119,7 +119,7 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """Another handle on a module that is there. ``remote_device`` tells its device; calls go to the owner of the reference."""
+        """Another handle on a module. ``remote_device`` tells its device; calls go to the owner of the reference."""
         return _receive(*_parse(remote_device), module_rref)
 
     def _point(self, on: str | int, device: str, mapped: bool, module_rref: RRef[nn.Module]) -> None:

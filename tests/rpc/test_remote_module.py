@@ -38,6 +38,11 @@ def seeded(*args, **kwargs) -> Net:
     return Net(*args, **kwargs)
 
 
+def scripted() -> nn.Module:
+    torch.manual_seed(3)
+    return torch.jit.script(nn.Linear(16, 8))
+
+
 class NoModule:
     pass
 
@@ -60,6 +65,12 @@ class Gated(nn.Module):
         assert open_gate.wait(20)
 
     def forward(self, x):
+        return x + 1
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.05)
         return x + 1
 
 
@@ -140,6 +151,7 @@ def forms(rank):
                 assert torch.equal(got[0], expected[0])
                 assert got[1] == "a"
         assert RemoteModule("worker0", Mode)() is True  # on this worker
+        assert torch.equal(RemoteModule("worker1", scripted)(x), scripted()(x))
     rpc.shutdown()
 
 
@@ -167,7 +179,11 @@ BAD_PLACES = (
     ("worker1/foo", RuntimeError, "Expected one of .+ device type at start of device string"),
     ("worker1/cpu2", RuntimeError, "Invalid device string: 'cpu2'"),
     ("worker1/", RuntimeError, "Device string must not be empty"),
-    ("worker1/cpu/cpu", ValueError, "Could not parse remote_device: worker1/cpu/cpu. The valid format is '<workername>/<device>'"),
+    (
+        "worker1/cpu/cpu",
+        ValueError,
+        "Could not parse remote_device: worker1/cpu/cpu. The valid format is '<workername>/<device>'",
+    ),
     ("/", ValueError, "Could not parse remote_device: /. "),
     ("cpu", ValueError, "Could not parse remote_device: cpu. "),
     ("worker7", RuntimeError, "could not find destination name worker7"),
@@ -266,7 +282,7 @@ def not_supported(rank):
             for name in NOT_SUPPORTED:
                 with pytest.raises(ValueError, match=f"^Method ``{name}`` not supported for RemoteModule$"):
                     getattr(handle, name)()
-            with pytest.raises(ValueError, match="``parameters`` not supported for RemoteModule. Please use ``remote_parameters``"):
+            with pytest.raises(ValueError, match=r"``parameters`` .* Please use ``remote_parameters`` instead\.$"):
                 handle.parameters()
             with pytest.raises(AttributeError, match="no attribute 'linear'"):
                 handle.linear  # noqa: B018
@@ -400,18 +416,25 @@ def lifetime(rank):
         assert held(torch.ones(1)).item() == 2
         del held
         until(0)
-        # Dropped while calls are under way: these find their module.
-        module = RemoteModule("worker1", Gated)
-        futures = [module.forward_async(torch.ones(1)) for _ in range(20)]
-        del module
-        assert all(future.wait().item() == 2 for future in futures)
-        del futures
-        until(0)
     rpc.shutdown()
 
 
-def test_a_module_lives_while_a_handle_or_a_call_does():
+def test_a_module_lives_while_a_handle_does():
     results(run_group(lifetime))
+
+
+def dropped(rank):
+    if rank == 0:
+        module = RemoteModule("worker1", Slow)
+        futures = [module.forward_async(torch.ones(1)) for _ in range(5)]
+        del module
+        until(0)  # that the handle died is told with the first call of these, long before the last forward runs
+        assert all(future.wait().item() == 2 for future in futures)
+    rpc.shutdown()
+
+
+def test_calls_find_their_module_when_its_last_handle_has_died():
+    results(run_group(dropped, num_worker_threads=1))
 
 
 def owner_dies(rank):
