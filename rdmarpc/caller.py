@@ -137,8 +137,8 @@ class Caller:
         else:
             payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:])
             flags |= REFERENCE
-            if hasattr(function, "_names_callee"):
-                label = serialize.label(function, args)
+        if lone is None and hasattr(function, "_names_callee"):
+            label = serialize.label(function, args)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()
