@@ -110,6 +110,7 @@ def _substitute() -> None:
         sys.modules[f"{_TARGET}.{name}"] = module
     torch.distributed.rpc = stand_in  # type: ignore[assignment]
     _substitute_nn()
+    _substitute_autograd()
     # It was imported already, with the names of the original.
     from torch.testing._internal import dist_utils
 
@@ -127,6 +128,15 @@ def _substitute_nn() -> None:
     for module in (handle, api, StandIn(name, rdmarpc.nn, api=api)):
         sys.modules[module.__name__] = module
     torch.distributed.nn = sys.modules[name]
+
+
+def _substitute_autograd() -> None:
+    import torch.distributed.autograd
+
+    import rdmarpc
+
+    name = "torch.distributed.autograd"
+    torch.distributed.autograd = sys.modules[name] = StandIn(name, rdmarpc.autograd)  # type: ignore[assignment]
 
 
 def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
