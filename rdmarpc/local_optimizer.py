@@ -28,7 +28,7 @@ Given = tuple[dict[str, Any], dict[int, dict[str, Any]]]
 """What the class made of its arguments: its defaults, and the hyperparameters of the groups."""
 
 _stepping = threading.Lock()
-"""Whoever steps has the parameters' ``.grad`` to itself. Two optimizers may have the same parameters, so there is one lock a worker."""
+"""Whoever steps has every ``.grad`` to itself: of one worker, as two optimizers may have the same parameters."""
 
 
 class LocalOptimizer:
@@ -87,6 +87,7 @@ class LocalOptimizer:
 def create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -> tuple[RRef[LocalOptimizer], Given]:
     """``options`` of the groups by number; ``None`` for parameters that were given without groups."""
     local = {number: [rref.local_value() for rref in rrefs] for number, rrefs in members.items()}
+    parameters: list[Any]
     if options is None:
         (parameters,) = local.values()
     else:

@@ -1,4 +1,4 @@
-"""``torch.distributed.optim``: one optimizer over parameters that live on many workers (``local_optimizer`` has the owners' part)."""
+"""``torch.distributed.optim``: one optimizer over parameters of many workers (``local_optimizer`` has the owners' part)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class DistributedOptimizer(Optimizer):
     """``optimizer_class`` over parameters that ``params_rref`` refers to: a list of ``RRef``, or of groups
     (``{"params": [RRef, ...], "lr": ...}``), as ``torch.optim`` takes parameters. ``args`` and ``kwargs`` go to the class.
 
-    Each owner gets an optimizer of that class over its own parameters, made there, which lives as long as this one. Returns when
-    all are made; raises what the class raised. ``NotSupported`` for one whose ``step`` needs a closure (LBFGS).
+    Each owner gets an optimizer of that class over its own parameters, made there, which lives as long as this one. Returns
+    when all are made; raises what the class raised. ``NotSupported`` for one whose ``step`` needs a closure (LBFGS).
 
     It is an ``Optimizer``, so learning-rate schedulers take it: what they (or you) set in ``param_groups`` counts from the next
     ``step`` on. ``param_groups[i]["params"]`` are the references.
@@ -49,7 +49,9 @@ class DistributedOptimizer(Optimizer):
     remote_optimizers: list[RRef[local_optimizer.LocalOptimizer]]
     """One an owner."""
 
-    def __init__(self, optimizer_class: Callable[..., Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
         given = list(params_rref)
         grouped = any(isinstance(item, dict) for item in given)
         groups = [_group(item) for item in given] if grouped else [_group({"params": given})] if given else []
@@ -76,8 +78,8 @@ class DistributedOptimizer(Optimizer):
     # -- steps
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
-        """Every owner steps, all at once, with the gradients that its parameters have in this context; those without one are left
-        alone. Steps of one worker go one after the other, whoever asks for them. ``.grad`` is neither read nor changed.
+        """Every owner steps, all at once, with the gradients that its parameters have in this context; those without one are
+        left alone. Steps of one worker go one after the other, whoever asks for them. ``.grad`` is as before afterwards.
 
         Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
         autograd._is_valid_context(context_id)
@@ -89,14 +91,14 @@ class DistributedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise NotSupported(
-            "groups cannot be added to a DistributedOptimizer", hint="make another one for them: they can step in the same context"
+            "groups cannot be added to a DistributedOptimizer", hint="make another one for them, to step in the same context"
         )
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim`` has it, parameters counted over all groups: a local optimizer over the same parameters can load it.
-        Copies, gathered from the owners, from each between two steps."""
+        """As ``torch.optim`` has it, parameters counted over all groups: a local optimizer over the same parameters can load
+        it. Copies, gathered from the owners, from each between two steps."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         changes = self._changes()
@@ -104,7 +106,7 @@ class DistributedOptimizer(Optimizer):
         state: dict[int, Any] = {}
         parts = self._ask(local_optimizer.state_dict, ((changes,) for _ in self._places))
         for place, part in reversed(list(zip(self._places, parts))):
-            number = {}
+            number: dict[int, int] = {}
             for (at, indices), theirs in zip(place.indices.items(), part["param_groups"]):
                 number.update(zip(theirs["params"], indices))
                 groups[at].update(hyperparameters(theirs))

@@ -24,7 +24,6 @@ SUITES: dict[str, str] = {
     "DistAutogradTest": AUTOGRAD,
     "TensorPipeAgentDistAutogradTest": AUTOGRAD,
     "FaultyAgentDistAutogradTest": AUTOGRAD,
-    "DistOptimizerTest": "the distributed optimizer is not built yet",
     "RemoteModuleTest": "RemoteModule is not built yet",
     "ThreeWorkersRemoteModuleTest": "RemoteModule is not built yet",
     "FaultyAgentRpcTest": FAULTS,

@@ -47,7 +47,7 @@ class Pair:
     """The same parameters on their owners and here, and two optimizers of one class over them. ``groups``: lists of numbers of
     parameters, with their options."""
 
-    def __init__(self, kind: Any, count: int = 3, rows: int = 4, groups: list[tuple[list[int], dict]] = [], **options: Any) -> None:  # noqa: B006
+    def __init__(self, kind: Any, count: int = 3, rows: int = 4, groups: Any = (), **options: Any) -> None:
         self.here = [parameter(number, rows) for number in range(count)]
         owners = itertools.cycle(OWNERS)
         self.there = [rpc.remote(next(owners), parameter, args=(number, rows)) for number in range(count)]
@@ -57,7 +57,7 @@ class Pair:
         self._steps = 0
 
     @staticmethod
-    def _grouped(parameters: list[Any], groups: list[tuple[list[int], dict]]) -> list[Any]:
+    def _grouped(parameters: list[Any], groups: Any) -> list[Any]:
         return [{"params": [parameters[i] for i in members], **options} for members, options in groups] or parameters
 
     def step(self, *without: int) -> None:
@@ -299,7 +299,8 @@ def saving(rank: int) -> None:
         }
         first.distributed.load_state_dict(renamed)
         first.local.load_state_dict(renamed)
-        assert first.distributed.param_groups[2]["eps"] == 1e-3 and first.distributed.param_groups[2]["params"] == first.there[3:]
+        last = first.distributed.param_groups[2]
+        assert last["eps"] == 1e-3 and last["params"] == first.there[3:]
         first.step()
         first.step(0)
         first.check()
@@ -450,7 +451,7 @@ def failing(rank: int) -> None:
         rrefs = [rpc.remote(f"worker{1 + at}", zeros) for at in range(2)]
         with pytest.raises(ArithmeticError, match=r"worker2(?s:.*)cannot start"):
             DistributedOptimizer(BadStart, rrefs, lr=1.0)
-        with pytest.raises(rpc.NotSupported, match="LBFGS.step needs a closure"):
+        with pytest.raises(rpc.NotSupported, match=r"LBFGS\.step needs a closure"):
             DistributedOptimizer(optim.LBFGS, rrefs)
         for wrong in ([zeros()], [{"params": rrefs}, rrefs[0]], [{"params": [zeros()]}]):
             with pytest.raises(TypeError, match="RRefs"):
