@@ -27,6 +27,7 @@ Members = dict[int, list[RRef[torch.Tensor]]]
 Given = tuple[dict[str, Any], dict[int, dict[str, Any]]]
 """What the class made of its arguments: its defaults, and the hyperparameters of the groups."""
 
+_ABSENT = object()
 _stepping = threading.Lock()
 """Whoever steps has every ``.grad`` to itself: of one worker, as two optimizers may have the same parameters."""
 
@@ -36,9 +37,9 @@ class LocalOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
         self.optimizer, self._numbers = optimizer, numbers
-        self._own: dict[int, dict[str, Any]] = {}
-        """By group: what ``_changes`` stands in front of."""
         self._changes = b""
+        self._own: list[tuple[dict[str, Any], str, Any]] = []
+        """What the changes stand in front of: group, key, value (``_ABSENT``: there was none)."""
 
     def groups(self) -> dict[int, dict[str, Any]]:
         return dict(zip(self._numbers, self.optimizer.param_groups))
@@ -67,16 +68,19 @@ class LocalOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with _stepping:
             self.optimizer.load_state_dict(state)
-            self._own, self._changes = {}, b""
+            self._changes, self._own = b"", []
 
     def _apply(self, changes: bytes) -> None:
         if changes == self._changes:
             return
+        for group, key, value in self._own:
+            group[key] = value
+            if value is _ABSENT:
+                del group[key]
         wanted = pickle.loads(changes) if changes else {}
-        for number, group in self.groups().items():
-            group.update(self._own.pop(number, {}))
-            new = wanted.get(number, {})
-            self._own[number] = {key: group[key] for key in new if key in group}
+        changed = [(group, wanted[number]) for number, group in self.groups().items() if number in wanted]
+        self._own = [(group, key, group.get(key, _ABSENT)) for group, new in changed for key in new]
+        for group, new in changed:
             group.update(new)
         self._changes = changes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 import time
 from typing import Any
@@ -17,6 +18,8 @@ from torch.optim.swa_utils import SWALR
 
 import rdmarpc as rpc
 from rdmarpc import autograd
+from rdmarpc.graph.remote_update import hyperparameters
+from rdmarpc.local_optimizer import LocalOptimizer
 from rdmarpc.optim import DistributedOptimizer
 
 OWNERS = ("worker1", "worker2", "worker0")
@@ -134,7 +137,7 @@ def every_optimizer(rank: int) -> int:
 
 
 def test_every_optimizer_of_torch_equals_the_local_one():
-    assert {"Adam", "SGD", "SparseAdam", "LBFGS"} <= set(EVERY)
+    assert {"Adam", "SGD", "SparseAdam", "LBFGS"} <= set(EVERY) and rpc.optim.DistributedOptimizer is DistributedOptimizer
     assert results(run_group(every_optimizer, 3))[0] >= len(EVERY) - 1
 
 
@@ -233,6 +236,21 @@ def every_scheduler(rank: int) -> None:
 def test_every_scheduler_of_torch_with_groups():
     assert set(lr_scheduler.__all__) - {"LRScheduler"} <= set(SCHEDULERS)
     results(run_group(every_scheduler, 3))
+
+
+def test_changes_need_nothing_of_those_before_them():
+    """In any order, and repeated, they leave what their holder set, in front of what the optimizer has."""
+    changes = [{}, {0: {"lr": 0.5, "initial_lr": 1.0}}, {2: {"lr": 0.2, "dampening": 0.1}, 1: {"lr": 9.0}}, {0: {"lr": 0.25}}]
+    for order in itertools.permutations(range(4)):
+        groups = [{"params": [parameter(0)], "lr": 0.1}, {"params": [parameter(1)], "momentum": 0.5}]
+        mine = LocalOptimizer(optim.SGD(groups, lr=0.3), [0, 2])
+        own = {number: hyperparameters(group) for number, group in mine.groups().items()}
+        for at in (*order, *order):
+            mine.state_dict(pickle.dumps(changes[at]) if changes[at] else b"")
+            for number, group in mine.groups().items():
+                assert hyperparameters(group) == own[number] | changes[at].get(number, {}), (order, at)
+            mine.groups()[2]["momentum"] += 1.0  # its own
+            own[2]["momentum"] += 1.0
 
 
 class Counting(optim.SGD):
