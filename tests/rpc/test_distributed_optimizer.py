@@ -564,5 +564,6 @@ def steady(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_a_step_is_one_small_message_an_owner():
-    results(run_group(steady, 3))
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_step_is_one_small_message_an_owner(device):
+    results(run_group(steady, 3, device=device))
