@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import api, constants, functions, internal, optim, profiling, timeline, transport
+from . import api, constants, functions, internal, nn, optim, profiling, timeline, transport
 from .api import (
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
@@ -64,6 +64,7 @@ __all__ = [
     "init_rpc",
     "internal",
     "is_available",
+    "nn",
     "optim",
     "profiling",
     "remote",

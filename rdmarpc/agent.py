@@ -67,7 +67,7 @@ class Agent:
             names=self.group.name_of,
             new_id=self.new_id,
             transmit=self._carrier.transmit,
-            run=lambda job: self.progress.submit(job),
+            run=lambda job: self.progress.owe(job),
             under_way=lambda rref: self.caller.creates(rref),
         )
         self.garbage = self.rrefs.garbage
@@ -301,15 +301,20 @@ class Agent:
         self.rrefs.closed = True
         self.device.on_lost = lambda channel: None
         self.caller.stop()
-        for link in list(self.links.rows.values()):
-            self.caller.lost(link, error)
+        self._fail_calls(error)
         self.progress.stop()
         self.device.close()
+        self._fail_calls(error)  # those begun meanwhile; from here on sending fails
         self.rrefs.close(error)
+        self.progress.end()
         self.links.rows.clear()
         self._links.clear()
         if self.timeline is not None:
             self.timeline.close()
+
+    def _fail_calls(self, error: RdmaError) -> None:
+        for link in list(self.links.rows.values()):
+            self.caller.lost(link, error)
 
 
 def _seconds(timeout: float) -> float:

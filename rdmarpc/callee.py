@@ -134,6 +134,8 @@ class Callee:
         self, link: Link, frame: Frame, rref: int | None, references: list[Fork], error: Exception | None = None
     ) -> None:
         """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
+        if self.rrefs.closed:
+            return  # nobody hears of it
         if error is None:
             self._serve(link, frame, references)
         else:

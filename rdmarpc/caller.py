@@ -137,8 +137,8 @@ class Caller:
         else:
             payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:])
             flags |= REFERENCE
-            if hasattr(function, "_names_callee"):
-                label = serialize.label(function, args)
+        if lone is None and hasattr(function, "_names_callee"):
+            label = serialize.label(function, args)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()
@@ -264,7 +264,7 @@ class Caller:
             pending.done = True
             self.progress.completed()
             return
-        self.progress.submit(partial(self._finish_elsewhere, pending))
+        self.progress.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
         """Of the answers that nobody had come for, those at the front that somebody came for since."""

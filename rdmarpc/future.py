@@ -116,7 +116,9 @@ class Future(torch.futures.Future[Any]):
             pending = self._pending
             if pending is not None:
                 pending.waited = True
-                self._caller.progress.wait_for(pending)
+                if not pending.answers:
+                    # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
+                    self._caller.progress.wait_for(pending)
                 self._caller.finish(pending)
         return torch._C.Future.wait(self)
 

@@ -33,6 +33,7 @@ _IDLE_TICKS = 50
 _LINGER_S = 50e-6  # how long a lingering caller need not show that it is still there: less than a tick
 _SECOND_NS = 1_000_000_000
 _PATIENCE_NS = 100_000  # how long an answer waits for the thread that wants it
+_END_S = 1.0
 _LINE = 8  # int64 words a cache line
 
 Job = Callable[[], None]
@@ -50,6 +51,9 @@ class Progress:
     def __init__(self, poller: Poller, read: Callable[[int, int], None], threads: int, name: str) -> None:
         self._poller, self._read, self._limit, self._name = poller, read, threads, name
         self.jobs: deque[Job] = deque()
+        self._owed: deque[Job] = deque()
+        """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
+        self._ended = False
         self.outstanding: dict[int, object] = {}
         """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
         self.unfinished: deque[Any] = deque()
@@ -175,6 +179,21 @@ class Progress:
         """Have the pool run ``job`` soon."""
         self.jobs.append(job)
         self._call_out()
+
+    def owe(self, job: Job) -> None:
+        """``submit`` a job that somebody may wait for: it runs even if the pool ends before. After ``end``: here and now."""
+        self._owed.append(job)
+        if not self._ended:
+            self.submit(self._run_owed)
+        if self._ended:  # maybe only since
+            self._run_owed()
+
+    def _run_owed(self) -> None:
+        try:
+            job = self._owed.popleft()
+        except IndexError:  # another thread was faster
+            return
+        job()
 
     @property
     def busy(self) -> bool:
@@ -309,3 +328,25 @@ class Progress:
                 words.event(self._events)
                 words.event(self._asleep)
                 thread.join(0.01)
+
+    def end(self) -> None:
+        """After ``stop``, and when nothing can be sent or come any more: what the pool did not come to is dropped (requests) or
+        run now (what is owed). For a second at most: users' callbacks may block."""
+        self._ended = True
+        self.jobs.clear()
+        if not (self._owed or self.unfinished):
+            return
+        thread = threading.Thread(target=self._run_rest, name=f"{self._name}-end", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
+            return
+        thread.join(_END_S)
+
+    def _run_rest(self) -> None:
+        while self._owed:
+            try:
+                self._run_owed()
+            except BaseException:
+                traceback.print_exc()  # as in ``_run_one``
+        self.finish()

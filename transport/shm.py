@@ -138,6 +138,7 @@ class ShmDevice(Device):
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        channel = None
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             auth.authenticate(sock, self.secret, initiator=False)
@@ -148,8 +149,12 @@ class ShmDevice(Device):
                 self._send_setup(sock, fd, self._on_connect(channel))
             self._adopt(channel)
             self._welcomed(channel)
-        except (RdmaError, OSError):
+        except (RdmaError, OSError) as error:
             sock.close()
+            if channel is not None:  # which on_connect may have published
+                channel.lose(PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="shm"))
+                if channel.broke:
+                    self._tell_lost(channel)
 
     def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
@@ -172,6 +177,8 @@ class ShmDevice(Device):
         """Tell the peer of all our memory, then watch the connection."""
         channel.sock.settimeout(None)
         with self._lock:
+            if self.closed:  # ``close`` did not see this one
+                raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="shm", status="CLOSED")
             self._channels.add(channel)
             segments = {segment.number: segment for segment in self.arena.segments}
             regions = dict(self._regions)
@@ -180,8 +187,8 @@ class ShmDevice(Device):
                     channel.send(SEGMENT, number, key, 0, nbytes, segments[number].fd)
                 else:
                     channel.send(REGION, number, key, address, nbytes)
-        self._selector.register(channel.sock, selectors.EVENT_READ, channel)
-        self._wake.send(b"\0")
+            self._selector.register(channel.sock, selectors.EVENT_READ, channel)
+            self._wake.send(b"\0")
 
     # -- announcements
 

@@ -182,7 +182,7 @@ class TcpDevice(Device):
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        adopted = False
+        channel, adopted = None, False
         try:
             with self._patience(sock, time.monotonic() + _HANDSHAKE_TIMEOUT):
                 auth.authenticate(sock, self.secret, initiator=False)
@@ -197,6 +197,9 @@ class TcpDevice(Device):
         finally:
             if not adopted:
                 sock.close()
+            broken = PeerLost("the connection broke as it was made", device="tcp")
+            if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
+                self._tell_lost(channel)
 
     @contextlib.contextmanager
     def _patience(self, sock: socket.socket, deadline: float):  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ BACKENDS = "chooses between backends by the type of the options; there is one he
 EARLY = (
     "wait_all leaves early only for an error set in C++, which Python cannot set on a future that is out: ours waits for all"
 )
+SCRIPTED = "also asks for a remote module that can be scripted (_module_interface_cls), which is not built"
 SCHEMA = (
     "asserts the text of TorchScript's dispatch; torch's operators are called from Python here, and their TypeError arrives"
 )
@@ -24,8 +25,6 @@ SUITES: dict[str, str] = {
     "DistAutogradTest": AUTOGRAD,
     "TensorPipeAgentDistAutogradTest": AUTOGRAD,
     "FaultyAgentDistAutogradTest": AUTOGRAD,
-    "RemoteModuleTest": "RemoteModule is not built yet",
-    "ThreeWorkersRemoteModuleTest": "RemoteModule is not built yet",
     "FaultyAgentRpcTest": FAULTS,
 }
 """Whole classes, but for ``STILL_RUN``."""
@@ -61,6 +60,12 @@ TESTS: dict[str, str] = {
     "test_wait_all_exit_early_builtin": EARLY,
     "test_wait_all_exit_early_script_function": EARLY,
     "test_op_with_invalid_args": SCHEMA,
+    "test_forward_async": SCRIPTED,
+    "test_forward_sync": SCRIPTED,
+    "test_forward_async_script": SCRIPTED,
+    "test_forward_sync_script": SCRIPTED,
+    "test_remote_module_py_pickle_not_supported_script": SCRIPTED,
+    "test_send_remote_module_over_the_wire_script_not_supported": SCRIPTED,
 }
 
 _LEGACY = (

@@ -1,10 +1,10 @@
 """Runs PyTorch's tests in groups of real processes, forked from one that has imported everything.
 
-``python suite_server.py`` reads one JSON line per test from its input (``suite``, ``test``, ``size``, ``limit`` in seconds)
-and answers each with a line: ``codes`` (the exit code of every rank, ``null`` for one that had to be killed) and ``texts``
-(what each wrote, with its traceback). The server has no threads, so a fork of it is a fresh process. A rank joins its threads
-and runs what was left for the exit, but does not take down the interpreter's modules: that takes a second for all that torch
-has loaded.
+``python suite_server.py`` reads one JSON line per test from its input (``suite``, ``test``, ``limit`` in seconds) and answers
+each with a line: ``codes`` (the exit code of every rank, of as many as the suite wants; ``null`` for one that had to be killed)
+and ``texts`` (what each wrote, with its traceback). The server has no threads, so a fork of it is a fresh process. A rank joins
+its threads and runs what was left for the exit, but does not take down the interpreter's modules: that takes a second for all
+that torch has loaded.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def main() -> int:
     print(json.dumps(sorted(cases)), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        answer = _run_group(cases[order["suite"]], order["test"], order["size"], order["limit"])
+        case, test = cases[order["suite"]], order["test"]
+        answer = _run_group(case, test, case(test).world_size, order["limit"])
         print(json.dumps(answer), file=answers, flush=True)
     return 0
 

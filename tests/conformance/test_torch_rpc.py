@@ -18,7 +18,6 @@ from suite_server import SKIPPED
 from torch_suites import listed
 
 _START_S, _LIMIT_S, _MARGIN_S = 60.0, 40.0, 10.0
-_SIZE = 4
 
 
 class Server:
@@ -45,7 +44,7 @@ class Server:
     def run(self, suite: str, test: str) -> tuple[list[int | None], list[str]]:
         """Exit codes and texts of the ranks."""
         assert self._process.stdin is not None
-        order = {"suite": suite, "test": test, "size": _SIZE, "limit": _LIMIT_S}
+        order = {"suite": suite, "test": test, "limit": _LIMIT_S}
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
@@ -89,9 +88,9 @@ def _parameters() -> list:
 @pytest.mark.parametrize(("suite", "test"), _parameters())
 def test_torch(server: Server, suite: str, test: str) -> None:
     codes, texts = server.run(suite, test)
-    if codes == [SKIPPED] * _SIZE:
+    if set(codes) == {SKIPPED}:
         pytest.skip(texts[0].strip())
     told = "\n".join(
         f"--- rank {rank}: exit {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, texts)) if code != 0
     )
-    assert codes == [0] * _SIZE, told
+    assert set(codes) == {0}, told

@@ -27,6 +27,8 @@ MODULES = {
     "remote_module": f"{_ROOT}.nn.api.remote_module_test",
 }
 _TARGET = "torch.distributed.rpc"
+_PICKLED = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
+"""What torch's handle of a remote module takes along and ours has as well (``generated_methods`` is the class's here)."""
 
 
 @cache
@@ -107,6 +109,7 @@ def _substitute() -> None:
     for name, module in below.items():
         sys.modules[f"{_TARGET}.{name}"] = module
     torch.distributed.rpc = stand_in  # type: ignore[assignment]
+    _substitute_nn()
     _substitute_optim()
     # It was imported already, with the names of the original.
     from torch.testing._internal import dist_utils
@@ -121,6 +124,19 @@ def _substitute_optim() -> None:
 
     name = "torch.distributed.optim"
     torch.distributed.optim = sys.modules[name] = StandIn(name, rdmarpc.optim)  # type: ignore[assignment]
+
+
+def _substitute_nn() -> None:
+    import torch.distributed.nn
+
+    import rdmarpc
+
+    name = "torch.distributed.nn"
+    handle = StandIn(f"{name}.api.remote_module", rdmarpc.nn, _REMOTE_MODULE_PICKLED_ATTRIBUTES=_PICKLED)
+    api = StandIn(f"{name}.api", rdmarpc.nn, remote_module=handle)
+    for module in (handle, api, StandIn(name, rdmarpc.nn, api=api)):
+        sys.modules[module.__name__] = module
+    torch.distributed.nn = sys.modules[name]
 
 
 def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:

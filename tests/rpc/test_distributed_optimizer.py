@@ -566,4 +566,4 @@ def steady(rank: int) -> None:
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_a_step_is_one_small_message_an_owner(device):
-    results(run_group(steady, 3, device=device))
+    results(run_group(steady, 3, transport=device))

@@ -152,17 +152,16 @@ def test_waiting_for_all():
 
 def cut_short(rank):
     """Calls that nobody waits for when RPC is stopped under them."""
-    told = []
     if rank == 0:
-        futures = [rpc.rpc_async("worker1", slow, (5.0,)) for _ in range(3)]
-        futures[0].add_done_callback(lambda done: told.append(done.done()))
-        time.sleep(0.1)
-        start = time.monotonic()
+        told = threading.Event()
+        futures = [rpc.rpc_async("worker1", slow, (30.0,)) for _ in range(3)]
+        futures[0].add_done_callback(lambda done: told.set())
+        every = torch.futures.collect_all(futures)
         rpc.shutdown(graceful=False)
-        for future in futures:
+        assert told.wait(10)
+        for future in (*futures, every):
             with pytest.raises(rpc.PeerLost):
                 future.wait()
-        assert time.monotonic() - start < 4 and told == [True]
     else:
         time.sleep(0.5)
         rpc.shutdown(graceful=False)
@@ -186,3 +185,92 @@ def outlives(rank):
 
 def test_a_result_lives_as_long_as_it_is_wanted():
     results(run_group(outlives))
+
+
+def cut_short_at_work(rank):
+    if rank == 0:
+        kept = threading.Event()
+        futures = [rpc.rpc_async("worker1", slow, (30.0,)) for _ in range(3)]
+        every = torch.futures.collect_all(futures)
+        futures[0].add_done_callback(lambda _: kept.wait(30))  # this must not keep the shutdown, nor the others
+        rpc.rpc_sync("worker1", keep_busy, ("worker0",))
+        rpc.shutdown(graceful=False)
+        for future in futures:
+            with pytest.raises(rpc.PeerLost):
+                future.wait()
+        assert all(future.done() for future in (*futures, every))
+        kept.set()
+    else:
+        time.sleep(3.0)
+        rpc.shutdown(graceful=False)
+
+
+_busy: list[rpc.Future] = []
+
+
+def keep_busy(there):
+    """Returns when every thread of ``there`` is at work for us."""
+    _busy.append(rpc.rpc_async(there, slow, (30.0,)))
+    time.sleep(0.5)
+
+
+def test_futures_end_with_the_agent_when_its_threads_are_all_at_work():
+    results(run_group(cut_short_at_work, each={0: {"num_worker_threads": 1}}))
+
+
+def calls_to_the_end(rank):
+    """Threads that go on calling while RPC stops under them: each call ends."""
+    futures: list[rpc.Future] = []
+    there, ended = f"worker{1 - rank}", []
+
+    def go_on():
+        try:
+            while True:
+                future = rpc.rpc_async(there, add, (torch.ones(2), 1), timeout=0)
+                futures.append(future)
+                rpc.rpc_sync(there, add, (1, 1), timeout=0)
+        except Exception as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    rpc.shutdown(graceful=False)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads), "a call does not end"
+    assert all(isinstance(error, RuntimeError) for error in ended), ended
+    for future in futures:
+        until(future.done)
+
+
+def until(true, timeout=20.0):
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_calls_that_race_with_the_end_of_the_agent_end(device):
+    for _ in range(5):
+        results(run_group(calls_to_the_end, transport=device))
+
+
+def waits_for_one_with_callbacks(there):
+    """Its answer comes while this thread, the only one, is busy here."""
+    future = rpc.rpc_async(there, add, (1, 2))
+    future.add_done_callback(lambda _: None)
+    time.sleep(0.3)
+    return future.wait()
+
+
+def one_thread(rank):
+    if rank == 0:
+        assert rpc.rpc_sync("worker1", waits_for_one_with_callbacks, ("worker0",)) == 3
+    rpc.shutdown()
+
+
+def test_a_function_waits_for_a_future_that_no_other_thread_could_complete():
+    results(run_group(one_thread, num_worker_threads=1))

@@ -132,6 +132,51 @@ def test_an_on_connect_that_refuses(kind: str, open_device: Open) -> None:
             a.connect(b.address, timeout=2.0)
 
 
+@pytest.mark.parametrize("whose", ["the one that connects", "the other"])
+def test_a_device_that_is_closed_while_a_connection_is_made(kind: str, open_device: Open, whose: str) -> None:
+    made: list[Channel] = []
+
+    def answer(channel: Channel) -> bytes:
+        made.append(channel)
+        (a if whose == "the one that connects" else b).close()
+        return b""
+
+    b = open_device(kind, on_connect=answer)
+    a = open_device(kind)
+    with pytest.raises((PeerLost, TransferTimeout)):
+        a.connect(b.address, timeout=2.0).expect(1).wait(T)
+    assert a.counters()["channels"] == 0
+    comes(lambda: made[0].error is not None)
+
+
+def test_a_peer_that_gives_up_while_it_is_welcomed(kind: str, open_device: Open) -> None:
+    """What ``on_connect`` has published ends, and is told to be lost."""
+    made: list[Channel] = []
+    lost: list[Channel] = []
+    given_up = threading.Event()
+
+    def answer(channel: Channel) -> bytes:
+        made.append(channel)
+        assert given_up.wait(T)
+        return b""
+
+    b = open_device(kind, on_connect=answer)
+    b.on_lost = lost.append
+    a = open_device(kind)
+    with pytest.raises(TransferTimeout):
+        a.connect(b.address, timeout=0.3)
+    given_up.set()
+    comes(lambda: lost == made)
+    assert isinstance(made[0].error, PeerLost)
+
+
+def comes(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + T
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 def test_many_peers_connect_at_once(kind: str, open_device: Open) -> None:
     hub = open_device(kind)
     others = [open_device(kind) for _ in range(12)]
