@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from group import die, results, run_group
-from torch import optim
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -20,6 +20,7 @@ import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.graph.remote_update import hyperparameters
 from rdmarpc.local_optimizer import LocalOptimizer
+from rdmarpc.nn import RemoteModule
 from rdmarpc.optim import DistributedOptimizer
 
 OWNERS = ("worker1", "worker2", "worker0")
@@ -139,6 +140,38 @@ def every_optimizer(rank: int) -> int:
 def test_every_optimizer_of_torch_equals_the_local_one():
     assert {"Adam", "SGD", "SparseAdam", "LBFGS"} <= set(EVERY) and rpc.optim.DistributedOptimizer is DistributedOptimizer
     assert results(run_group(every_optimizer, 3))[0] >= len(EVERY) - 1
+
+
+class Seeded(nn.Linear):
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(4, 4)
+
+
+def modules(rank: int) -> None:
+    """The parameters of remote modules."""
+    if rank == 0:
+        here = nn.Sequential(Seeded(1), nn.Tanh(), Seeded(2))
+        there = [RemoteModule(f"worker{1 + at}", Seeded, (1 + at,)) for at in range(2)]
+        local = optim.Adam([{"params": here[0].parameters(), "lr": 0.1}, {"params": here[2].parameters()}], lr=0.01)
+        groups = [{"params": there[0].remote_parameters(), "lr": 0.1}, {"params": there[1].remote_parameters()}]
+        distributed = DistributedOptimizer(optim.Adam, groups, lr=0.01)
+        for step in range(5):
+            with autograd.context() as context_id:
+                loss = F.mse_loss(there[1](torch.tanh(there[0](inputs(step)))), inputs(step + 1))
+                autograd.backward(context_id, [loss])
+                distributed.step(context_id)
+            local.zero_grad()
+            twin = F.mse_loss(here(inputs(step)), inputs(step + 1))
+            twin.backward()
+            local.step()
+            assert torch.equal(loss, twin), step
+        assert same(distributed.state_dict(), local.state_dict())
+    rpc.shutdown()
+
+
+def test_parameters_of_remote_modules():
+    results(run_group(modules, 3))
 
 
 # -- parameters without gradients, and .grad
