@@ -82,7 +82,7 @@ class DistributedOptimizer(Optimizer):
         left alone. Steps of one worker go one after the other, whoever asks for them. ``.grad`` is as before afterwards.
 
         Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
-        autograd._is_valid_context(context_id)
+        autograd._retrieve_context(context_id)
         changes = self._changes()
         self._ask(local_optimizer.step, ((context_id, changes) for _ in self._places))
 
