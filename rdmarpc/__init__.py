@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import api, autograd, constants, functions, internal, nn, profiling, timeline, transport
+from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
 from .api import (
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
@@ -66,6 +66,7 @@ __all__ = [
     "internal",
     "is_available",
     "nn",
+    "optim",
     "profiling",
     "remote",
     "rpc_async",

@@ -22,7 +22,6 @@ SUITES: dict[str, str] = {
     "TensorPipeCudaDistAutogradTest": GPU,
     "TensorPipeAgentCudaRpcTest": GPU,
     "FaultyAgentDistAutogradTest": FAULTS,
-    "DistOptimizerTest": "the distributed optimizer is not built yet",
     "FaultyAgentRpcTest": FAULTS,
 }
 """Whole classes, but for ``STILL_RUN``."""

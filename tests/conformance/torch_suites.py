@@ -111,10 +111,20 @@ def _substitute() -> None:
     torch.distributed.rpc = stand_in  # type: ignore[assignment]
     _substitute_nn()
     _substitute_autograd()
+    _substitute_optim()
     # It was imported already, with the names of the original.
     from torch.testing._internal import dist_utils
 
     importlib.reload(dist_utils)
+
+
+def _substitute_optim() -> None:
+    import torch.distributed.optim  # the original's own parts come first
+
+    import rdmarpc
+
+    name = "torch.distributed.optim"
+    torch.distributed.optim = sys.modules[name] = StandIn(name, rdmarpc.optim)  # type: ignore[assignment]
 
 
 def _substitute_nn() -> None:
