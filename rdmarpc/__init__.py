@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import api, constants, functions, internal, nn, profiling, timeline, transport
+from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
 from .api import (
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
@@ -54,6 +54,7 @@ __all__ = [
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "api",
+    "autograd",
     "constants",
     "counters",
     "debug_info",
@@ -65,6 +66,7 @@ __all__ = [
     "internal",
     "is_available",
     "nn",
+    "optim",
     "profiling",
     "remote",
     "rpc_async",

@@ -17,14 +17,17 @@ from . import profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .future import Future, Pending
+from .grad_context import Contexts
+from .grad_context import current as _current_context
 from .group import Group
-from .link import CONTROL, CREDIT, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
+from .link import CONTROL, CREDIT, ENDED, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
 from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_mail import Carrier
 from .rref_store import LOCAL_BITS
+from .tensors import NOTHING
 from .termination import Termination
 from .transport import Channel, PeerLost, Poller, RdmaError, TransferTimeout, open_device
 
@@ -76,8 +79,9 @@ class Agent:
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
         self._links, self._rows = self.links.by_worker, self.links.rows
+        self.contexts = Contexts(self.me.id, self._tell_end)
         self.caller = Caller(self.device, self.progress, self.rrefs)
-        self.callee = Callee(self.device, self.caller, self.me, self.rrefs)
+        self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.on_tick = self._look_after
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
@@ -116,7 +120,8 @@ class Agent:
 
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
-        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``."""
+        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``,
+        ``autograd_contexts``, ``autograd_surveys`` (backward passes that had to find out which calls take part)."""
         sent, requests, _, reads = self.links.counts
         return {
             **self.device.counters(),
@@ -125,6 +130,8 @@ class Agent:
             "rpc_reads": reads,
             "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
+            "autograd_contexts": len(self.contexts.live),
+            "autograd_surveys": self.contexts.surveys,
         }
 
     def new_id(self) -> int:
@@ -159,7 +166,14 @@ class Agent:
                 link = self.links.to(to.number)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
-        pending = self.caller.request(link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork)
+        context = None
+        if self.contexts.live and (not flags & CONTROL or hasattr(function, "_carries_context")):
+            context = _current_context.context
+            if context is not None and context.ended:
+                context = None
+        pending = self.caller.request(
+            link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork, context
+        )
         if event is not None:
             profiling.follow(event, pending)
         return pending
@@ -220,6 +234,8 @@ class Agent:
                     self.callee.forgo(link, frame)
                 elif kind == REFERENCES:
                     self.rrefs.receive(link.worker, frame.body)
+                elif kind == ENDED:
+                    self.progress.jobs.append(partial(self.contexts.end, frame.call, link.worker))
             except struct.error as reason:
                 text = f"what came is no message (frame of kind {kind}: {reason})"
                 self.links.refuse(link, RdmaError(text, peer=link.name))
@@ -234,10 +250,23 @@ class Agent:
         """A worker is lost, or has left: see ``Links``."""
         touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
         self.rrefs.lost(link.worker, error)
+        info = self.group.workers.ever(link.worker)
+        if info is not None and link.worker != self.number:
+            self.contexts.lost(info.id)
         self.termination.fail(error)
         for callback in self._lost_callbacks:
             callback(link.name, error)
         return touched
+
+    def _tell_end(self, worker: int, context: int) -> None:
+        """An autograd context is over: a worker that heard of it from us is told."""
+        link = self._links.get(worker)
+        if link is None:
+            return  # lost, and its part with it
+        try:
+            self.caller.send(link, ENDED, context, CONTROL, NOTHING, b"", b"", None)
+        except RdmaError:
+            pass
 
     def _look_after(self) -> None:
         """Every second or so: what dead references and dead peers left, and what was released."""
@@ -299,6 +328,7 @@ class Agent:
         error = PeerLost("RPC was shut down here", peer=self.name)
         self._carrier.stop()
         self.rrefs.closed = True
+        self.contexts.clear()
         self.device.on_lost = lambda channel: None
         self.caller.stop()
         self._fail_calls(error)

@@ -14,7 +14,24 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from . import profiling, remote_error, serialize
-from .caller import BULK, FLAT, HEAD, LONE, READS, REFERENCE, REMOTE, REQUEST_HEAD, RESPONSE_HEAD, Caller, Kept, fetch_bulk
+from .caller import (
+    BULK,
+    FLAT,
+    HEAD,
+    LONE,
+    NO_CONTEXT,
+    READS,
+    REFERENCE,
+    REMOTE,
+    REQUEST_HEAD,
+    RESPONSE_HEAD,
+    Caller,
+    Kept,
+    fetch_bulk,
+)
+from .functions import MAY_DEFER
+from .grad_context import Context, Contexts, current
+from .grad_record import attach, unbound
 from .handover import Handovers, sole
 from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
 from .options import WorkerInfo
@@ -42,8 +59,8 @@ _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.
 class Callee:
     """Thread-safe. Grants at most a quarter of the arena's limit ahead of calls."""
 
-    def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefContext) -> None:
-        self.device, self.caller, self.me, self.rrefs = device, caller, me, rrefs
+    def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefContext, contexts: Contexts) -> None:
+        self.device, self.caller, self.me, self.rrefs, self.contexts = device, caller, me, rrefs, contexts
         self._functions: dict[bytes, Any] = {}
         self._landings: dict[tuple[Link, int], Landing] = {}
         self._granted = 0
@@ -107,20 +124,23 @@ class Callee:
                     held = frame._replace(flags=frame.flags & ~BULK)
                     if self.rrefs.hold(references, partial(self._resume, link, held, rref, references)):
                         return
-            function, args, kwargs, sizes, places = self._decode(link, frame, references)
+            function, args, kwargs, sizes, places, context = self._decode(link, frame, references)
             if references:
                 references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
             if torch_profiler._is_profiler_enabled and not control:
                 function = profiling.serving(function, args, link.name, self.me.name)
-            if inner is None:
+            if context is None:
                 answer = [function(*args, **kwargs)]
             else:
-                future = function(*args, **kwargs)
-                if not isinstance(future, torch._C.Future):
-                    raise RuntimeError(f"{_ASYNC_HINT} but got {type(future)}")
-                future.add_done_callback(partial(self._reply_later, link, call, control, sizes, places, rref))
-                return
+                answer = [_within(context, function, args, kwargs)]
+            if inner is not None:
+                if isinstance(answer[0], torch._C.Future):
+                    later = partial(self._reply_later, link, call, control, sizes, places, rref, context)
+                    answer.pop().add_done_callback(later)
+                    return
+                if inner is not MAY_DEFER:
+                    raise RuntimeError(f"{_ASYNC_HINT} but got {type(answer[0])}")
             del args, kwargs
         except BaseException as error:
             args, kwargs = (), {}  # noqa: F841 -- the error holds this frame
@@ -128,7 +148,7 @@ class Callee:
                 references.clear()
             self._fail(link, call, control, error, rref)
             return
-        self._reply(link, call, control, answer, sizes, places, rref)
+        self._reply(link, call, control, answer, sizes, places, rref, context)
 
     def _resume(
         self, link: Link, frame: Frame, rref: int | None, references: list[Fork], error: Exception | None = None
@@ -143,21 +163,24 @@ class Callee:
 
     def _introduce(self, link: Link, frame: Frame) -> None:
         """A call that creates a value arrived: from now on its creator's reference is known."""
-        _, rref, fork, _ = REQUEST_HEAD.unpack_from(frame.body, frame.function)
+        _, rref, fork, *_ = REQUEST_HEAD.unpack_from(frame.body, frame.function)
         self.rrefs.introduce(rref, fork, link.worker)
 
     def _decode(
         self, link: Link, frame: Frame, references: list[Fork] | None
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None]:
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None, Context | None]:
         body, start = frame.body, frame.function
         if frame.flags & (LONE | HEAD) == LONE:
             table_at = start + frame.payload
             data_at = table_at + frame.table
-            return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), None
-        grant = places_bytes = 0
+            return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), None, None
+        grant = places_bytes = message = 0
+        context = None
         at = start
         if frame.flags & HEAD:
-            grant, _, _, places_bytes = REQUEST_HEAD.unpack_from(body, start)
+            grant, _, _, places_bytes, number, message = REQUEST_HEAD.unpack_from(body, start)
+            if number != NO_CONTEXT:
+                context = self.contexts.join(number)
             at += REQUEST_HEAD.size
         places = load_places(body[at : at + places_bytes], link.places) if places_bytes else None
         table_at = start + frame.payload
@@ -165,6 +188,8 @@ class Callee:
         payload = body[at + places_bytes : table_at]
         sizes: tuple[int, ...] = ()
         tensors: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        kwargs: dict[str, Any] = {}
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
             tensors, sizes, was_read = unpack(
@@ -174,18 +199,21 @@ class Callee:
                 link.count_read()
         try:
             if frame.flags & LONE:
-                return self._function(body[:start]), (unpack_lone(body[table_at:data_at], body[data_at:]),), {}, (), places
-            if frame.flags & FLAT:
-                args, kwargs = serialize.load_flat(payload, tensors), {}
+                tensors = [unpack_lone(body[table_at:data_at], body[data_at:])]
+                function, args = self._function(body[:start]), tuple(tensors)
+            elif frame.flags & FLAT:
+                args = serialize.load_flat(payload, tensors)
                 function = self._function(body[:start])
             elif frame.flags & REFERENCE:
-                args, kwargs = serialize.loads(payload, tensors, references)
+                args, kwargs = serialize.loads(payload, tensors, references, parts)
                 function = self._function(body[:start])
             else:
-                function, args, kwargs = serialize.loads(payload, tensors, references)
+                function, args, kwargs = serialize.loads(payload, tensors, references, parts)
         except (AttributeError, ImportError) as error:
             raise remote_error.unknown_name(error) from error
-        return function, args, kwargs, sizes, places
+        if message and context is not None:
+            attach(context, link.worker, message, [*tensors, *parts])
+        return function, args, kwargs, sizes, places, context
 
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
@@ -196,17 +224,33 @@ class Callee:
     # -- answering
 
     def _reply_later(
-        self, link: Link, call: int, control: int, sizes: Any, places: Any, rref: int | None, future: torch.futures.Future[Any]
+        self,
+        link: Link,
+        call: int,
+        control: int,
+        sizes: Any,
+        places: Any,
+        rref: int | None,
+        context: Context | None,
+        future: torch.futures.Future[Any],
     ) -> None:
         try:
             answer = [future.value()]
         except BaseException as error:
             self._fail(link, call, control, error, rref)
             return
-        self._reply(link, call, control, answer, sizes, places, rref)
+        self._reply(link, call, control, answer, sizes, places, rref, context)
 
     def _reply(
-        self, link: Link, call: int, control: int, answer: list[Any], sizes: tuple[int, ...], places: Any, rref: int | None
+        self,
+        link: Link,
+        call: int,
+        control: int,
+        answer: list[Any],
+        sizes: tuple[int, ...],
+        places: Any,
+        rref: int | None,
+        context: Context | None,
     ) -> None:
         """``answer`` holds the result, and nothing else here does: once it is packed it dies, and what the arguments lay in is
         what ``_grant`` promises next. Memory that one writes again and again is many times faster than memory that goes round.
@@ -217,12 +261,18 @@ class Callee:
             result = None
         flags = control
         payload = blob = b""
+        message = 0
+        parts: list[torch.Tensor] = []
         try:
+            if context is not None:
+                result = unbound(result)
             tensors: list[torch.Tensor] | None = None
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
                 flags |= LONE | FLAT
-                if not sizes and link.try_send(RESPONSE, call, flags, 1, b"", b"", lone[0], lone[1]):
+                if context is not None:
+                    message = context.send(link.worker, (result,))
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, b"", b"", lone[0], lone[1]):
                     return
                 payload, out = b"", Outgoing(lone[0], lone[1], 1, [])
             elif type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
@@ -233,15 +283,18 @@ class Callee:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:
-                payload, tensors = serialize.dumps(result, link.worker)
+                payload, tensors = serialize.dumps(result, link.worker, parts=parts)
             if tensors:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
+            if context is not None and not flags & LONE:
+                message = context.send(link.worker, [*(tensors or ()), *parts])
             del result, tensors
+            parts.clear()
             grant, blob = self._grant(link, sizes) if sizes else (0, b"")
-            if grant:
+            if grant or message:
                 flags |= HEAD
-                payload = RESPONSE_HEAD.pack(grant, len(blob)) + blob + payload
+                payload = RESPONSE_HEAD.pack(grant, len(blob), message) + blob + payload
             kept = None
             if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 # Before it is sent: the caller may have read it, and say so, before we are back.
@@ -275,7 +328,7 @@ class Callee:
             error = remote_error.ordinary(error)
             traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
             self.rrefs.store.fail(rref, error)
-            self._reply(link, call, control, [None], (), None, None)
+            self._reply(link, call, control, [None], (), None, None, None)
             return
         payload = remote_error.dump(error, self.me)
         remote_error.show(payload)
@@ -317,3 +370,12 @@ def _payload_at(frame: Frame) -> int:
     if not frame.flags & HEAD:
         return frame.function
     return frame.function + REQUEST_HEAD.size + REQUEST_HEAD.unpack_from(frame.body, frame.function)[3]
+
+
+def _within(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` in the caller's autograd context."""
+    current.context = context
+    try:
+        return function(*args, **kwargs)
+    finally:
+        current.context = None

@@ -23,6 +23,8 @@ import torch
 
 from . import remote_error, serialize
 from .future import Future, Pending, fresh
+from .grad_context import Context
+from .grad_record import attach, unbound
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
 from .rref_context import RRefContext
@@ -44,10 +46,11 @@ from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeou
 # Flags of requests and responses.
 FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # and link.CONTROL, 32
 
-# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places;
-# of a response: grant given, bytes of places.
-REQUEST_HEAD = struct.Struct("<QQQI")
-RESPONSE_HEAD = struct.Struct("<QI")
+# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places, autograd context or
+# NO_CONTEXT, number of its message (``grad_record``) or 0; of a response: grant given, bytes of places, number of its message.
+REQUEST_HEAD = struct.Struct("<QQQIQQ")
+RESPONSE_HEAD = struct.Struct("<QIQ")
+NO_CONTEXT = (1 << 64) - 1
 _BYTE = torch.uint8
 _CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
@@ -116,17 +119,22 @@ class Caller:
         future: bool,
         rref: int,
         fork: int,
+        context: Context | None,
     ) -> Pending:
-        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error."""
+        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error. ``context``: the
+        autograd context that it carries."""
         name = serialize.reference(function) or b""
         label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
+        parts: list[torch.Tensor] = []
+        if context is not None:
+            args, kwargs = unbound(args), unbound(kwargs)
         out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)
-            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.worker, _CALL)
+            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.worker, _CALL, parts)
         elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs), link.worker, _CALL[1:])
+            payload, tensors = serialize.dumps((args, kwargs), link.worker, _CALL[1:], parts)
             flags |= REFERENCE
         elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
             payload = b""
@@ -135,7 +143,7 @@ class Caller:
             payload = serialize.dump_flat(args)
             flags |= FLAT | REFERENCE
         else:
-            payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:])
+            payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:], parts)
             flags |= REFERENCE
         if lone is None and hasattr(function, "_names_callee"):
             label = serialize.label(function, args)
@@ -163,11 +171,15 @@ class Caller:
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 pending.landing = Landing(self.device, result_sizes)
                 places = pending.landing.places
-            if grant or places or flags & REMOTE:
+            if grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
                     pending.rref = rref
+                number, message = NO_CONTEXT, 0
+                if context is not None:
+                    pending.context, number = context, context.number
+                    message = context.send(link.worker, args if lone is not None else [*(tensors or ()), *parts])
                 flags |= HEAD
-                payload = REQUEST_HEAD.pack(grant, rref, fork, len(places)) + places + payload
+                payload = REQUEST_HEAD.pack(grant, rref, fork, len(places), number, message) + places + payload
             if future:
                 pending.future = Future(self, pending)
                 if timeout > 0 and not self._ticking.is_set():
@@ -330,7 +342,7 @@ class Caller:
             try:
                 answered = self.progress.wait_for(pending, pending.deadline)
             except BaseException:
-                self._abandon(pending)
+                self.abandon(pending)
                 raise
             if not answered:
                 self._give_up(pending)
@@ -357,9 +369,9 @@ class Caller:
             if lent:
                 self._release(pending)
             raise remote_error.rebuild(frame.body[head : head + frame.payload])
-        grant, places_bytes, start = 0, 0, head
+        grant, places_bytes, message, start = 0, 0, 0, head
         if frame.flags & HEAD:
-            grant, places_bytes = RESPONSE_HEAD.unpack_from(frame.body, head)
+            grant, places_bytes, message = RESPONSE_HEAD.unpack_from(frame.body, head)
             start += RESPONSE_HEAD.size
         places = frame.body[start : start + places_bytes]
         payload_end = head + frame.payload
@@ -378,7 +390,10 @@ class Caller:
             # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
             self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))
         if frame.flags & LONE:
-            return unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
+            value = unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
+            if message:
+                self._attach(pending, message, [value])
+            return value
         tensors: list[torch.Tensor] = []
         sizes: tuple[int, ...] = ()
         was_read = False
@@ -394,12 +409,23 @@ class Caller:
             link.count_read()
         if not frame.tensors or frame.body[payload_end] != HANDED:  # that says nothing of calls to come
             link.grants.expect_result(pending.key, sizes)
+        parts: list[torch.Tensor] = []
         if frame.flags & FLAT:
-            return serialize.load_flat_one(payload, tensors)
-        try:
-            return serialize.loads(payload, tensors, references)
-        except (AttributeError, ImportError) as error:
-            raise remote_error.unknown_name(error) from error
+            value = serialize.load_flat_one(payload, tensors)
+        else:
+            try:
+                value = serialize.loads(payload, tensors, references, parts)
+            except (AttributeError, ImportError) as error:
+                raise remote_error.unknown_name(error) from error
+        if message:
+            self._attach(pending, message, [*tensors, *parts])
+        return value
+
+    def _attach(self, pending: Pending, message: int, tensors: list[torch.Tensor]) -> None:
+        """Connect what an answer brought to the local graph."""
+        context = pending.context
+        if context is not None and not context.ended:
+            attach(context, pending.link.worker, message, tensors)
 
     def _release(self, pending: Pending) -> None:
         """What the callee left in its memory for us has been read, or is not wanted."""
@@ -419,8 +445,9 @@ class Caller:
         pending.expired = True
         return True
 
-    def _abandon(self, pending: Pending) -> None:
-        """An interrupt, or what else a handler of a signal raises, has taken the waiting thread away."""
+    def abandon(self, pending: Pending) -> None:
+        """Nobody wants the answer any more: an interrupt, or what else a handler of a signal raises, has taken the waiting
+        thread away, or another call of several has failed."""
         if not self._expect_late(pending):
             self.progress.submit(partial(self._bury, pending, pending.answers.pop()))
 
@@ -455,15 +482,19 @@ class Caller:
             if self._ticking.wait(_IDLE_TICK_S):
                 self._stopped.wait(_TICK_S)
             self.on_tick()
-            now = time.monotonic()
-            for pending in list(self.pending.values()):
-                # A thread that waits for its call looks at the clock itself.
-                if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
-                    self._give_up(pending)
+            self._give_up_overdue()
             if not self.pending:
                 self._ticking.clear()
                 if self.pending:
                     self._ticking.set()
+
+    def _give_up_overdue(self) -> None:
+        # Apart from the loop above: its variable would keep the last call, and its result, until there is another.
+        now = time.monotonic()
+        for pending in list(self.pending.values()):
+            # A thread that waits for its call looks at the clock itself.
+            if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
+                self._give_up(pending)
 
     def lost(self, link: Link, error: RdmaError) -> list[Pending]:
         """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""

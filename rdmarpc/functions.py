@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAY_DEFER = object()
+"""For functions of our own, as ``_wrapped_async_rpc_function``: a result that is no future is the answer itself."""
+
 
 def async_execution(function: F) -> F:
     """Mark a function that returns a ``torch.futures.Future``: the reply is sent when that future completes, and no thread

@@ -14,6 +14,7 @@ from .tensors import Landing
 
 if TYPE_CHECKING:
     from .caller import Caller
+    from .grad_context import Context
 
 
 class Pending:
@@ -37,6 +38,8 @@ class Pending:
     """What the callee may still read."""
     landing: Landing | None = None
     """Where the callee may still write the result."""
+    context: Context | None = None
+    """The autograd context that it carries."""
     rref: int | None = None
     """The reference whose value the call creates (``remote``). 0 is one."""
     expired = False

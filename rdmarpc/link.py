@@ -31,7 +31,7 @@ MAX_BODY = RING_BYTES // 8
 _ALIGN = 64
 
 # Frame kinds.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, CREDIT, WRAP = range(1, 9)
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, CREDIT, WRAP = range(1, 10)
 
 # The one flag that matters here: a message of our own, not of a user.
 CONTROL = 32

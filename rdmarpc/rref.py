@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from . import agent as _agent
-from . import serialize
-from .functions import async_execution
+from . import autograd, grad_error, grad_flow, serialize
+from .functions import MAY_DEFER, async_execution
 from .future import bare, fail, fresh
 from .link import CONTROL
 from .options import WorkerInfo
@@ -147,15 +147,24 @@ class RRef(Generic[T]):
         return Proxy(self, create, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """On the owner, without a context: ``torch.autograd.backward`` of the value, into ``.grad``."""
-        if dist_autograd_ctx_id != -1:
-            raise RuntimeError("RRef.backward in a context: distributed autograd is not built yet (rdmarpc.autograd)")
+        """Run the backward pass of the value, a scalar, on its owner: in the context with that id, or (-1: none, only on the
+        owner) as ``torch.autograd.backward`` into ``.grad``. Raises as ``autograd.backward`` does."""
         if not self.is_owner():
-            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        value: Any = self.local_value()
-        if not isinstance(value, torch.Tensor):
-            raise RuntimeError("RRef should contain a tensor for .backward()")
-        torch.autograd.backward([value], retain_graph=retain_graph)
+            if dist_autograd_ctx_id == -1:
+                raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            self._check("call backward() on it")
+            args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
+            pending = self._agent._start(self.owner(), _backward, args, None, -1.0, CONTROL)
+            self._pin(pending)
+            packed = self._agent.caller.result(pending)
+            if packed:
+                raise grad_error.load(packed)
+            return
+        value = _scalar(self.local_value())
+        if dist_autograd_ctx_id == -1:
+            torch.autograd.backward([value], retain_graph=retain_graph)
+        else:
+            autograd.backward(dist_autograd_ctx_id, [value], retain_graph)
 
     def _get_future(self) -> torch.futures.Future[Any]:
         """Of the creation: ``None`` once the owner has made the value or failed to; fails if the call is given up or lost."""
@@ -257,6 +266,43 @@ def _rref_context_get_debug_info() -> dict[str, int]:
 @async_execution
 def _fetch(rref: int) -> Any:
     return _agent.current().rrefs.future(rref)
+
+
+_fetch._carries_context = True  # type: ignore[attr-defined]
+
+
+def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
+    """Run the backward pass of a value here. ``None``, or the packed error."""
+    agent = _agent.current()
+    context = agent.contexts.find(context_id)
+    done: torch.futures.Future[bytes | None] = torch.futures.Future()
+
+    def begin(value: torch.futures.Future[Any]) -> None:
+        try:
+            run = grad_flow.Unattended(agent, context, [_scalar(value.value())], retain_graph)
+            run.future.add_done_callback(tell)
+        except Exception as error:
+            fail(done, bare(error))
+
+    def tell(ended: torch.futures.Future[Exception | None]) -> None:
+        error = ended.value()
+        done.set_result(None if error is None else grad_error.dump(error, agent.me.id, agent.name))
+
+    agent.rrefs.future(rref).add_done_callback(begin)
+    return done
+
+
+_backward._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError("RRef should contain a tensor for .backward()")
+    if not value.requires_grad:
+        raise RuntimeError("tensors does not require grad and does not have a grad_fn")
+    if value.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return value
 
 
 @async_execution

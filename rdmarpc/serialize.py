@@ -37,6 +37,7 @@ class _Incoming(threading.local):
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.references: list[Any] = []
+        self.parts: list[torch.Tensor] = []
 
 
 _incoming = _Incoming()
@@ -49,6 +50,13 @@ def _landed(index: int) -> torch.Tensor:
 def landed_reference(index: int) -> Any:
     """Number ``index`` of what ``loads`` was given as references. Only while unpickling."""
     return _incoming.references[index]
+
+
+def _in_parts(rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+    """A tensor that travels in parts and requires grad."""
+    made = rebuild(*args)
+    _incoming.parts.append(made)
+    return made
 
 
 class Enclosed(Protocol):
@@ -70,6 +78,8 @@ class Message:
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.enclosed: list[Enclosed] = []
+        self.parts: list[torch.Tensor] = []
+        """Tensors that require grad and are not among ``tensors``, in the order in which they are pickled."""
 
     def reduce(self, value: Any) -> Any:
         """See ``pickle.Pickler.reducer_override``."""
@@ -78,7 +88,7 @@ class Message:
             if travels(value):
                 self.tensors.append(value)
                 return _landed, (len(self.tensors) - 1,)
-            return reducers.reduce_tensor(value)
+            return self._in_parts(value, reducers.reduce_tensor(value))
         part = _parts.get(kind)
         if part is not None:
             return part(value)
@@ -86,10 +96,16 @@ class Message:
         if special is not None:
             return special(value, self)
         if isinstance(value, torch.Tensor):
-            return reducers.reduce_subclass(value)
+            return self._in_parts(value, reducers.reduce_subclass(value))
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         return NotImplemented
+
+    def _in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
+        if reduced is NotImplemented or not value.requires_grad:
+            return reduced
+        self.parts.append(value)
+        return _in_parts, reduced
 
 
 _parts: dict[type, Callable[[Any], Any]] = {
@@ -159,9 +175,12 @@ def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
     return _ENTRY.iter_unpack(memoryview(payload)[_TABLE.size : _TABLE.size + count * _ENTRY.size])
 
 
-def dumps(value: Any, to: int | None = None, names: tuple[str, ...] = ()) -> tuple[bytes, list[torch.Tensor]]:
+def dumps(
+    value: Any, to: int | None = None, names: tuple[str, ...] = (), parts: list[torch.Tensor] | None = None
+) -> tuple[bytes, list[torch.Tensor]]:
     """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
-    in ``value`` (``names``: what the members of a tuple are called there).
+    in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
+    travel in parts.
 
     If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``)."""
     file = io.BytesIO()
@@ -174,6 +193,8 @@ def dumps(value: Any, to: int | None = None, names: tuple[str, ...] = ()) -> tup
         if isinstance(error, Exception):
             unpicklable.explain(error, value, names, _fails)
         raise
+    if parts is not None:
+        parts += message.parts
     buffers, tensors = message.buffers, message.tensors
     file.write(_COUNT.pack(len(buffers)))
     payload, tensors = file.getvalue(), tensors + buffers if buffers else tensors
@@ -183,20 +204,25 @@ def dumps(value: Any, to: int | None = None, names: tuple[str, ...] = ()) -> tup
     return _TABLE.pack(MARK, len(message.enclosed)) + table + payload, tensors
 
 
-def loads(payload: bytes, tensors: list[torch.Tensor], references: list[Any] | None = None) -> Any:
-    """Inverse of ``dumps``; ``references`` are what the receiver made of the table. User code may run in here (constructors,
-    ``__setstate__``), and may call RPC."""
+def loads(
+    payload: bytes,
+    tensors: list[torch.Tensor],
+    references: list[Any] | None = None,
+    parts: list[torch.Tensor] | None = None,
+) -> Any:
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there. User code may run in
+    here (constructors, ``__setstate__``), and may call RPC."""
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
-    outer = _incoming.tensors, _incoming.references
-    _incoming.tensors, _incoming.references = tensors, references or []
+    outer = _incoming.tensors, _incoming.references, _incoming.parts
+    _incoming.tensors, _incoming.references, _incoming.parts = tensors, references or [], [] if parts is None else parts
     (count,) = _COUNT.unpack_from(payload, len(payload) - _COUNT.size)
     try:
         if not count:
             return pickle.loads(payload)
         return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        _incoming.tensors, _incoming.references = outer
+        _incoming.tensors, _incoming.references, _incoming.parts = outer
 
 
 _pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler

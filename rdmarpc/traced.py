@@ -25,6 +25,7 @@ import torch
 from .callee import Callee
 from .caller import LONE, Caller, Kept
 from .future import Future, Pending
+from .grad_context import Context
 from .link import REQUEST, RESPONSE, Frame, Link
 from .profiling import kind_of, name_of
 from .tensors import Outgoing, traffic
@@ -81,11 +82,12 @@ class TracedCaller(Caller):
         future: bool,
         rref: int,
         fork: int,
+        context: Context | None,
     ) -> Pending:
         line = self.timeline
         line.message.bytes = {}
         begin = monotonic_ns()
-        pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork)
+        pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork, context)
         end = monotonic_ns()
         bytes_sent, line.message.bytes = line.message.bytes or _short(args), {}
         what = kind_of(function, flags, future), future, name_of(function, args), link.name, bytes_sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-AUTOGRAD = "distributed autograd is not built yet"
 GPU = "needs GPUs"
 LEGACY = "asserts the names of torch's own events in its legacy profiler (ours: tests/rpc/test_observability.py)"
 INTERNAL = "replaces or calls internal functions of torch's own implementation"
@@ -22,10 +21,7 @@ SUITES: dict[str, str] = {
     "CudaRemoteModuleTest": GPU,
     "TensorPipeCudaDistAutogradTest": GPU,
     "TensorPipeAgentCudaRpcTest": GPU,
-    "DistAutogradTest": AUTOGRAD,
-    "TensorPipeAgentDistAutogradTest": AUTOGRAD,
-    "FaultyAgentDistAutogradTest": AUTOGRAD,
-    "DistOptimizerTest": "the distributed optimizer is not built yet",
+    "FaultyAgentDistAutogradTest": FAULTS,
     "FaultyAgentRpcTest": FAULTS,
 }
 """Whole classes, but for ``STILL_RUN``."""
@@ -39,11 +35,6 @@ STILL_RUN = {
 
 TESTS: dict[str, str] = {
     "test_dynamic_rpc_existing_rank_can_communicate_with_new_rank_cuda": GPU,
-    "test_profiler_with_autograd_context": AUTOGRAD,
-    "test_profiler_with_autograd_context_single_threaded": AUTOGRAD,
-    "test_owner_rref_backward": AUTOGRAD,
-    "test_user_rref_backward": AUTOGRAD,
-    "test_debug_info": AUTOGRAD,
     "test_register_rpc_backend_and_set_and_start_rpc_backend": INTERNAL,
     "test_duplicate_name": INTERNAL,
     "test_wait_all_workers_timeout": INTERNAL,

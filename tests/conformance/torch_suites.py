@@ -110,10 +110,21 @@ def _substitute() -> None:
         sys.modules[f"{_TARGET}.{name}"] = module
     torch.distributed.rpc = stand_in  # type: ignore[assignment]
     _substitute_nn()
+    _substitute_autograd()
+    _substitute_optim()
     # It was imported already, with the names of the original.
     from torch.testing._internal import dist_utils
 
     importlib.reload(dist_utils)
+
+
+def _substitute_optim() -> None:
+    import torch.distributed.optim  # the original's own parts come first
+
+    import rdmarpc
+
+    name = "torch.distributed.optim"
+    torch.distributed.optim = sys.modules[name] = StandIn(name, rdmarpc.optim)  # type: ignore[assignment]
 
 
 def _substitute_nn() -> None:
@@ -127,6 +138,15 @@ def _substitute_nn() -> None:
     for module in (handle, api, StandIn(name, rdmarpc.nn, api=api)):
         sys.modules[module.__name__] = module
     torch.distributed.nn = sys.modules[name]
+
+
+def _substitute_autograd() -> None:
+    import torch.distributed.autograd
+
+    import rdmarpc
+
+    name = "torch.distributed.autograd"
+    torch.distributed.autograd = sys.modules[name] = StandIn(name, rdmarpc.autograd)  # type: ignore[assignment]
 
 
 def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -168,6 +169,22 @@ def cut_short(rank):
 
 def test_futures_of_calls_under_way_end_with_the_agent():
     results(run_group(cut_short))
+
+
+def outlives(rank):
+    """A call that takes long enough for the thread of timeouts to look at it."""
+    if rank == 0:
+        value = rpc.rpc_async("worker1", slow, (0.2, Thing(1))).wait()
+        value = weakref.ref(value)
+        deadline = time.monotonic() + 5
+        while value() is not None:
+            assert time.monotonic() < deadline, "something keeps the result"
+            time.sleep(0.02)
+    rpc.shutdown()
+
+
+def test_a_result_lives_as_long_as_it_is_wanted():
+    results(run_group(outlives))
 
 
 def cut_short_at_work(rank):

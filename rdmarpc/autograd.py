@@ -1,0 +1,127 @@
+"""Distributed autograd, with the names of ``torch.distributed.autograd``.
+
+Inside ``with context() as context_id:`` calls by RPC and fetches of references carry the context, and tensors that require grad
+are connected across workers. ``backward(context_id, [loss])`` brings gradients to the leaves on all of them; they go to the
+context, never to ``.grad``: ``get_gradients(context_id)``, on each worker, until the block is left.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import agent as _agent
+from . import grad_flow
+from .grad_context import Context, current
+from .grad_error import BackwardError as BackwardError
+
+_NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
+
+
+def is_available() -> bool:
+    return True
+
+
+class context:
+    """``with context() as context_id:`` for a forward and backward pass over several workers. One at a time in a thread; other
+    threads have their own. Leaving it drops what it holds here, and, without waiting, on every worker that it reached."""
+
+    def __enter__(self) -> int:
+        self._context = _new_context()
+        return self._context.number
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        current.context = None
+        agent = _agent._current
+        if agent is not None:
+            agent.contexts.end(self._context.number)
+
+
+def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ...], retain_graph: bool = False) -> None:
+    """Run the backward pass of ``roots`` (scalars with a graph), and return when all gradients, on all workers, are in the
+    context. From any thread. A call whose result takes no part is not waited for.
+
+    Raises ``RuntimeError`` for roots and contexts that are none, and ``BackwardError`` for what fails on the way, which is also
+    of the original type (``PeerLost``, ...); after that the context can be used again, with ``retain_graph``."""
+    if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "
+            f"retain_graph: bool = False), got ({type(context_id).__name__}, {type(roots).__name__})"
+        )
+    found = _find(context_id)
+    grad_flow.backward(_agent.current(), found, _checked(roots), retain_graph)
+
+
+def _checked(roots: Any) -> list[torch.Tensor]:
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"backward(): incompatible function arguments: a root is a tensor, got {type(root).__name__}")
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"Tensor of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("root does not have a valid gradient function.")
+    return list(roots)
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The leaves on this worker that got a gradient in the context, and their gradients: a new dict."""
+    found = _find(context_id)
+    with found.lock:
+        return dict(found.gradients)
+
+
+def _find(context_id: int) -> Context:
+    return _agent.require(_NOT_INITIALIZED).contexts.find(context_id)
+
+
+def _new_context() -> Context:
+    agent = _agent.require(_NOT_INITIALIZED)
+    if current.context is not None and not current.context.ended:
+        raise RuntimeError("Already have an autograd context id for this thread.")
+    current.context = agent.contexts.new()
+    return current.context
+
+
+def _current_context() -> Context:
+    if current.context is None:
+        raise RuntimeError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
+        )
+    return current.context
+
+
+def _is_valid_context(context_id: int) -> bool:
+    agent = _agent._current
+    return agent is not None and context_id in agent.contexts.live
+
+
+_retrieve_context = _find
+
+
+def _release_context(context_id: int) -> None:
+    _find(context_id)
+    _agent.current().contexts.end(context_id)
+
+
+def _get_max_id() -> int:
+    return _agent.require(_NOT_INITIALIZED).contexts.largest
+
+
+def _init(worker_id: int) -> None:
+    """(Torch's; ``init_rpc`` does what is needed.)"""
+
+
+def _get_debug_info() -> dict[str, int]:
+    """``num_autograd_contexts`` here, and ``num_current_backward_passes`` that this worker began or takes part in."""
+    agent = _agent._current
+    live = list(agent.contexts.live.values()) if agent is not None else []
+    return {
+        "num_current_backward_passes": sum(len(each.passes) for each in live),
+        "num_autograd_contexts": len(live),
+    }

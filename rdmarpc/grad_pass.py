@@ -1,0 +1,274 @@
+"""The part of a backward pass that runs on one worker: gradients come in at messages, the local engine runs, gradients leave.
+
+A worker does not know which of the messages that it sent will get gradients, nor when. So that each node runs once, with all
+that flows into it, a node *waits* while an unanswered message that it took part in might still bring a gradient to it; what has
+arrived on its edges is *held*. Leaves do not wait: adding up is all they do (but the hooks of a leaf see the whole sum, once).
+
+Usually nothing waits, and one call of the engine runs everything that the arrived gradients reach. Else only the nodes in front
+of those that wait run. The engine cannot stop at an edge without running the tensor hooks behind it, so gradients for waiting
+nodes are taken off by hooks behind the nodes in front of them, raw, and undefined ones flow on: where one waiting node leads to
+another the engine walks from one to the other with them, which runs nothing (nodes of Python functions are made to skip).
+
+Invariants: (1) a node runs in at most one call of the engine, after everything in ``held`` for it is complete; (2) one thread
+at a time runs a pass here (``_running``); who brings gradients meanwhile leaves them to it; (3) what is in ``held`` belongs to
+the pass alone, and is summed in order of arrival.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
+
+from .grad_context import Context
+from .grad_graph import ACCUMULATE, Node, divert, label, quieten, reach
+from .grad_record import RECEIVED, Source, engaged
+
+_engine = Variable._execution_engine
+Gradients = tuple[torch.Tensor | None, ...]
+_FREED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed): "
+    "what was sent has had its gradient. Specify retain_graph=True if you need to backward through the graph a second time."
+)
+
+
+class Emitted(NamedTuple):
+    """Gradients of received tensors: to be sent to whoever had sent these."""
+
+    worker: int
+    message: int
+    gradients: Gradients
+
+
+class Pass:
+    """Thread-safe."""
+
+    def __init__(self, context: Context, retain_graph: bool) -> None:
+        self.context, self.retain_graph = context, retain_graph
+        self.held: dict[tuple[Node, int], torch.Tensor] = {}
+        """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""
+        self.collected: set[int] = set()
+        """Leaves (by id) whose gradients are being held, while the engine runs."""
+        self._collecting: dict[int, Node] = {}
+        self._arrived: set[int] = set()
+        self._expected: set[int] | None = None
+        self._labels: dict[Node, int] = {}
+        self._labelled: dict[int, int] = {}
+        """The bit of each message in ``_labels``."""
+        self._emitted: list[Emitted] = []
+        self._running = False
+        self._over = False
+        self._lock = threading.Lock()
+
+    # -- gradients in
+
+    def begin(self, edges: Iterable[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
+        """The roots."""
+        with self._lock:
+            for edge, gradient in zip(edges, gradients):
+                self._hold(edge.node, edge.output_nr, gradient)
+
+    def arrive(self, message: int, gradients: Gradients) -> None:
+        """Gradients of the tensors of a message that left here; ``None`` for those that had no part in the roots."""
+        with self._lock:
+            sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
+            if sent is None:
+                raise RuntimeError(_FREED)
+            self._arrived.add(message)
+            for edge, gradient in zip(sent.edges, gradients, strict=True):
+                if gradient is not None:
+                    self._hold(edge.node, edge.output_nr, gradient)
+
+    def expect(self, messages: set[int]) -> None:
+        """Of the messages that have had no gradient yet, only these will."""
+        with self._lock:
+            self._expected = messages
+
+    def _hold(self, node: Node, output: int, gradient: torch.Tensor) -> None:
+        before = self.held.get((node, output))
+        self.held[node, output] = gradient if before is None else before + gradient
+
+    def starts(self) -> list[Node]:
+        """The nodes that something is held for."""
+        with self._lock:
+            return [node for node, _ in self.held]
+
+    def end(self) -> None:
+        """It failed, or a later one takes its place: nothing more runs."""
+        with self._lock:
+            self._over = True
+            self.held.clear()
+            self._labels.clear()
+
+    # -- running
+
+    def run(self, leave: Callable[[list[Emitted]], None]) -> None:
+        """Run what can run; ``leave`` is given what each call of the engine brought to received tensors. Returns at once if
+        another thread is at it, which then does this too. Raises what nodes and hooks raise."""
+        while True:
+            with self._lock:
+                if self._running or self._over:
+                    return
+                work = self._next()
+                if work is None:
+                    return
+                self._running = True
+            outer, engaged.run = engaged.run, self
+            try:
+                work()
+            finally:
+                engaged.run = outer
+                self.collected.clear()
+                self._collecting.clear()
+                with self._lock:
+                    self._running = False
+                    emitted, self._emitted = self._emitted, []
+            leave(emitted)
+
+    def _next(self) -> Callable[[], None] | None:
+        """With the lock held: what can run of what is held, taken out of it."""
+        if not self.held:
+            return None
+        waits = self._waiting()
+        ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)
+        if not ready:
+            return None
+        reached = reach({node for node, _ in ready})
+        held_up = [node for node in reached if waits(node)] if waits else []
+        for node in reached:
+            if type(node) is ACCUMULATE:
+                divert(node)
+        inner = [node for node in held_up if type(node) is not ACCUMULATE]
+        if inner:
+            blocked = set(held_up)
+            part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked.__contains__)
+            part = {node for node in part if node not in blocked and not _ends(node)}
+            if part:
+                taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
+                return lambda: self._run_part(taken, part)
+            ready = {edge for edge in ready if _ends(edge[0])}
+            held_up = []
+        for node in held_up:
+            leaf = node.variable
+            quieten(leaf)
+            self.collected.add(id(leaf))
+            self._collecting[id(leaf)] = node
+        taken = [(edge, self.held.pop(edge)) for edge in ready]
+        return lambda: self._run_all(taken)
+
+    def _waiting(self) -> Callable[[Node], bool] | None:
+        """Whether a node waits for a message; ``None`` if none can."""
+        unanswered = [message for message in list(self.context.sent) if message not in self._arrived]
+        if self._expected is not None:
+            unanswered = [message for message in unanswered if message in self._expected]
+        if not unanswered:
+            return None
+        if not self._labelled.keys() >= set(unanswered):
+            # New ones: they were sent since, by a forward pass that goes on.
+            self._labels = label([[edge.node for edge in self.context.sent[message].edges] for message in unanswered])
+            self._labelled = {message: bit for bit, message in enumerate(unanswered)}
+        mask = sum(1 << self._labelled[message] for message in unanswered)
+        labels = self._labels
+
+        def waits(node: Node) -> bool:
+            if not labels.get(node, 0) & mask:
+                return False
+            return type(node) is not ACCUMULATE or bool(node.variable._backward_hooks)
+
+        return waits
+
+    def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]]) -> None:
+        edges = tuple([GradientEdge(*edge) for edge, _ in taken])
+        gradients = tuple([gradient for _, gradient in taken])
+        taken.clear()
+        _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)
+
+    def _run_part(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], part: set[Node]) -> None:
+        """Run the nodes of ``part``, and hold what they bring to others."""
+        exits: dict[Node, list[int]] = {}
+        beyond: dict[tuple[Node, int], None] = {}
+        for node in part:
+            for index, edge in enumerate(node.next_functions):
+                if edge[0] is not None and edge[0] not in part:
+                    exits.setdefault(node, []).append(index)
+                    beyond[edge] = None
+        targets = {node for node, _ in beyond}
+        between = {node for target in targets for following in _following(target) for node in reach({following})}
+        walked = bool(between & targets)
+        hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
+        skipping = [node for node in between | targets if isinstance(node, BackwardCFunction)] if walked else []
+        for node in skipping:
+            node.apply = _Skipped(node, self)  # type: ignore[method-assign]
+        try:
+            _engine.run_backward(
+                tuple([GradientEdge(*edge) for edge, _ in taken]),
+                tuple([gradient for _, gradient in taken]),
+                self.retain_graph or walked,  # what the engine walks over must not lose what it saved
+                False,
+                tuple([GradientEdge(*edge) for edge in beyond]),
+                True,
+                False,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for node in skipping:
+                del node.apply
+
+    def _taker(self, following: tuple[tuple[Node, int], ...], indices: list[int]) -> Callable[..., Any]:
+        """A hook behind a node that takes what it brings to some of the nodes that follow."""
+
+        def take(brought: Gradients, _: Gradients) -> Gradients | None:
+            if engaged.run is not self:
+                return None
+            with self._lock:
+                for index in indices:
+                    gradient = brought[index]
+                    if gradient is not None:
+                        self._hold(*following[index], gradient)
+            return tuple([None if index in indices else gradient for index, gradient in enumerate(brought)])
+
+        return take
+
+    # -- called while the engine runs
+
+    def emit(self, source: Source, gradients: Gradients) -> None:
+        if source.context != self.context.number:
+            raise RuntimeError(
+                f"a tensor that was received in autograd context {source.context} takes part in a backward pass of context "
+                f"{self.context.number}: call backward in the context of the forward pass, or detach() the tensor"
+            )
+        self._emitted.append(Emitted(source.worker, source.message, gradients))
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        if id(leaf) in self.collected:
+            with self._lock:
+                self._hold(self._collecting[id(leaf)], 0, gradient)
+        else:
+            self.context.accumulate(leaf, gradient)
+
+
+def _ends(node: Node) -> bool:
+    return type(node) is ACCUMULATE or type(node) is RECEIVED
+
+
+def _following(node: Node) -> list[Node]:
+    return [] if type(node) is RECEIVED else [following for following, _ in node.next_functions if following is not None]
+
+
+class _Skipped:
+    """``apply`` of a node of a Python function that a pass walks over without running it."""
+
+    def __init__(self, node: Any, run: Pass) -> None:
+        self._kind, self._run, self._outputs = type(node), run, len(node.needs_input_grad)
+        self._node = node
+
+    def __call__(self, *gradients: Any) -> Any:
+        if engaged.run is self._run:
+            return (None,) * self._outputs
+        return self._kind.apply(self._node, *gradients)

@@ -1,0 +1,107 @@
+"""What a message says about gradients: the tensors that left with a gradient edge, and those that came with one.
+
+A message that takes tensors along which require grad has a number, drawn by its sender. There it is a ``Sent``: the gradient
+edges of these tensors. At the receiver it is a node of the local graph, ``ReceivedBackward``, whose outputs are the tensors
+that came; what the engine brings to it belongs to the sender. Both ends list the tensors in one order: the dense ones as they
+stand in the message, each object once, then those that travel in parts (sparse ones, subclasses).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+if TYPE_CHECKING:
+    from .grad_context import Context
+    from .grad_pass import Pass
+
+_PARAMETER = torch.nn.Parameter
+
+
+class Sent(NamedTuple):
+    """Tensors that left for worker number ``to``, where gradients of them come in."""
+
+    to: int
+    edges: list[GradientEdge]
+
+
+class Source(NamedTuple):
+    """Where the gradients of received tensors go: the context, the sender's number, and the number of its message."""
+
+    context: int
+    worker: int
+    message: int
+
+
+class _Engaged(threading.local):
+    run: Pass | None = None
+
+
+engaged = _Engaged()
+"""The pass whose nodes the engine runs on this thread."""
+
+
+class Received(torch.autograd.Function):
+    """The node of the tensors of one message. They are outputs in their own right, nobody's views: in-place operations work."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor], source: Source) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source = source
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        if engaged.run is None:
+            raise RuntimeError(
+                "a tensor that came from another worker takes part: use rdmarpc.autograd.backward(context_id, roots)"
+            )
+        engaged.run.emit(ctx.source, gradients)
+        return None, None, None
+
+
+RECEIVED: Any = Received._backward_cls
+"""The type of its nodes."""
+
+_anchor = torch.empty(0, requires_grad=True)
+"""Some input that requires grad is needed for there to be a node."""
+
+
+def _flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
+
+
+def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
+    """``None`` if there is nothing to come back, or under ``no_grad``."""
+    flagged = _flagged(tensors)
+    if not flagged or not torch.is_grad_enabled():
+        return None
+    return Sent(to, [get_gradient_edge(tensor) for tensor in flagged])
+
+
+def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Give the tensors of a message that arrived, leaves so far, their place in the local graph."""
+    flagged = _flagged(tensors)
+    if not flagged or not torch.is_grad_enabled():
+        return
+    Received.apply(_anchor, flagged, Source(context.number, worker, message))
+    context.received[worker, message] = flagged[0].grad_fn
+
+
+def unbound(value: Any) -> Any:
+    """``value`` with the parameters in it, directly or in lists, tuples and dicts, as plain tensors of the local graph: a
+    parameter that arrived would be a leaf of its own, and gradients would end there. Modules keep theirs."""
+    kind = type(value)
+    if kind is _PARAMETER:
+        return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value
+    if kind is tuple or kind is list:
+        made = [unbound(item) for item in value]
+        return value if all(new is old for new, old in zip(made, value)) else kind(made)
+    if kind is dict:
+        changed = {key: unbound(item) for key, item in value.items()}
+        return value if all(changed[key] is item for key, item in value.items()) else changed
+    return value
