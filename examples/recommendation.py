@@ -34,9 +34,9 @@ class Table(nn.EmbeddingBag):
     """One vector for each user, film or genre; a bag of several is their sum."""
 
     def __init__(self, name: str) -> None:
-        torch.manual_seed(len(name))
         super().__init__(ROWS[name], WIDTH, mode="sum", sparse=True)
-        nn.init.normal_(self.weight, std=0.1)
+        # From a generator of its own: a server makes several tables at once, and torch's is one for all its threads.
+        nn.init.normal_(self.weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
 
 
 class Dense(nn.Module):
