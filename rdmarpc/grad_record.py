@@ -80,7 +80,15 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     flagged = _flagged(tensors)
     if not flagged or not torch.is_grad_enabled():
         return None
-    return Sent(to, [get_gradient_edge(tensor) for tensor in flagged])
+    return Sent(to, [edge(tensor) for tensor in flagged])
+
+
+def edge(tensor: torch.Tensor) -> GradientEdge:
+    """Where gradients of a tensor that requires grad flow."""
+    if tensor.layout is torch.strided or tensor.grad_fn is not None:
+        return get_gradient_edge(tensor)
+    # That takes a view of a leaf, which sparse ones do not have.
+    return GradientEdge(*tensor.clone().grad_fn.next_functions[0])  # type: ignore[union-attr]
 
 
 def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
