@@ -84,11 +84,13 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
 
 
 def edge(tensor: torch.Tensor) -> GradientEdge:
-    """Where gradients of a tensor that requires grad flow."""
-    if tensor.layout is torch.strided or tensor.grad_fn is not None:
+    """Where gradients of a tensor that requires grad flow. The edge keeps its node alive, which a reference to the node does
+    not, if it is one of a Python function: the engine's half of it dies with the last tensor or node behind it."""
+    if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
-    # That takes a view of a leaf, which sparse ones do not have.
-    return GradientEdge(*tensor.clone().grad_fn.next_functions[0])  # type: ignore[union-attr]
+    # That takes a view, which sparse tensors do not have.
+    over: Any = tensor.clone().grad_fn
+    return GradientEdge(*over.next_functions[0], ownership_token=over)
 
 
 def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
