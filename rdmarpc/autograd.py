@@ -8,7 +8,7 @@ context, never to ``.grad``: ``get_gradients(context_id)``, on each worker, unti
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,14 +29,14 @@ class context:
     threads have their own. Leaving it drops what it holds here, and, without waiting, on every worker that it reached."""
 
     def __enter__(self) -> int:
-        self._context = _new_context()
-        return self._context.number
+        self._context_id = _new_context()._context_id()
+        return self._context_id
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         current.context = None
         agent = _agent._current
         if agent is not None:
-            agent.contexts.end(self._context.number)
+            agent.contexts.end(self._context_id)
 
 
 def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ...], retain_graph: bool = False) -> None:
@@ -80,20 +80,50 @@ def _find(context_id: int) -> Context:
     return _agent.require(_NOT_INITIALIZED).contexts.find(context_id)
 
 
-def _new_context() -> Context:
+class _Send(NamedTuple):
+    """What a message took along, looked at as a node."""
+
+    next_functions: tuple[tuple[Any, int], ...]
+
+
+class DistAutogradContext:
+    """What this worker knows of a context, for looking at it: with the private names of torch's."""
+
+    def __init__(self, found: Context) -> None:
+        self._found = found
+
+    def _context_id(self) -> int:
+        return self._found.number
+
+    def _send_functions(self) -> dict[int, _Send]:
+        """For each message that took tensors along which require grad, where their gradients flow."""
+        sent = list(self._found.sent.items())
+        return {message: _Send(tuple([(each.node, each.output_nr) for each in left.edges])) for message, left in sent}
+
+    def _recv_functions(self) -> dict[tuple[int, int], Any]:
+        """For each message that brought such tensors, by (number of the worker, number of the message), their node."""
+        return dict(self._found.received)
+
+    def _known_worker_ids(self) -> set[int]:
+        """Of the other workers to which this one brought the context."""
+        agent = _agent.current()
+        return {agent.group.worker(number).id for number in self._found.workers} - {agent.me.id}
+
+
+def _new_context() -> DistAutogradContext:
     agent = _agent.require(_NOT_INITIALIZED)
     if current.context is not None and not current.context.ended:
         raise RuntimeError("Already have an autograd context id for this thread.")
     current.context = agent.contexts.new()
-    return current.context
+    return DistAutogradContext(current.context)
 
 
-def _current_context() -> Context:
+def _current_context() -> DistAutogradContext:
     if current.context is None:
         raise RuntimeError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: `with context()`"
         )
-    return current.context
+    return DistAutogradContext(current.context)
 
 
 def _is_valid_context(context_id: int) -> bool:
@@ -101,7 +131,8 @@ def _is_valid_context(context_id: int) -> bool:
     return agent is not None and context_id in agent.contexts.live
 
 
-_retrieve_context = _find
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(_find(context_id))
 
 
 def _release_context(context_id: int) -> None:

@@ -26,7 +26,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from . import agent as _agent
 from . import grad_error
@@ -35,7 +34,7 @@ from .future import bare
 from .grad_context import Context
 from .grad_graph import reach
 from .grad_pass import Emitted, Gradients, Pass
-from .grad_record import RECEIVED
+from .grad_record import RECEIVED, edge
 from .link import CONTROL
 from .remote_error import ordinary
 
@@ -274,7 +273,7 @@ def _begin(agent: Agent, context: Context, roots: list[torch.Tensor], retain_gra
     with context.lock:
         context.passes[agent.number, count] = run
         oldest = min(other for worker, other in context.passes if worker == agent.number)
-    run.begin([get_gradient_edge(root) for root in roots], [torch.ones_like(root) for root in roots])
+    run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
     return Name(context.number, agent.number, count, oldest, retain_graph), run
 
 
@@ -443,7 +442,7 @@ def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
-            starts += [edge.node for edge in sent.edges]
+            starts += [each.node for each in sent.edges]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 

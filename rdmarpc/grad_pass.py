@@ -55,6 +55,8 @@ class Pass:
         self.collected: set[int] = set()
         """Leaves (by id) whose gradients are being held, while the engine runs."""
         self._collecting: dict[int, Node] = {}
+        self._owners: list[list[GradientEdge]] = []
+        """What keeps the nodes alive (``grad_record.edge``) for which something is held."""
         self._arrived: set[int] = set()
         self._expected: set[int] | None = None
         self._labels: dict[Node, int] = {}
@@ -67,9 +69,10 @@ class Pass:
 
     # -- gradients in
 
-    def begin(self, edges: Iterable[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
+    def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
         """The roots."""
         with self._lock:
+            self._owners.append(edges)
             for edge, gradient in zip(edges, gradients):
                 self._hold(edge.node, edge.output_nr, gradient)
 
@@ -80,6 +83,7 @@ class Pass:
             if sent is None:
                 raise RuntimeError(_FREED)
             self._arrived.add(message)
+            self._owners.append(sent.edges)
             for edge, gradient in zip(sent.edges, gradients, strict=True):
                 if gradient is not None:
                     self._hold(edge.node, edge.output_nr, gradient)
@@ -104,6 +108,7 @@ class Pass:
             self._over = True
             self.held.clear()
             self._labels.clear()
+            self._owners.clear()
 
     # -- running
 
@@ -133,6 +138,7 @@ class Pass:
     def _next(self) -> Callable[[], None] | None:
         """With the lock held: what can run of what is held, taken out of it."""
         if not self.held:
+            self._owners.clear()
             return None
         waits = self._waiting()
         ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)

@@ -80,7 +80,17 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     flagged = _flagged(tensors)
     if not flagged or not torch.is_grad_enabled():
         return None
-    return Sent(to, [get_gradient_edge(tensor) for tensor in flagged])
+    return Sent(to, [edge(tensor) for tensor in flagged])
+
+
+def edge(tensor: torch.Tensor) -> GradientEdge:
+    """Where gradients of a tensor that requires grad flow. The edge keeps its node alive, which a reference to the node does
+    not, if it is one of a Python function: the engine's half of it dies with the last tensor or node behind it."""
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    # That takes a view, which sparse tensors do not have.
+    over: Any = tensor.clone().grad_fn
+    return GradientEdge(*over.next_functions[0], ownership_token=over)
 
 
 def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
