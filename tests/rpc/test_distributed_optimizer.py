@@ -6,6 +6,7 @@ import itertools
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -186,6 +187,12 @@ def grad_of(rref: Any) -> Any:
     return rref.local_value().grad
 
 
+def step_elsewhere(optimizer: Any, context_id: int) -> None:
+    with autograd.context() as other:
+        optimizer.step(context_id)
+        assert autograd._current_context().number == other
+
+
 def untouched(rank: int) -> None:
     if rank == 0:
         pair = Pair(optim.SGD, count=6, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -206,6 +213,15 @@ def untouched(rank: int) -> None:
             autograd.backward(context_id, [rpc.rpc_sync("worker1", layer, args=(pair.there[0], inputs(0))).sum()])
             mixed.step(context_id)
         assert torch.equal(frozen.to_here(), fixed(1)) and not torch.equal(pair.there[0].to_here(), before)
+        # From a thread that is in another context, for an owner that has not heard of this one.
+        part = DistributedOptimizer(optim.SGD, pair.there[:2], lr=0.5)
+        before = [rref.to_here().clone() for rref in pair.there[:2]]
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", layer, args=(pair.there[0], inputs(0))).sum()])
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(step_elsewhere, part, context_id).result(20)
+        after = [rref.to_here() for rref in pair.there[:2]]
+        assert not torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
         empty = DistributedOptimizer(optim.SGD, [], lr=0.1)
         with autograd.context() as context_id:
             empty.step(context_id)
