@@ -65,7 +65,7 @@ class Context:
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
         """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
         accumulator, if nothing else refers to it; it is copied otherwise."""
-        with self.lock, torch.no_grad():
+        with self.lock:
             before = self.gradients.get(leaf)
             if before is None:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)

@@ -180,15 +180,18 @@ class Pass:
 
     def _waiting(self) -> Callable[[Node], bool] | None:
         """Whether a node waits for a message; ``None`` if none can."""
-        unanswered = [message for message in list(self.context.sent) if message not in self._arrived]
+        sent = self.context.sent
+        unanswered = [message for message in list(sent) if message not in self._arrived]
         if self._expected is not None:
             unanswered = [message for message in unanswered if message in self._expected]
         if not unanswered:
             return None
         if not self._labelled.keys() >= set(unanswered):
             # New ones: they were sent since, by a forward pass that goes on.
-            self._labels = label([[each.node for each in self.context.sent[message].edges()] for message in unanswered])
+            self._labels = label([[each.node for each in sent[message].edges()] for message in unanswered])
             self._labelled = {message: bit for bit, message in enumerate(unanswered)}
+        if not self._labels:
+            return None
         mask = sum(1 << self._labelled[message] for message in unanswered)
         labels = self._labels
 

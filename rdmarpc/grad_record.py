@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
 def edge(tensor: torch.Tensor) -> GradientEdge:
     """Where gradients of a tensor that requires grad flow. The edge keeps its node alive, which a reference to the node does
     not, if it is one of a Python function: the engine's half of it dies with the last tensor or node behind it."""
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, BackwardCFunction):
+        return GradientEdge(node, tensor.output_nr)
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
     # That takes a view, which sparse tensors do not have.
