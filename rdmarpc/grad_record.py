@@ -90,7 +90,8 @@ def edge(tensor: torch.Tensor) -> GradientEdge:
         return get_gradient_edge(tensor)
     # That takes a view, which sparse tensors do not have.
     over: Any = tensor.clone().grad_fn
-    return GradientEdge(*over.next_functions[0], ownership_token=over)
+    node, output = over.next_functions[0]
+    return GradientEdge(node, output, over)
 
 
 def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
