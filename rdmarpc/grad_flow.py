@@ -442,7 +442,7 @@ def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
-            starts += [each.node for each in sent.edges]
+            starts += [each.node for each in sent.edges()]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 

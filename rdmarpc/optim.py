@@ -84,7 +84,7 @@ class DistributedOptimizer(Optimizer):
         go one after the other, whoever asks for them.
 
         Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
-        context, before = autograd._find(context_id), current.context
+        context, before = _agent.current().contexts.find(context_id), current.context
         changes = self._changes()
         # Carried by the calls even if this thread is not in it: some owner may not have heard of it, who has no gradients then.
         current.context = context
