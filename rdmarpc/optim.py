@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import agent as _agent
-from . import autograd, local_optimizer
+from . import local_optimizer
 from .grad_context import current
 from .graph.remote_update import hyperparameters
 from .rref import RRef
