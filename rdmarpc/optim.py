@@ -240,6 +240,9 @@ def _wait_for_all(futures: Iterable[Any]) -> list[Any]:
             results.append(future.wait())
         except Exception as error:
             failed = error
-    if failed is not None:
-        raise failed
-    return results
+    try:
+        if failed is not None:
+            raise failed
+        return results
+    finally:
+        failed = None  # else this frame and the error would keep each other
