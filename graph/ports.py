@@ -36,8 +36,11 @@ class Ports:
         return number
 
     def give_back(self, channel: Channel, number: int) -> None:
-        """The peer will not notify this number any more; it may serve another edge."""
-        self._handlers.pop(self._rows[channel, number], None)
+        """The peer will not notify this number any more; it may serve another edge. What it did notify and nobody has taken yet
+        (credits of a last step, mostly) ends here. By the thread that polls."""
+        row = self._rows[channel, number]
+        self._handlers.pop(row, None)
+        self._poller.skip(row)
         self._free.setdefault(channel, deque()).append(number)
 
     def handle(self, row: int, count: int) -> None:

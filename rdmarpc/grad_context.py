@@ -62,13 +62,13 @@ class Context:
         self.sent[message] = left
         return message
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient of a leaf. From a prehook of its accumulator: the gradient is taken over if nothing else refers
-        to it, and copied otherwise."""
-        with self.lock, torch.no_grad():
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
+        """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
+        accumulator, if nothing else refers to it; it is copied otherwise."""
+        with self.lock:
             before = self.gradients.get(leaf)
             if before is None:
-                self.gradients[leaf] = gradient if _unshared(gradient) else _copy(gradient)
+                self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:
                 self.gradients[leaf] = gradient + before
             elif not gradient.is_sparse and sys.getrefcount(before) <= _OURS:

@@ -47,6 +47,7 @@ _ENTRY = struct.Struct("<QI")  # message, number of gradients
 _counts = itertools.count(1)
 _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
+_SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
 
 
@@ -68,16 +69,29 @@ class Reply(NamedTuple):
     """Workers (numbers) that may hold something."""
 
 
-def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | None]]:
+def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
+    """A gradient that occurs again (those of both inputs of an addition) goes as the index of the first."""
     heads: list[bytes] = []
-    gradients: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | int | None] = []
+    known: dict[int, int] = {}
     for message, some in entries:
         heads.append(_ENTRY.pack(message, len(some)))
-        gradients += some
+        for gradient in some:
+            if gradient is None:
+                gradients.append(None)
+                continue
+            first = known.setdefault(id(gradient), len(gradients))
+            if first < len(gradients):
+                gradients.append(first)
+            else:
+                # Of a small one that is expanded, nothing is won by sending only what is in memory.
+                small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
+                gradients.append(gradient.contiguous() if small else gradient)
     return b"".join(heads), gradients
 
 
-def _unpack(heads: bytes, gradients: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
+def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
+    gradients = tuple([packed[gradient] if type(gradient) is int else gradient for gradient in packed])
     entries, at = [], 0
     for message, count in _ENTRY.iter_unpack(heads):
         entries.append((message, gradients[at : at + count]))
@@ -407,7 +421,7 @@ def _load(header: bytes) -> tuple[Agent, Context, Name, int]:
     return agent, agent.contexts.find(name.context), name, sender
 
 
-def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | None) -> Any:
+def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Gradients of messages that this worker sent."""
     agent = _agent.current()
     try:
@@ -442,7 +456,7 @@ def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
-            starts += [each.node for each in sent.edges]
+            starts += [each.node for each in sent.edges()]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 

@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from . import agent as _agent
-from . import autograd, local_optimizer
+from . import local_optimizer
+from .grad_context import current
 from .graph.remote_update import hyperparameters
 from .rref import RRef
 from .transport import NotSupported
@@ -79,12 +80,18 @@ class DistributedOptimizer(Optimizer):
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Every owner steps, all at once, with the gradients that its parameters have in this context; those without one are
-        left alone. Steps of one worker go one after the other, whoever asks for them. ``.grad`` is as before afterwards.
+        left alone, and every ``.grad`` is afterwards as it was. From any thread, while the context lasts. Steps of one worker
+        go one after the other, whoever asks for them.
 
         Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
-        autograd._retrieve_context(context_id)
+        context, before = _agent.current().contexts.find(context_id), current.context
         changes = self._changes()
-        self._ask(local_optimizer.step, ((context_id, changes) for _ in self._places))
+        # Carried by the calls even if this thread is not in it: some owner may not have heard of it, who has no gradients then.
+        current.context = context
+        try:
+            self._ask(local_optimizer.step, ((context_id, changes) for _ in self._places))
+        finally:
+            current.context = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         raise NotSupported("there are no gradients to zero", hint="each context (rdmarpc.autograd.context) begins with none")
@@ -233,6 +240,9 @@ def _wait_for_all(futures: Iterable[Any]) -> list[Any]:
             results.append(future.wait())
         except Exception as error:
             failed = error
-    if failed is not None:
-        raise failed
-    return results
+    try:
+        if failed is not None:
+            raise failed
+        return results
+    finally:
+        failed = None  # else this frame and the error would keep each other

@@ -134,6 +134,10 @@ class Poller:
             self.table[row] = (self._nil, 0)
             self._free.append(row)
 
+    def skip(self, row: int) -> None:
+        """Take what has come for this row unseen. By the thread that waits."""
+        self.table[row, 1] = kernels.load(int(self.table[row, 0]))
+
     def unread(self, row: int) -> bool:
         """Whether notifications of this row have come that nobody took. Any thread."""
         record, seen = self.table[row]

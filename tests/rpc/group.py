@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "rdmarpc"])
+# The first optimizer of a process imports torch._dynamo, which takes seconds.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc"])
 
 
 @dataclass
