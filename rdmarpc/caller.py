@@ -455,15 +455,19 @@ class Caller:
             if self._ticking.wait(_IDLE_TICK_S):
                 self._stopped.wait(_TICK_S)
             self.on_tick()
-            now = time.monotonic()
-            for pending in list(self.pending.values()):
-                # A thread that waits for its call looks at the clock itself.
-                if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
-                    self._give_up(pending)
+            self._give_up_overdue()
             if not self.pending:
                 self._ticking.clear()
                 if self.pending:
                     self._ticking.set()
+
+    def _give_up_overdue(self) -> None:
+        # Not part of ``_expire``: the call that was looked at last would live on in its frame, with the references it keeps.
+        now = time.monotonic()
+        for pending in list(self.pending.values()):
+            # A thread that waits for its call looks at the clock itself.
+            if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
+                self._give_up(pending)
 
     def lost(self, link: Link, error: RdmaError) -> list[Pending]:
         """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""
