@@ -76,6 +76,8 @@ class Received(torch.autograd.Function):
 
 RECEIVED: Any = Received._backward_cls
 """The type of its nodes."""
+# The engine calls ``apply`` of a node, which looks up and checks what ``backward`` is here: of a class there is but one.
+RECEIVED.apply = Received.backward
 
 # Without the Python layer of ``Function.apply``, which looks for transforms of functorch.
 _apply = super(torch.autograd.Function, Received).apply

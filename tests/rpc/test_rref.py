@@ -732,6 +732,22 @@ def test_handles_die_anywhere():
     results(run_group(collected_anywhere, 3, timeout=90))
 
 
+def looked_at_by_the_clock(rank):
+    if rank == 0:
+        later = rpc.remote("worker1", slow, (2.5,))
+        later.to_here()  # long enough to be seen by the thread of timeouts, which sees no other call afterwards
+        del later
+        deadline = time.monotonic() + 10
+        while tables()["forks"]:
+            assert time.monotonic() < deadline, "what a fetch has held is held for ever"
+            time.sleep(0.1)
+    rpc.shutdown()
+
+
+def test_a_fetch_that_took_long_holds_nothing_afterwards():
+    results(run_group(looked_at_by_the_clock))
+
+
 def leaves_with_a_value_in_the_making(rank):
     if rank == 0:
         making = rpc.remote("worker1", Thing, (1, 8.0))
