@@ -265,7 +265,7 @@ class Callee:
         parts: list[torch.Tensor] = []
         try:
             if context is not None:
-                result = unbound(result)
+                result = unbound(result, {})
             tensors: list[torch.Tensor] | None = None
             out = NOTHING
             if type(result) is torch.Tensor and (lone := pack_lone(result)):
