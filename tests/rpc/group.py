@@ -15,7 +15,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc", "pytest", "psutil", "hypothesis"])
 
 
 @dataclass
