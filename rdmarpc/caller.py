@@ -128,7 +128,8 @@ class Caller:
         tensors: list[torch.Tensor] | None = None
         parts: list[torch.Tensor] = []
         if context is not None:
-            args, kwargs = unbound(args), unbound(kwargs)
+            views: dict[int, torch.Tensor] = {}
+            args, kwargs = unbound(args, views), unbound(kwargs, views)
         out, lone = NOTHING, None
         if not name:
             label = serialize.label(function, args)

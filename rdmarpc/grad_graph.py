@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ Node = Any  # torch.autograd.graph.Node; hashable, one object a node while someb
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _DIVERTED = "rdmarpc.diverted"
+_diverting = threading.Lock()
 
 
 def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
@@ -73,9 +75,12 @@ def divert(accumulator: Node) -> None:
     """Have what a pass brings to a leaf go to the pass, and nothing to ``.grad``: the leaf's hooks run before, and those behind
     its accumulator after. Other backward passes over the same leaf are not concerned."""
     marks = accumulator.metadata
-    if _DIVERTED not in marks:
-        marks[_DIVERTED] = True
-        accumulator.register_prehook(partial(_diverted, accumulator.variable))
+    if _DIVERTED in marks:
+        return
+    with _diverting:
+        if _DIVERTED not in marks:
+            accumulator.register_prehook(partial(_diverted, accumulator.variable))
+            marks[_DIVERTED] = True  # not before: who finds it relies on the hook
 
 
 def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:

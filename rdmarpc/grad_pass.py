@@ -80,8 +80,11 @@ class Pass:
     def arrive(self, message: int, gradients: Gradients) -> None:
         """Gradients of the tensors of a message that left here; ``None`` for those that had no part in the roots."""
         with self._lock:
+            if self._over:
+                return
             sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
             if sent is None:
+                self.context.check()
                 raise RuntimeError(_FREED)
             self._arrived.add(message)
             owners: list[GradientEdge] = []
@@ -180,8 +183,8 @@ class Pass:
 
     def _waiting(self) -> Callable[[Node], bool] | None:
         """Whether a node waits for a message; ``None`` if none can."""
-        sent = self.context.sent
-        unanswered = [message for message in list(sent) if message not in self._arrived]
+        sent = self.context.sent.copy()  # others change it
+        unanswered = [message for message in sent if message not in self._arrived]
         if self._expected is not None:
             unanswered = [message for message in unanswered if message in self._expected]
         if not unanswered:
@@ -223,7 +226,7 @@ class Pass:
         hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
         skipping = [node for node in between | targets if isinstance(node, BackwardCFunction)] if walked else []
         for node in skipping:
-            node.apply = _Skipped(node, self)  # type: ignore[method-assign]
+            _skip(node, self)
         try:
             _engine.run_backward(
                 tuple([GradientEdge(*edge) for edge, _ in taken]),
@@ -238,7 +241,7 @@ class Pass:
             for hook in hooks:
                 hook.remove()
             for node in skipping:
-                del node.apply
+                _run_again(node, self)
 
     def _taker(self, following: tuple[tuple[Node, int], ...], indices: list[int]) -> Callable[..., Any]:
         """A hook behind a node that takes what it brings to some of the nodes that follow."""
@@ -293,13 +296,32 @@ def _following(node: Node) -> list[Node]:
 
 
 class _Skipped:
-    """``apply`` of a node of a Python function that a pass walks over without running it."""
+    """``apply`` of a node of a Python function that passes walk over without running it."""
 
-    def __init__(self, node: Any, run: Pass) -> None:
-        self._kind, self._run, self._outputs = type(node), run, len(node.needs_input_grad)
+    def __init__(self, node: Any) -> None:
+        self._kind, self._outputs = type(node), len(node.needs_input_grad)
         self._node = node
+        self.passes: set[Pass] = set()
 
     def __call__(self, *gradients: Any) -> Any:
-        if engaged.run is self._run:
+        if engaged.run in self.passes:
             return (None,) * self._outputs
         return self._kind.apply(self._node, *gradients)
+
+
+_skipping = threading.Lock()
+
+
+def _skip(node: Any, run: Pass) -> None:
+    """Have a pass walk over a node; other passes of the same graph may do so at the same time."""
+    with _skipping:
+        if "apply" not in node.__dict__:
+            node.apply = _Skipped(node)
+        node.apply.passes.add(run)
+
+
+def _run_again(node: Any, run: Pass) -> None:
+    with _skipping:
+        node.apply.passes.discard(run)
+        if not node.apply.passes:
+            del node.apply

@@ -121,16 +121,22 @@ def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.
     context.received[worker, message] = flagged[0].grad_fn
 
 
-def unbound(value: Any) -> Any:
+def unbound(value: Any, views: dict[int, torch.Tensor]) -> Any:
     """``value`` with the parameters in it, directly or in lists, tuples and dicts, as plain tensors of the local graph: a
-    parameter that arrived would be a leaf of its own, and gradients would end there. Modules keep theirs."""
+    parameter that arrived would be a leaf of its own, and gradients would end there. Modules keep theirs. ``views``: what was
+    made of them so far, by id: one that stands in a message twice arrives as one tensor."""
     kind = type(value)
     if kind is _PARAMETER:
-        return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value
+        if not value.requires_grad or not torch.is_grad_enabled():
+            return value
+        view = views.get(id(value))
+        if view is None:
+            view = views[id(value)] = value.view_as(value)
+        return view
     if kind is tuple or kind is list:
-        made = [unbound(item) for item in value]
+        made = [unbound(item, views) for item in value]
         return value if all(new is old for new, old in zip(made, value)) else kind(made)
     if kind is dict:
-        changed = {key: unbound(item) for key, item in value.items()}
+        changed = {key: unbound(item, views) for key, item in value.items()}
         return value if all(changed[key] is item for key, item in value.items()) else changed
     return value
