@@ -62,15 +62,15 @@ def same_as_one_process(said: str) -> None:
 
 
 def test_language_model():
-    said = run("examples/language_model.py", "--steps", "60", "--blocks", "1")
+    said = run("examples/language_model.py", "--steps", "40", "--blocks", "1")
     same_as_one_process(said)
     reached, alone = number(r"([\d.]+) by two workers", said), number(r"([\d.]+) by one", said)
     assert abs(reached - alone) < 1e-4 and reached < 0.9 * number(r"([\d.]+) by frequency", said)
 
 
 def test_recommendation():
-    said = run("examples/recommendation.py", "--steps", "250")
+    said = run("examples/recommendation.py", "--steps", "160")
     same_as_one_process(said)
     reached, alone = number(r"([\d.]+) by 2 trainers", said), number(r"([\d.]+) by one process", said)
     before, best = number(r"([\d.]+) before", said), number(r"([\d.]+) by who knows everything", said)
-    assert abs(reached - alone) < 1e-4 and reached - best < 0.4 * (before - best)
+    assert abs(reached - alone) < 1e-4 and reached - best < 0.6 * (before - best)
