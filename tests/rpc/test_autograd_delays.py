@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -176,21 +177,21 @@ def many_late(rank):
     luck.seed(rank)
     Late(rank)
     done = at_once(THREADS, lambda thread: sum(one_context(rank, CONTEXTS * thread + each) for each in range(CONTEXTS)), 60.0)
-    finished.add(rank)
+    finished.set()
     for worker in range(WORKERS):
-        eventually(lambda: rpc.rpc_sync(f"worker{worker}", who_has_finished), limit=60.0)
-    eventually(lambda: not left()[0], f"worker{rank}: {left()}", limit=20.0)
+        eventually(partial(rpc.rpc_sync, f"worker{worker}", has_finished), limit=60.0)
+    eventually(lambda: left()[0], {}, limit=20.0)
     used = left()[1]
     assert used < KEPT_BYTES, used
     rpc.shutdown()
     return sum(done)
 
 
-finished: set[int] = set()
+finished = threading.Event()
 
 
-def who_has_finished():
-    return bool(finished)
+def has_finished():
+    return finished.is_set()
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
