@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -24,16 +25,17 @@ def known(context_id):
     return autograd._is_valid_context(context_id)
 
 
-def eventually(condition, what="", limit=LIMIT_S):
+def eventually(look, wanted=True, limit=LIMIT_S):
+    """``look()`` gives what is wanted, after a while."""
     deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, what or condition
+    while (found := look()) != wanted:
+        assert time.monotonic() < deadline, f"{found} instead of {wanted}"
         time.sleep(0.01)
 
 
 def gone_everywhere(*workers, limit=LIMIT_S):
     for worker in workers:
-        eventually(lambda: not rpc.rpc_sync(worker, live), f"contexts at {worker}: {rpc.rpc_sync(worker, live)}", limit)
+        eventually(partial(rpc.rpc_sync, worker, live), [], limit)
 
 
 def double(tensor):
@@ -121,7 +123,7 @@ def clean_up(rank):
         assert autograd.get_gradients(context_id)[tensor].tolist() == [2.0] * 3
         assert autograd.get_gradients(context_id) is not autograd.get_gradients(context_id)
     for other in (0, 1, 2, 3):
-        eventually(lambda: not rpc.rpc_sync(f"worker{other}", known, (context_id,)))
+        eventually(partial(rpc.rpc_sync, f"worker{other}", known, (context_id,)), False)
         texts = rpc.rpc_sync(f"worker{other}", uses_after_the_end, (context_id,))
         assert texts == {f"Could not find autograd context with id: {context_id}"}
     # Workers that only saw calls without tensors know it too, and forget it.
@@ -256,8 +258,7 @@ def one_dies(rank):
     rpc.rpc_sync("worker2", relay, (["worker3"], tensor))  # who dies is linked to all
     with pytest.raises(rpc.PeerLost):
         rpc.rpc_sync("worker3", enter_and_die, (tensor,))
-    eventually(lambda: rpc.rpc_sync("worker1", slow, (0.0, "free")) == "free")
-    time.sleep(0.3)
+    assert rpc.rpc_sync("worker1", slow, (0.0, "free")) == "free"  # it has served what the dead one had left
     gone_everywhere("worker0", "worker1", "worker2")
     # It is the one by way of whom another heard of the context.
     with autograd.context() as context_id:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -221,11 +222,11 @@ def again_and_again(rank):
         mine = rpc.rpc_sync(peers[0], does, (tensor, peers[1:], Sometimes())).sum()
         direct = (rpc.rpc_sync(peers[1], double, (tensor,)) * tensor).sum()
         for _ in range(50):
-            with pytest.raises(ValueError, match="Error on Node . not now|not now"):
+            with pytest.raises(ValueError, match=r"Error on Node \d: not now\n"):
                 autograd.backward(context_id, [mine, direct], retain_graph=True)
-        ready.add(rank)
+        ready.set()
         for peer in peers:
-            eventually(lambda: len(rpc.rpc_sync(peer, who_is_ready)) == 1, limit=30)
+            eventually(partial(rpc.rpc_sync, peer, is_ready), limit=30)
         set_failing(False)
         for peer in peers:
             rpc.rpc_sync(peer, set_failing, (False,))
@@ -242,11 +243,11 @@ def again_and_again(rank):
     rpc.shutdown()
 
 
-ready: set[int] = set()
+ready = threading.Event()
 
 
-def who_is_ready():
-    return ready
+def is_ready():
+    return ready.is_set()
 
 
 def test_many_failed_passes_then_good_ones():
@@ -316,14 +317,14 @@ def ended_from_elsewhere(rank):
                 timer = threading.Timer(0.2, autograd._release_context, (context_id,))
                 timer.start()
                 start = time.monotonic()
-                with pytest.raises(BackwardError, match=f"context.* {context_id}( has ended during a backward pass)?"):
+                with pytest.raises(BackwardError, match=r"has ended during a backward pass|Could not find autograd context"):
                     autograd.backward(context_id, [loss])
                 assert time.monotonic() - start < 5.0
                 timer.join()
         # On one of the workers alone.
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", does, (tensor, ["worker2"], release_mine)).sum()
-            with pytest.raises(BackwardError, match="has ended during a backward pass|Could not find autograd context"):
+            with pytest.raises(BackwardError, match=r"has ended during a backward pass|Could not find autograd context"):
                 autograd.backward(context_id, [loss])
         gone_everywhere("worker0", "worker1", "worker2")
         good("worker1", "worker2")
@@ -359,7 +360,7 @@ def too_slow(rank):
                 good_in_other_thread("worker1")
                 good_in_other_thread("worker2", "worker0")
         gone_everywhere("worker0", "worker1", "worker2")
-        eventually(lambda: not agent.current().caller._expired and not agent.current().caller.pending)
+        eventually(lambda: len(agent.current().caller._expired) + len(agent.current().caller.pending), 0)
         good("worker1", "worker2")
     rpc.shutdown()
 
@@ -392,7 +393,7 @@ def interrupted(rank):
             good_in_other_thread("worker1", "worker2")
             assert known(context_id)
         gone_everywhere("worker0", "worker1", "worker2")
-        eventually(lambda: not agent.current().caller._expired)
+        eventually(lambda: len(agent.current().caller._expired), 0)
         assert rpc.rpc_sync("worker1", identity, (1,)) == 1
     rpc.shutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from functools import partial
 
 import torch
 from group import results, run_group
@@ -88,9 +89,7 @@ def train(rank, number):
     def second(given):
         return (torch.sin((given @ copies[1]).tanh()) @ copies[1]).tanh()
 
-    expected = torch.autograd.grad(
-        network(tensor, weight, lambda given: (given @ copies[0]).tanh(), second), [weight, *copies]
-    )
+    expected = torch.autograd.grad(network(tensor, weight, lambda given: (given @ copies[0]).tanh(), second), [weight, *copies])
     for got, right in zip([mine[weight], *theirs], expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
@@ -218,8 +217,8 @@ def none_held(rank):
                 assert autograd.get_gradients(context_id)[tensor].tolist() == [1.0] * 3
 
         def look():
-            eventually(lambda: rpc.rpc_sync("worker2", running) == 8)
-            eventually(lambda: rpc.rpc_sync("worker1", running) == 0)
+            eventually(partial(rpc.rpc_sync, "worker2", running), 8)
+            eventually(partial(rpc.rpc_sync, "worker1", running), 0)
             assert rpc.rpc_sync("worker1", passes) == 8
             rpc.rpc_sync("worker2", set_over)
 
@@ -332,7 +331,6 @@ def remote_late(seconds):
         return decode(link, frame, references)
 
     callee._decode = slow_decode
-
 
 
 def overtakes_creation(rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import psutil
 import pytest
@@ -59,7 +60,7 @@ def left():
 
 def nothing_left(*workers):
     for worker in workers:
-        eventually(lambda: rpc.rpc_sync(worker, left) == (0, 0), f"{worker}: {rpc.rpc_sync(worker, left)}")
+        eventually(partial(rpc.rpc_sync, worker, left), (0, 0))
 
 
 def saved(rank):
