@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .grad_record import RECEIVED, engaged
 
@@ -85,6 +86,33 @@ def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) ->
     if gradients[0] is not None:
         run.accumulate(leaf, gradients[0])
     return (None,)
+
+
+class Halted(Exception):
+    """A call of the engine came to its halt."""
+
+
+class _Halt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Halted
+
+
+_anchor = torch.empty(0, requires_grad=True)
+ANCHOR = get_gradient_edge(_anchor)
+"""Behind every halt: the engine runs only what leads to something that it is asked for."""
+NOTHING_MORE = torch.empty(0)
+"""The gradient that a halt is given."""
+
+
+def halting() -> GradientEdge:
+    """A new node that raises ``Halted`` when the engine comes to it."""
+    with torch.enable_grad():
+        return get_gradient_edge(_Halt.apply(_anchor))
 
 
 class _Quiet:
