@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .grad_record import RECEIVED, engaged
 
@@ -90,6 +91,36 @@ def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) ->
     if gradients[0] is not None:
         run.accumulate(leaf, gradients[0])
     return (None,)
+
+
+class Halted(Exception):
+    """A call of the engine came to its halt."""
+
+
+class _Halt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Halted
+
+
+_anchor = torch.empty(0, requires_grad=True)
+ANCHOR = get_gradient_edge(_anchor)
+"""Behind every halt: the engine runs only what leads to something that it is asked for."""
+NOTHING_MORE = torch.empty(0)
+"""The gradient that a halt is given."""
+
+
+def halting(number: int) -> GradientEdge:
+    """A new node of that sequence number that raises ``Halted`` when the engine comes to it."""
+    with torch.enable_grad():
+        made = get_gradient_edge(_Halt.apply(_anchor))
+    node: Node = made.node
+    node._set_sequence_nr(number)
+    return made
 
 
 class _Quiet:

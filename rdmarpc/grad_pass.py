@@ -5,9 +5,10 @@ that flows into it, a node *waits* while an unanswered message that it took part
 arrived on its edges is *held*. Leaves do not wait: adding up is all they do (but the hooks of a leaf see the whole sum, once).
 
 Usually nothing waits, and one call of the engine runs everything that the arrived gradients reach. Else only the nodes in front
-of those that wait run. The engine cannot stop at an edge without running the tensor hooks behind it, so gradients for waiting
-nodes are taken off by hooks behind the nodes in front of them, raw, and undefined ones flow on: where one waiting node leads to
-another the engine walks from one to the other with them, which runs nothing (nodes of Python functions are made to skip).
+of those that wait run. The engine cannot stop at an edge: it runs at least the tensor hooks behind it. So gradients for waiting
+nodes are taken off by hooks behind the nodes in front of them, raw, and the engine is halted before it comes to the waiting
+ones: of the nodes that are ready it takes the one with the largest sequence number, and so, as all are on one device (CPU), a
+node that raises comes after those that are to run, and before those that are not.
 
 Invariants: (1) a node runs in at most one call of the engine, after everything in ``held`` for it is complete; (2) one thread
 at a time runs a pass here (``_running``); who brings gradients meanwhile leaves them to it; (3) what is in ``held`` belongs to
@@ -21,16 +22,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from .grad_context import Context
-from .grad_graph import ACCUMULATE, Node, divert, label, quieten, reach
+from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import RECEIVED, Source, adds_up, engaged
 from .grad_record import edge as edge_of
 
 _engine = Variable._execution_engine
+_AFTER, _HALT, _BEFORE = range(3)
 Gradients = tuple[torch.Tensor | None, ...]
 _FREED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed): "
@@ -220,28 +221,33 @@ class Pass:
                 if edge[0] is not None and edge[0] not in part:
                     exits.setdefault(node, []).append(index)
                     beyond[edge] = None
-        targets = {node for node, _ in beyond}
-        between = {node for target in targets for following in _following(target) for node in reach({following})}
-        walked = bool(between & targets)
         hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
-        skipping = [node for node in between | targets if isinstance(node, BackwardCFunction)] if walked else []
-        for node in skipping:
-            _skip(node, self)
+        halt = halting(_HALT)
+        order = {node: node._sequence_nr() for node, _ in beyond if type(node) is not ACCUMULATE}
+        for node in order:
+            node._set_sequence_nr(_AFTER)
+        for node, _ in beyond:
+            if type(node) is ACCUMULATE:  # goes first whatever its number; it is not run, but the hooks of its leaf are
+                quieten(node.variable)
+        for node in part:
+            node._set_sequence_nr(max(node._sequence_nr(), _BEFORE))
         try:
             _engine.run_backward(
-                tuple([GradientEdge(*edge) for edge, _ in taken]),
-                tuple([gradient for _, gradient in taken]),
-                self.retain_graph or walked,  # what the engine walks over must not lose what it saved
+                (*[GradientEdge(*edge) for edge, _ in taken], halt),
+                (*[gradient for _, gradient in taken], NOTHING_MORE),
+                self.retain_graph,
                 False,
-                tuple([GradientEdge(*edge) for edge in beyond]),
+                (*[GradientEdge(*edge) for edge in beyond], ANCHOR),
                 True,
                 False,
             )
+        except Halted:
+            pass
         finally:
             for hook in hooks:
                 hook.remove()
-            for node in skipping:
-                _run_again(node, self)
+            for node, number in order.items():
+                node._set_sequence_nr(number)
 
     def _taker(self, following: tuple[tuple[Node, int], ...], indices: list[int]) -> Callable[..., Any]:
         """A hook behind a node that takes what it brings to some of the nodes that follow."""
@@ -289,39 +295,3 @@ def _new(gradient: torch.Tensor, memory: set[int]) -> bool:
 
 def _ends(node: Node) -> bool:
     return type(node) is ACCUMULATE or type(node) is RECEIVED
-
-
-def _following(node: Node) -> list[Node]:
-    return [] if type(node) is RECEIVED else [following for following, _ in node.next_functions if following is not None]
-
-
-class _Skipped:
-    """``apply`` of a node of a Python function that passes walk over without running it."""
-
-    def __init__(self, node: Any) -> None:
-        self._kind, self._outputs = type(node), len(node.needs_input_grad)
-        self._node = node
-        self.passes: set[Pass] = set()
-
-    def __call__(self, *gradients: Any) -> Any:
-        if engaged.run in self.passes:
-            return (None,) * self._outputs
-        return self._kind.apply(self._node, *gradients)
-
-
-_skipping = threading.Lock()
-
-
-def _skip(node: Any, run: Pass) -> None:
-    """Have a pass walk over a node; other passes of the same graph may do so at the same time."""
-    with _skipping:
-        if "apply" not in node.__dict__:
-            node.apply = _Skipped(node)
-        node.apply.passes.add(run)
-
-
-def _run_again(node: Any, run: Pass) -> None:
-    with _skipping:
-        node.apply.passes.discard(run)
-        if not node.apply.passes:
-            del node.apply

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,11 +18,27 @@ import torch
 import torch.nn.functional as F
 
 import rdmarpc as rpc
+from rdmarpc.grad_record import RECEIVED
 
 SIDE = 3  # variables are matrices of this side, or its rows
 _LIMIT = 300  # of the values, so that gradients stay below 2 ** 53
 _CALLS = ("sync", "async", "remote", "fetched twice", "fetched there")
-_OPS = ("add", "sub", "mul", "matmul", "relu", "transposed", "unbind", "split", "in place", "embedding", "counted", "two", "detach", "twice")
+_OPS = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "relu",
+    "transposed",
+    "unbind",
+    "split",
+    "in place",
+    "embedding",
+    "counted",
+    "two",
+    "detach",
+    "twice",
+)
 
 
 @dataclass
@@ -235,14 +250,15 @@ class Table:
 
     def hook(self, name: str, tensor: torch.Tensor) -> None:
         def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None:
+            if gradient is None and received:  # another tensor of the same message has one
                 return None
             with self.lock:
-                self.saw[name].append(gradient.flatten().tolist())
-            return gradient * 2 if changes else None
+                self.saw[name].append([] if gradient is None else gradient.flatten().tolist())
+            return gradient * 2 if changes and gradient is not None else None
 
         # Bodies that run at the same time add hooks to a leaf in any order.
         changes = name.endswith("/2") and not tensor.is_leaf
+        received = isinstance(tensor.grad_fn, RECEIVED)
 
         if tensor.requires_grad:
             tensor.register_hook(note)
@@ -308,7 +324,7 @@ class Run:
                     last = self._call(step)
                 case "relay", body, args, there, args_there:
                     last = self._relay(body, args, there, args_there)
-                case "take",:
+                case ("take",):
                     vars_ += last
                 case "wait", start:
                     vars_ += self._end(begun.pop(start))

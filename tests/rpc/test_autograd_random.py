@@ -120,9 +120,10 @@ def compare(seed: int) -> bool:
             torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-9 * float(expected[key].abs().max()))
     assert ran == want.ran, (ran, dict(want.ran))
     if exact:
-        ours = {name: sorted(calls) for name, calls in saw.items()}
-        theirs = {name: sorted(calls) for name, calls in want.saw.items()}
-        assert ours == theirs, {name: (ours.get(name), theirs.get(name)) for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)}
+        for name in saw.keys() | want.saw:
+            ours, theirs = saw.get(name, []), want.saw.get(name, [])
+            assert sorted(filter(None, ours)) == sorted(filter(None, theirs)), (name, ours, theirs)
+            assert ours.count([]) <= theirs.count([]), (name, ours, theirs)
     return exact
 
 
@@ -143,9 +144,12 @@ def programs(seeds: range, rank: int) -> tuple[int, list[str], dict[str, int]]:
 
 def test_random_programs_give_what_local_autograd_gives():
     count = 300
-    found = results(run_group(functools.partial(programs, range(count)), WORKERS, timeout=60))
+    found = results(run_group(functools.partial(programs, range(count)), WORKERS, timeout=90, num_worker_threads=64))
     failed = [each for _, some, _ in found for each in some]
     assert not failed, "\n".join(failed)
     assert sum(exact for exact, _, _ in found) > 0.8 * count
     taken = sum((Counter(each) for _, _, each in found), Counter())
-    print(taken)
+    # The ways that need care were taken, often:
+    assert taken["partial"] > 30 and taken["partial, several held"] > 5, taken
+    assert taken["collecting"] > 5 and taken["quiet hooks"] > 5, taken
+    assert taken["surveys"] > 30 and taken["settled, some to come"] > 10, taken
