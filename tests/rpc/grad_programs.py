@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any

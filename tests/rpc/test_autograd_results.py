@@ -44,7 +44,7 @@ def of_table(context_id):
 
 
 def same(context_id, loss, leaves, want, exact=True):
-    """Backward in the context, and the gradients of ``leaves`` here, against those of ``want``, a loss made by local autograd."""
+    """Backward in the context, the gradients of ``leaves`` here against those of ``want``, a loss made by local autograd."""
     expected = torch.autograd.grad(want, leaves, allow_unused=True, materialize_grads=False)
     autograd.backward(context_id, [loss])
     got = autograd.get_gradients(context_id)
@@ -267,11 +267,10 @@ def graphs(rank):
             assert not autograd._retrieve_context(context_id)._recv_functions()
         with autograd.context():
             kept = rpc.rpc_sync("worker1", scaled, (x, 2))
-            with pytest.raises(RuntimeError, match="use rdmarpc.autograd.backward"):
+            with pytest.raises(RuntimeError, match=r"use rdmarpc\.autograd\.backward"):
                 kept.sum().backward()
-        with autograd.context() as context_id:
-            with pytest.raises(RuntimeError, match="was received in autograd context"):
-                autograd.backward(context_id, [(kept * x).sum()])
+        with autograd.context() as context_id, pytest.raises(RuntimeError, match="was received in autograd context"):
+            autograd.backward(context_id, [(kept * x).sum()])
         with autograd.context() as context_id:
             same(context_id, (rpc.rpc_sync("worker1", scaled, (kept.detach(), x))).sum(), [x], (kept.detach() * x).sum())
         # Hooks of a leaf see the sum, once; so do those behind its accumulator; at work on both sides of a call.
@@ -280,7 +279,7 @@ def graphs(rank):
             x.register_hook(on_leaf)
             inner = x * 2
             inner.register_hook(on_inner)
-            inner.grad_fn.next_functions[0][0].register_hook(lambda *_: behind.append(1))
+            inner.grad_fn.next_functions[0][0].register_hook(lambda *_, behind=behind: behind.append(1))
             with autograd.context() as context_id:
                 first = rpc.rpc_sync("worker1", scaled, (x, 2))
                 second = rpc.rpc_sync("worker1", scaled, (x + first, 3))
