@@ -44,7 +44,7 @@ def of_table(context_id):
 
 
 def same(context_id, loss, leaves, want, exact=True):
-    """Backward in the context: the gradients of ``leaves`` here, against those of ``want``, a loss made by local autograd."""
+    """Backward in the context, the gradients of ``leaves`` here against those of ``want``, a loss made by local autograd."""
     expected = torch.autograd.grad(want, leaves, allow_unused=True, materialize_grads=False)
     autograd.backward(context_id, [loss])
     got = autograd.get_gradients(context_id)
