@@ -31,13 +31,13 @@ class context:
     threads have their own. Leaving it drops what it holds here, and, without waiting, on every worker that it reached."""
 
     def __enter__(self) -> int:
-        self._entered = _new_context()._found
-        self._contexts = _agent.current().contexts
-        return self._entered.number
+        self._context_id = _new_context()._context_id()
+        self._contexts = _agent.current().contexts  # those of the next agent are not concerned
+        return self._context_id
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         current.context = None
-        self._contexts.end(self._entered.number)
+        self._contexts.end(self._context_id)
 
 
 def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ...], retain_graph: bool = False) -> None:

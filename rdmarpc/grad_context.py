@@ -61,6 +61,7 @@ class Context:
         self.workers.add(to)
         if self.ended:
             self._tell(to, self.number)  # it ended a moment ago, and that may have passed over this worker
+            return 0
         left = sent(to, tensors)
         if left is None:
             return 0

@@ -275,3 +275,49 @@ def one_dies(rank):
 def test_contexts_end_with_a_worker_that_dies():
     outcomes = run_group(one_dies, 4, each={1: {"num_worker_threads": 1}})
     assert [outcomes[rank].result for rank in (0, 2)] == ["survived"] * 2, outcomes
+
+
+def second_life(meeting):
+    """A worker that comes back under its name and rank enters contexts anew: nobody takes them for those of its first life."""
+    if meeting.rank == 0:
+        meeting.join()
+        meeting.say("first")
+        meeting.hear("over")
+        eventually(live, [])
+        rpc.shutdown()
+        return
+    meeting.hear("first")
+    drawn = []
+    for _ in range(2):
+        meeting.join()
+        for _ in range(2):
+            with autograd.context() as context_id:
+                tensor = torch.ones(3, requires_grad=True)
+                autograd.backward(context_id, [rpc.rpc_sync("worker0", double, (tensor,)).sum()])
+                assert autograd.get_gradients(context_id)[tensor].tolist() == [2.0] * 3
+                drawn.append(context_id)
+        rpc.shutdown()
+    assert len(set(drawn)) == 4
+    meeting.say("over")
+
+
+def test_contexts_of_a_worker_that_comes_back():
+    results(run_group(second_life, 2, dynamic=True))
+
+
+def entered_in_another_life(meeting):
+    for life in range(2):
+        meeting.join(world_size=1)
+        if life == 0:
+            left_over = autograd.context()
+            first = left_over.__enter__()
+        else:
+            left_over.__exit__(None, None, None)
+            with autograd.context() as context_id:
+                assert context_id == first and known(context_id)
+            assert live() == []
+        rpc.shutdown()
+
+
+def test_a_context_is_left_after_the_next_init():
+    results(run_group(entered_in_another_life, 1, dynamic=True))

@@ -60,8 +60,9 @@ class Late:
                     self.changed.wait(self.waiting[0][0] - time.monotonic() if self.waiting else None)
                 _, _, what, args = heapq.heappop(self.waiting)
             what(*args)
-            if what == self.accept:
-                me.progress._call_out()
+            # This thread has not the polling role: whoever has it learns of jobs and answers that it did not read itself.
+            me.progress._call_out()
+            me.progress.interrupt()
 
 
 class Dawdles(torch.autograd.Function):

@@ -151,6 +151,5 @@ def steps(rank):
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_memory_stays_flat(device):
-    results(run_group(steps, 2, transport=device))
+def test_memory_stays_flat():
+    results(run_group(steps, 2))
