@@ -256,7 +256,8 @@ def graphs(rank):
             loss = rpc.rpc_sync("worker1", scaled, (x * 1, x)).sum()
             for times in range(1, 4):
                 autograd.backward(context_id, [loss], retain_graph=True)
-                assert torch.equal(autograd.get_gradients(context_id)[x], times * 2 * x.detach())
+                # Each of the two that arrive is added by itself, so the sum of several passes may be rounded elsewhere.
+                torch.testing.assert_close(autograd.get_gradients(context_id)[x], times * 2 * x.detach())
             autograd.backward(context_id, [loss])
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 autograd.backward(context_id, [loss])
