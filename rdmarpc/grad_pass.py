@@ -26,9 +26,10 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from .grad_context import Context
-from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, Halted, Node, divert, halting, label, quieten, reach
+from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import RECEIVED, Source, adds_up, engaged
 from .grad_record import edge as edge_of
+from .transport import NotSupported
 
 _engine = Variable._execution_engine
 _AFTER, _HALT, _BEFORE = range(3)
@@ -169,6 +170,11 @@ class Pass:
         for node in reached:
             if type(node) is ACCUMULATE:
                 divert(node)
+            elif type(node) is REENTRANT:
+                raise NotSupported(
+                    "a reentrant checkpoint runs a backward pass of its own, into .grad",
+                    hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) works",
+                )
         inner = [node for node in held_up if type(node) is not ACCUMULATE]
         if inner:
             blocked = set(held_up)
