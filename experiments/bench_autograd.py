@@ -1,8 +1,11 @@
-"""Distributed autograd: two workers that compute and differentiate together, beside the same computation in one process.
+"""Distributed autograd: two workers that compute and differentiate together, beside the same computation alone.
 
-An iteration over the workers and a local one take turns, and the time above the local one is a median of their differences: a
-machine that becomes slower or faster meanwhile does so for both. The workers of rdmarpc and those of torch RPC take turns
-too; torch RPC's, which never rest, are stopped in between.
+Alone is: in one process; or, where most of the time is computation, by the same two workers with nothing crossing but two small
+calls (``Case.apart``): a core that waits for its turn is cold, and the threads of both want the same cores, whatever crosses.
+
+An iteration over the workers and one alone take turns, and the time above is a median of their differences: a machine that
+becomes slower or faster meanwhile does so for both. The workers of rdmarpc and those of torch RPC take turns too, and the
+others are stopped in between.
 """
 
 import importlib
@@ -10,6 +13,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +64,7 @@ def theirs(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
 
 def measure(layer: Layer, what: str, job: dict[str, Any], launcher: Launcher) -> None:
     """All rounds, as worker0 drives them. Each case gives microseconds of its iterations (forward and backward) and those of
-    the backward alone: `what` over the workers, "local" here, "above" the difference, each but the first named after `what`."""
+    the backward: `what` over the workers, "local" alone, "above" the difference, each but the first named after `what`."""
     samples = Samples()
     for name, (make, times, together) in CASES.items():
         case = make(layer.rpc, job["linear"])
@@ -68,7 +72,7 @@ def measure(layer: Layer, what: str, job: dict[str, Any], launcher: Launcher) ->
         for number in range(job["rounds"]):
             launcher.wait_for_turn()
             launcher.tell(("progress", f"autograd, {name}, round {number + 1}"))
-            there, here = zip(*[(over_workers(layer, case), local(case)) for _ in range(times)])
+            there, here = zip(*[(over_workers(layer, case), (case.apart or partial(local, case))()) for _ in range(times)])
             for part, of_there, of_here in zip((name, f"{name}_backward"), zip(*there), zip(*here)):
                 above = [one - other for one, other in zip(of_there, of_here)]
                 for measured, ns in ((what, of_there), (f"{what}_local", of_here), (f"{what}_above", above)):
@@ -84,6 +88,8 @@ class Case(NamedTuple):
     leaves: list[Tensor]
     others: list[Tensor]
     """Leaves of `here` that the other worker has in `there`."""
+    apart: Callable[[], tuple[int, int]] | None = None
+    """Nanoseconds of an iteration, and of its backward, by both workers with no tensor crossing."""
 
 
 def over_workers(layer: Layer, case: Case) -> tuple[int, int]:
@@ -148,7 +154,47 @@ def linear(rpc: Any, size: int) -> Case:
         lambda: second(first(x)).sum(),
         list(first.parameters()),
         list(second.parameters()),
+        partial(apart, rpc, first, x),
     )
+
+
+def apart(rpc: Any, first: nn.Linear, x: Tensor) -> tuple[int, int]:
+    """Both workers compute what they do in `linear`, one after the other, from tensors that they have."""
+    begin = time.perf_counter_ns()
+    hidden = first(x)
+    rpc.rpc_sync("worker1", second_forward, args=(len(x),))
+    out = torch.ones_like(hidden, requires_grad=True)
+    loss = out.sum()
+    middle = time.perf_counter_ns()
+    (gradient,) = torch.autograd.grad(loss, out)
+    rpc.rpc_sync("worker1", second_backward)
+    torch.autograd.grad(hidden, list(first.parameters()), gradient)
+    end = time.perf_counter_ns()
+    return end - begin, end - middle
+
+
+class Second(NamedTuple):
+    """The other worker's part of `apart`."""
+
+    layer: nn.Linear
+    x: Tensor
+    out: list[Tensor]
+
+
+_second: list[Second] = []
+
+
+def second_forward(size: int) -> None:
+    if not _second:
+        _second.append(Second(new_linear(size), torch.randn(size, size, requires_grad=True), []))
+    part = _second[0]
+    part.out.append(part.layer(part.x))
+
+
+def second_backward() -> None:
+    part = _second[0]
+    out = part.out.pop()
+    torch.autograd.grad(out, [part.x, *part.layer.parameters()], torch.ones(()).expand_as(out))
 
 
 def new_linear(size: int) -> nn.Linear:

@@ -160,10 +160,10 @@ def start_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """One line for each computation; `above` is what a layer takes more than the same in one process."""
+    """One line for each computation; `above` is what a layer takes more than the same alone (``bench_autograd``)."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    for column in ("local", "rdmarpc", "above", "torch RPC", "above", "× torch", "of its above"):
+    for column in ("alone", "rdmarpc", "above", "torch RPC", "above", "× torch", "of its above"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

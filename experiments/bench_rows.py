@@ -145,8 +145,8 @@ COMPUTATIONS = {
 
 
 def autograd_row(case: str, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
-    """Microseconds over two workers, in one process, and above that. What torch RPC's threads, which never rest, cost the
-    local computation is in its own local time."""
+    """Microseconds over two workers, alone (``bench_autograd``), and above that. What torch RPC's threads, which never rest,
+    cost the computation alone is in its own time alone."""
     ours, theirs = median[case, 0, "rdmarpc"], median[case, 0, "torch_rpc"]
     above, theirs_above = median[case, 0, "rdmarpc_above"], median[case, 0, "torch_rpc_above"]
     row = {
