@@ -83,6 +83,7 @@ def wait_long():
 
 def stop_me():
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(10.0)  # another thread may have taken the signal, and this one go on for a moment
 
 
 def release_mine():
