@@ -207,7 +207,7 @@ class Pass:
         hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
         halt = halting()
         order = {node: node._sequence_nr() for node, _ in beyond if type(node) is not ACCUMULATE}
-        halt.node._set_sequence_nr(_HALT)
+        halt.node._set_sequence_nr(_HALT)  # type: ignore[attr-defined]
         for node in order:
             node._set_sequence_nr(_AFTER)
         for node, _ in beyond:
