@@ -3,6 +3,7 @@
     python -m experiments.bench                         # or: rdmarpc bench
     python -m experiments.bench quick=true device=tcp   # everything in conf/bench.yaml can be overridden
     python -m experiments.bench all_to_all=32           # 32 workers that all call each other, as well
+    python -m experiments.bench pair=false start=0      # distributed autograd only
     python -m experiments.bench --json                  # JSON on standard output instead of a table
 
 The run's folder receives bench.json and, from the two workers, bench.png.
@@ -79,6 +80,10 @@ def run(job: dict[str, Any], display: "BenchDisplay") -> None:
         from . import bench_start
 
         bench_start.measure(job, display.on_event)
+    if job["autograd"]:
+        from . import bench_autograd
+
+        run_job(bench_autograd.groups(), job, display.on_event, job["timeout_s"])
     if job["all_to_all"]:
         from . import bench_all_to_all
 
@@ -103,14 +108,16 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     most = COUNT // NEW_FUNCTIONS // max(len(job["cells"].get("first", [])), 1)
     if not 1 <= job["rounds"] <= most:
         raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
+    if job["linear"] < 1:
+        raise SystemExit(f"error: linear={job['linear']} must be at least 1")
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
         raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
     if job["all_to_all"] and job["all_to_all_torch"] == "auto":
         from .bench_all_to_all import torch_transport
 
         job["all_to_all_torch"] = torch_transport(job["all_to_all"])
-    if not (job["pair"] or job["start"] or job["all_to_all"]):
-        raise SystemExit("error: pair=false start=0 all_to_all=0 leaves nothing to measure")
+    if not (job["pair"] or job["start"] or job["autograd"] or job["all_to_all"]):
+        raise SystemExit("error: pair=false start=0 autograd=false all_to_all=0 leaves nothing to measure")
     return job
 
 

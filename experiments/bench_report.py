@@ -51,6 +51,8 @@ def print_tables(bench: dict[str, Any]) -> None:
         console.print(rate_table([bench["all_to_all"]], "calls a second, all to all", "workers", torch_rpc))
     if bench["start"]:
         console.print(start_table(bench["start"], f"starting: medians of {config['start']}"))
+    if bench["autograd"]:
+        console.print(autograd_table(bench["autograd"], f"distributed autograd: medians of {config['rounds']} rounds"))
     if idle := bench["idle"]:
         percent = judged(idle, "percent", f"{idle['rdmarpc_percent']:.2f} %")
         console.print(f" an idle worker takes {percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %\n")
@@ -157,6 +159,22 @@ def start_table(rows: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
+def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """One line for each computation; `above` is what a layer takes more than the same in one process."""
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for column in ("local", "rdmarpc", "above", "torch RPC", "above", "× torch", "of its above"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            *(time_text(row[f"{what}_us"]) for what in ("local", "rdmarpc", "rdmarpc_above", "torch_rpc", "torch_rpc_above")),
+            judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
+            judged(row, "above", f"{row['of_torch_rpc_above']:.2f}") if "above" in row["target"] else "",
+        )
+    return table
+
+
 def judged(row: dict[str, Any], key: str, text: str) -> str:
     """A value of a row beside its target, with a mark and a colour for whether it is met."""
     if key not in row["target"]:
@@ -167,10 +185,10 @@ def judged(row: dict[str, Any], key: str, text: str) -> str:
 
 def time_text(us: float) -> str:
     """Microseconds with three digits, in the unit that suits."""
-    if us < 1:
+    if abs(us) < 1:
         return f"{us * 1e3:.3g} ns"
-    if us < 1e3:
+    if abs(us) < 1e3:
         return f"{us:.3g} µs"
-    if us < 1e6:
+    if abs(us) < 1e6:
         return f"{us / 1e3:.3g} ms"
     return f"{us / 1e6:.3g} s"

@@ -79,7 +79,7 @@ class Agent:
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
         self._links, self._rows = self.links.by_worker, self.links.rows
-        self.contexts = Contexts(self.me.id, self._tell_end)
+        self.contexts = Contexts(self.number, self._tell_end)
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.on_tick = self._look_after
@@ -250,9 +250,8 @@ class Agent:
         """A worker is lost, or has left: see ``Links``."""
         touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
         self.rrefs.lost(link.worker, error)
-        info = self.group.workers.ever(link.worker)
-        if info is not None and link.worker != self.number:
-            self.contexts.lost(info.id)
+        if link.worker != self.number:
+            self.contexts.lost(link.worker)
         self.termination.fail(error)
         for callback in self._lost_callbacks:
             callback(link.name, error)

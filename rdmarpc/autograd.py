@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from . import agent as _agent
 from . import grad_flow
 from .grad_context import Context, current
 from .grad_error import BackwardError as BackwardError
+from .grad_record import edge
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 
@@ -30,13 +32,12 @@ class context:
 
     def __enter__(self) -> int:
         self._context_id = _new_context()._context_id()
+        self._contexts = _agent.current().contexts  # those of the next agent are not concerned
         return self._context_id
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         current.context = None
-        agent = _agent._current
-        if agent is not None:
-            agent.contexts.end(self._context_id)
+        self._contexts.end(self._context_id)
 
 
 def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ...], retain_graph: bool = False) -> None:
@@ -86,6 +87,11 @@ class _Send(NamedTuple):
     next_functions: tuple[tuple[Any, int], ...]
 
 
+def _next(target: torch.Tensor | GradientEdge) -> tuple[Any, int]:
+    found = edge(target) if isinstance(target, torch.Tensor) else target
+    return found.node, found.output_nr
+
+
 class DistAutogradContext:
     """What this worker knows of a context, for looking at it: with the private names of torch's."""
 
@@ -98,7 +104,7 @@ class DistAutogradContext:
     def _send_functions(self) -> dict[int, _Send]:
         """For each message that took tensors along which require grad, where their gradients flow."""
         sent = list(self._found.sent.items())
-        return {message: _Send(tuple([(each.node, each.output_nr) for each in left.edges])) for message, left in sent}
+        return {message: _Send(tuple([_next(target) for target in left.targets])) for message, left in sent}
 
     def _recv_functions(self) -> dict[tuple[int, int], Any]:
         """For each message that brought such tensors, by (number of the worker, number of the message), their node."""

@@ -180,7 +180,7 @@ class Callee:
         if frame.flags & HEAD:
             grant, _, _, places_bytes, number, message = REQUEST_HEAD.unpack_from(body, start)
             if number != NO_CONTEXT:
-                context = self.contexts.join(number)
+                context = self.contexts.join(number, link.worker)
             at += REQUEST_HEAD.size
         places = load_places(body[at : at + places_bytes], link.places) if places_bytes else None
         table_at = start + frame.payload

@@ -3,9 +3,11 @@
 A context is made by whoever enters it, and on every other worker by the first call that carries its number. It holds the
 gradient edges of the tensors that left (``Sent``) and the gradients of leaves; tensors themselves are held by nobody but their
 users. It ends where it was entered; its end is passed on to every worker that heard of it from here, once, without waiting.
+With a worker end those that it entered, and those that nobody else brought: their end would come by way of it.
 
 Its end may overtake calls that carry it, if these wait for a thread: numbers that ended are remembered, and who comes late
-finds no context. Numbers are never used twice.
+finds no context; nor does a call that was left by a worker which is lost. A thread that was about to send while the context
+ended tells the end itself (``send``). Numbers are never used twice.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ _OURS = 3
 class Context:
     """Thread-safe."""
 
-    def __init__(self, number: int, messages: itertools.count[int]) -> None:
+    def __init__(self, number: int, brought_by: int, messages: itertools.count[int], tell: Callable[[int, int], None]) -> None:
         self.number = number
+        self.brought_by = {brought_by}
+        """Numbers of the workers whose calls carried it here (ours, if it was entered here), as far as they are not lost."""
         self.sent: dict[int, Sent] = {}
         """By the number of the message."""
         self.received: dict[tuple[int, int], Any] = {}
@@ -50,11 +54,14 @@ class Context:
         """By worker: of the passes that it began, those counted less are over."""
         self.ended = False
         self.lock = threading.Lock()
-        self._messages = messages
+        self._messages, self._tell = messages, tell
 
     def send(self, to: int, tensors: Iterable[torch.Tensor]) -> int:
         """Note the tensors of a message to worker number ``to``; its number, 0 if none of them needs a gradient."""
         self.workers.add(to)
+        if self.ended:
+            self._tell(to, self.number)  # it ended a moment ago, and that may have passed over this worker
+            return 0
         left = sent(to, tensors)
         if left is None:
             return 0
@@ -62,19 +69,36 @@ class Context:
         self.sent[message] = left
         return message
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient of a leaf. From a prehook of its accumulator: the gradient is taken over if nothing else refers
-        to it, and copied otherwise."""
-        with self.lock, torch.no_grad():
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
+        """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
+        accumulator, if nothing else refers to it; it is copied otherwise."""
+        with self.lock:
             before = self.gradients.get(leaf)
             if before is None:
-                self.gradients[leaf] = gradient if _unshared(gradient) else _copy(gradient)
+                self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:
                 self.gradients[leaf] = gradient + before
             elif not gradient.is_sparse and sys.getrefcount(before) <= _OURS:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient
+
+    def check(self) -> None:
+        """``RuntimeError`` if it has ended."""
+        if self.ended:
+            raise RuntimeError(f"autograd context {self.number} has ended during a backward pass")
+
+    def close(self) -> None:
+        """Nothing comes in any more, passes that run here stop, and the graph goes. (Gradients: with the context itself, as
+        somebody may just be adding one.)"""
+        with self.lock:
+            self.ended = True
+            passes = list(self.passes.values())
+            self.passes.clear()
+        for each in passes:
+            each.end()
+        self.sent.clear()
+        self.received.clear()
 
     def __repr__(self) -> str:
         return f"Context({self.number})"
@@ -108,6 +132,8 @@ class Contexts:
     def __init__(self, me: int, tell: Callable[[int, int], None]) -> None:
         self._me, self._tell = me, tell
         self.live: dict[int, Context] = {}
+        self._gone: set[int] = set()
+        """Numbers of the workers that are lost."""
         self._count = itertools.count(me << WORKER_SHIFT)
         self._messages = itertools.count(1)
         self._past: set[int] = set()
@@ -117,22 +143,26 @@ class Contexts:
         """Backward passes that had to ask which calls take part (``grad_flow``)."""
 
     def new(self) -> Context:
-        return self._enter(next(self._count))
+        return self._enter(next(self._count), self._me)
 
-    def _enter(self, number: int) -> Context:
-        made = Context(number, self._messages)
+    def _enter(self, number: int, brought_by: int) -> Context:
+        made = Context(number, brought_by, self._messages, self._tell)
         self.live[number] = made
         return made
 
-    def join(self, number: int) -> Context | None:
-        """The context that a call carries, made if need be; ``None`` if it has ended."""
+    def join(self, number: int, worker: int) -> Context | None:
+        """The context that a call of a worker carries, made if need be; ``None`` if it has ended, or the worker has."""
         found = self.live.get(number)
-        if found is not None:
+        if found is not None and worker in found.brought_by:
             return found
         with self._lock:
-            if number in self._past:
+            if number in self._past or worker in self._gone:
                 return None
-            return self.live.get(number) or self._enter(number)
+            found = self.live.get(number)
+            if found is None:
+                return self._enter(number, worker)
+            found.brought_by.add(worker)
+            return found
 
     def find(self, number: int) -> Context:
         """``RuntimeError`` if there is none of that number."""
@@ -144,33 +174,45 @@ class Contexts:
     def end(self, number: int, heard_from: int | None = None) -> None:
         """It ends here, and everywhere that we brought it to."""
         with self._lock:
-            if number in self._past:
-                return
-            self._past.add(number)
-            self._past_order.append(number)
-            if len(self._past_order) > _REMEMBERED:
-                self._past.discard(self._past_order.popleft())
-            context = self.live.pop(number, None)
-        if context is None:
-            return
-        context.ended = True
+            context = self._take_out(number)
+        if context is not None:
+            self._finish(context, heard_from)
+
+    def _take_out(self, number: int) -> Context | None:
+        """With the lock held."""
+        if number in self._past:
+            return None
+        self._past.add(number)
+        self._past_order.append(number)
+        if len(self._past_order) > _REMEMBERED:
+            self._past.discard(self._past_order.popleft())
+        return self.live.pop(number, None)
+
+    def _finish(self, context: Context, heard_from: int | None) -> None:
+        context.close()
         for worker in list(context.workers):
             if worker != heard_from:
-                self._tell(worker, number)
-        context.sent.clear()
-        context.received.clear()
-        context.passes.clear()
+                self._tell(worker, context.number)
 
     def lost(self, worker: int) -> None:
-        """The contexts that a worker of this id had entered end with it."""
-        for number in list(self.live):
-            if number >> WORKER_SHIFT == worker:
-                self.end(number)
+        """A worker is gone, and with it the contexts that it had entered, and those that only it had brought."""
+        ended = []
+        with self._lock:
+            self._gone.add(worker)
+            for context in list(self.live.values()):
+                context.brought_by.discard(worker)
+                if context.number >> WORKER_SHIFT == worker or not context.brought_by:
+                    self._take_out(context.number)
+                    ended.append(context)
+        for context in ended:
+            self._finish(context, worker)
 
     def clear(self) -> None:
-        for context in list(self.live.values()):
-            context.ended = True
-        self.live.clear()
+        with self._lock:
+            left = list(self.live.values())
+            self.live.clear()
+        for context in left:
+            context.close()
 
     @property
     def largest(self) -> int:

@@ -31,7 +31,7 @@ def _kind(original: type) -> Any:
             found = type(
                 original.__name__, (BackwardError, original), {"__module__": original.__module__, "_original": original}
             )
-        except TypeError:  # the two are laid out differently
+        except Exception:  # the two are laid out differently, or the original wants no heirs
             found = BackwardError
         _kinds[original] = found
     return found
@@ -49,30 +49,41 @@ def made(original: type, text: str, state: dict[str, Any]) -> Exception:
     return error
 
 
-def located(error: BaseException, worker_id: int, name: str) -> tuple[type, str, dict[str, Any]]:
-    """What ``made`` makes an error of that passed a worker."""
+def located(error: BaseException, worker_id: int, name: str) -> Exception:
+    """The error of a worker: what was raised there, or came from another. It holds no frames."""
     prefix = f"Error on Node {worker_id}: "
     if isinstance(error, BackwardError):
-        return getattr(error, "_original", RuntimeError), prefix + str(error), error.__dict__
+        return made(_original(error), prefix + str(error), error.__dict__)
+    try:
+        text = str(error)
+    except BaseException as reason:
+        text = f"{type(error).__name__} (its text cannot be made: {type(reason).__name__})"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     kind = type(error) if isinstance(error, Exception) else RuntimeError
-    return kind, f"{prefix}{error}\n\nOn worker {name}:\n{trace}", dict(error.__dict__)
+    return made(kind, f"{prefix}{text}\n\nOn worker {name}:\n{trace}", error.__dict__)
 
 
-def dump(error: BaseException, worker_id: int, name: str) -> bytes:
-    kind, text, state = located(error, worker_id, name)
-    for attempt in ((kind, text, state), (kind, text, {}), (RuntimeError, text, {})):
+def _original(error: Exception) -> type:
+    return getattr(error, "_original", RuntimeError)
+
+
+def dump(error: Exception) -> bytes:
+    """Of an error that is ``located``."""
+    kind, state = _original(error), error.__dict__
+    for attempt in ((kind, state), (kind, {})):
         try:
             packed = pickle.dumps(attempt, 5)
             pickle.loads(packed)
-            return packed
+            return pickle.dumps((str(error), packed), 5)
         except Exception:
             continue
-    raise AssertionError("a text can be pickled")
+    return pickle.dumps((str(error), pickle.dumps((RuntimeError, {}), 5)), 5)
 
 
 def load(packed: bytes) -> Exception:
+    text, inner = pickle.loads(packed)
     try:
-        return made(*pickle.loads(packed))
-    except Exception as reason:  # a type that is not known here
-        return BackwardError(f"Error on another node, of a type that is not known here ({reason})")
+        kind, state = pickle.loads(inner)
+    except Exception:  # a type that is not known here
+        return BackwardError(text)
+    return made(kind, text, state)

@@ -30,13 +30,11 @@ import torch
 from . import agent as _agent
 from . import grad_error
 from .functions import MAY_DEFER
-from .future import bare
 from .grad_context import Context
 from .grad_graph import reach
 from .grad_pass import Emitted, Gradients, Pass
 from .grad_record import RECEIVED, edge
 from .link import CONTROL
-from .remote_error import ordinary
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -47,6 +45,7 @@ _ENTRY = struct.Struct("<QI")  # message, number of gradients
 _counts = itertools.count(1)
 _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
+_SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
 
 
@@ -68,16 +67,29 @@ class Reply(NamedTuple):
     """Workers (numbers) that may hold something."""
 
 
-def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | None]]:
+def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
+    """A gradient that occurs again (those of both inputs of an addition) goes as the index of the first."""
     heads: list[bytes] = []
-    gradients: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | int | None] = []
+    known: dict[int, int] = {}
     for message, some in entries:
         heads.append(_ENTRY.pack(message, len(some)))
-        gradients += some
+        for gradient in some:
+            if gradient is None:
+                gradients.append(None)
+                continue
+            first = known.setdefault(id(gradient), len(gradients))
+            if first < len(gradients):
+                gradients.append(first)
+            else:
+                # Of a small one that is expanded, nothing is won by sending only what is in memory.
+                small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
+                gradients.append(gradient.contiguous() if small else gradient)
     return b"".join(heads), gradients
 
 
-def _unpack(heads: bytes, gradients: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
+def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
+    gradients = tuple([packed[gradient] if type(gradient) is int else gradient for gradient in packed])
     entries, at = [], 0
     for message, count in _ENTRY.iter_unpack(heads):
         entries.append((message, gradients[at : at + count]))
@@ -89,6 +101,7 @@ def _open(agent: Agent, context: Context, name: Name) -> Pass:
     """This worker's part of a pass, made by the first message of it."""
     key = name.worker, name.serial
     with context.lock:
+        context.check()
         oldest = context.oldest[name.worker] = max(name.oldest, context.oldest.get(name.worker, 0))
         for other in [other for other in context.passes if other[0] == name.worker and other[1] < oldest]:
             context.passes.pop(other).end()
@@ -168,6 +181,8 @@ class Wave:
             self.call(*call)
 
     def reply(self) -> Reply:
+        """Raises if the context has ended meanwhile: gradients may have been lost."""
+        self.run_.context.check()
         if self.run_.held:
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)
@@ -185,12 +200,13 @@ class Sprung(Wave):
         self.result: Reply | Exception | None = None
         self.future: torch.futures.Future[Reply | Exception] | None = None
 
-    def start(self) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
-        """Begin, with what the pass holds already. The result, or a future of it."""
+    def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
+        """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
         try:
+            self.open_with(calls)
             self.go_on()
         except BaseException as error:
-            self._end(ordinary(error))
+            self._fail(error)
         else:
             self._close()
         with self._lock:
@@ -207,12 +223,20 @@ class Sprung(Wave):
         try:
             self.heard(future.value())
         except BaseException as error:
-            self._end(ordinary(error))
+            self._fail(error)
         self._close()
 
     def _close(self) -> None:
-        if self.close_one():
+        if not self.close_one():
+            return
+        try:
             self._end(self.reply())
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        # As it crosses: what was raised holds frames, and these hold us.
+        self._end(_located(self.agent, error))
 
     def _end(self, result: Reply | Exception) -> None:
         with self._lock:
@@ -245,9 +269,10 @@ class Driven(Wave):
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
         self._calls.append(self.agent._start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
 
-    def drive(self) -> None:
-        """Until all is done. Raises the first error."""
+    def drive(self, calls: Calls) -> Reply:
+        """Until all is done, beginning with ``calls``. Raises the first error."""
         try:
+            self.open_with(calls)
             self.go_on()
             while self._calls:
                 if len(self._calls) > 1:
@@ -257,6 +282,7 @@ class Driven(Wave):
                 self._calls.remove(call)
                 self.heard(self.agent.caller.result(call))
                 self.close_one()
+            return self.reply()
         finally:
             for call in self._calls:
                 self.agent.caller.abandon(call)
@@ -271,6 +297,7 @@ def _begin(agent: Agent, context: Context, roots: list[torch.Tensor], retain_gra
     count = next(_counts)
     run = Pass(context, retain_graph)
     with context.lock:
+        context.check()
         context.passes[agent.number, count] = run
         oldest = min(other for worker, other in context.passes if worker == agent.number)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
@@ -283,8 +310,8 @@ def _over(name: Name, run: Pass) -> None:
     run.end()
 
 
-def _error(agent: Agent, error: Exception) -> Exception:
-    return grad_error.made(*grad_error.located(error, agent.me.id, agent.name))
+def _located(agent: Agent, error: BaseException) -> Exception:
+    return grad_error.located(error, agent.me.id, agent.name)
 
 
 def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
@@ -293,10 +320,7 @@ def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_g
     try:
         calls: Calls = []
         for _ in range(_MAX_SURVEYS):
-            wave = Driven(agent, name, run)
-            wave.open_with(calls)
-            wave.drive()
-            holders = wave.reply().holders
+            holders = Driven(agent, name, run).drive(calls).holders
             if not holders:
                 return
             calls = _settlement(agent, name, run, holders)
@@ -304,7 +328,7 @@ def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_g
             f"gradients are held on {[agent.group.name_of(worker) for worker in holders]} that nothing waits for"
         )
     except Exception as error:
-        raise _error(agent, error) from error
+        raise _located(agent, error) from error
     finally:
         _over(name, run)
 
@@ -321,8 +345,7 @@ class Unattended:
 
     def _launch(self, calls: Calls) -> None:
         wave = Sprung(self._agent, self._name, self._run, None)
-        wave.open_with(calls)
-        result = wave.start()
+        result = wave.start(calls)
         if isinstance(result, torch.futures.Future):
             result.add_done_callback(lambda future: self._ended(future.value()))
         else:
@@ -344,13 +367,13 @@ class Unattended:
                 raise RuntimeError("gradients are held that nothing waits for")
             calls = _settlement(self._agent, self._name, self._run, holders)
         except BaseException as error:
-            self._finish(ordinary(error))
+            self._finish(_located(self._agent, error))
         else:
             self._launch(calls)
 
     def _finish(self, error: Exception | None) -> None:
         _over(self._name, self._run)
-        self.future.set_result(None if error is None else bare(_error(self._agent, error)))
+        self.future.set_result(error)
 
 
 # -- what is held for messages that will get no gradient
@@ -407,7 +430,7 @@ def _load(header: bytes) -> tuple[Agent, Context, Name, int]:
     return agent, agent.contexts.find(name.context), name, sender
 
 
-def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | None) -> Any:
+def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Gradients of messages that this worker sent."""
     agent = _agent.current()
     try:
@@ -415,9 +438,9 @@ def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | None) -> An
         run = _open(agent, context, name)
         for message, some in _unpack(heads, gradients):
             run.arrive(message, some)
-        return _answered(agent, Sprung(agent, name, run, sender).start())
+        return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(agent, error)
+        return _dump_reply(_located(agent, error))
 
 
 def _settle(header: bytes, messages: bytes) -> Any:
@@ -427,9 +450,9 @@ def _settle(header: bytes, messages: bytes) -> Any:
         agent, context, name, sender = _load(header)
         run = _open(agent, context, name)
         run.expect(_unpacked(messages))
-        return _answered(agent, Sprung(agent, name, run, sender).start())
+        return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
-        return _dump_reply(agent, error)
+        return _dump_reply(_located(agent, error))
 
 
 _deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
@@ -442,20 +465,20 @@ def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
-            starts += [each.node for each in sent.edges]
+            starts += [each.node for each in sent.edges()]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 
 
-def _answered(agent: Agent, result: Reply | Exception | torch.futures.Future[Any]) -> Any:
+def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
     if isinstance(result, torch.futures.Future):
-        return result.then(lambda future: _dump_reply(agent, future.value()))
-    return _dump_reply(agent, result)
+        return result.then(lambda future: _dump_reply(future.value()))
+    return _dump_reply(result)
 
 
-def _dump_reply(agent: Agent, result: Reply | Exception) -> tuple[Any, ...]:
+def _dump_reply(result: Reply | Exception) -> tuple[Any, ...]:
     if isinstance(result, Exception):
-        return (grad_error.dump(result, agent.me.id, agent.name),)
+        return (grad_error.dump(result),)
     heads, gradients = _pack(result.arrivals)
     return b"", heads, _packed(result.holders), *gradients
 

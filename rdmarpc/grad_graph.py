@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ Node = Any  # torch.autograd.graph.Node; hashable, one object a node while someb
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _DIVERTED = "rdmarpc.diverted"
+_diverting = threading.Lock()
 
 
 def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
@@ -74,9 +76,12 @@ def divert(accumulator: Node) -> None:
     """Have what a pass brings to a leaf go to the pass, and nothing to ``.grad``: the leaf's hooks run before, and those behind
     its accumulator after. Other backward passes over the same leaf are not concerned."""
     marks = accumulator.metadata
-    if _DIVERTED not in marks:
-        marks[_DIVERTED] = True
-        accumulator.register_prehook(partial(_diverted, accumulator.variable))
+    if _DIVERTED in marks:
+        return
+    with _diverting:
+        if _DIVERTED not in marks:
+            accumulator.register_prehook(partial(_diverted, accumulator.variable))
+            marks[_DIVERTED] = True  # not before: who finds it relies on the hook
 
 
 def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
@@ -109,10 +114,13 @@ NOTHING_MORE = torch.empty(0)
 """The gradient that a halt is given."""
 
 
-def halting() -> GradientEdge:
-    """A new node that raises ``Halted`` when the engine comes to it."""
+def halting(number: int) -> GradientEdge:
+    """A new node of that sequence number that raises ``Halted`` when the engine comes to it."""
     with torch.enable_grad():
-        return get_gradient_edge(_Halt.apply(_anchor))
+        made = get_gradient_edge(_Halt.apply(_anchor))
+    node: Node = made.node
+    node._set_sequence_nr(number)
+    return made
 
 
 class _Quiet:

@@ -27,7 +27,8 @@ from torch.autograd.variable import Variable
 
 from .grad_context import Context
 from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, Halted, Node, divert, halting, label, quieten, reach
-from .grad_record import RECEIVED, Source, engaged
+from .grad_record import RECEIVED, Source, adds_up, engaged
+from .grad_record import edge as edge_of
 
 _engine = Variable._execution_engine
 _AFTER, _HALT, _BEFORE = range(3)
@@ -80,14 +81,27 @@ class Pass:
     def arrive(self, message: int, gradients: Gradients) -> None:
         """Gradients of the tensors of a message that left here; ``None`` for those that had no part in the roots."""
         with self._lock:
+            if self._over:
+                return
             sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
             if sent is None:
+                self.context.check()
                 raise RuntimeError(_FREED)
             self._arrived.add(message)
-            self._owners.append(sent.edges)
-            for edge, gradient in zip(sent.edges, gradients, strict=True):
-                if gradient is not None:
-                    self._hold(edge.node, edge.output_nr, gradient)
+            owners: list[GradientEdge] = []
+            memory: set[int] = set()
+            for target, gradient in zip(sent.targets, gradients, strict=True):
+                if gradient is None:
+                    continue
+                if isinstance(target, torch.Tensor):
+                    if adds_up(target):
+                        self.context.accumulate(target, gradient, ours=_new(gradient, memory))
+                        continue
+                    target = edge_of(target)
+                owners.append(target)
+                self._hold(target.node, target.output_nr, gradient)
+            if owners:
+                self._owners.append(owners)
 
     def expect(self, messages: set[int]) -> None:
         """Of the messages that have had no gradient yet, only these will."""
@@ -170,15 +184,18 @@ class Pass:
 
     def _waiting(self) -> Callable[[Node], bool] | None:
         """Whether a node waits for a message; ``None`` if none can."""
-        unanswered = [message for message in list(self.context.sent) if message not in self._arrived]
+        sent = self.context.sent.copy()  # others change it
+        unanswered = [message for message in sent if message not in self._arrived]
         if self._expected is not None:
             unanswered = [message for message in unanswered if message in self._expected]
         if not unanswered:
             return None
         if not self._labelled.keys() >= set(unanswered):
             # New ones: they were sent since, by a forward pass that goes on.
-            self._labels = label([[edge.node for edge in self.context.sent[message].edges] for message in unanswered])
+            self._labels = label([[each.node for each in sent[message].edges()] for message in unanswered])
             self._labelled = {message: bit for bit, message in enumerate(unanswered)}
+        if not self._labels:
+            return None
         mask = sum(1 << self._labelled[message] for message in unanswered)
         labels = self._labels
 
@@ -205,9 +222,8 @@ class Pass:
                     exits.setdefault(node, []).append(index)
                     beyond[edge] = None
         hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
-        halt = halting()
+        halt = halting(_HALT)
         order = {node: node._sequence_nr() for node, _ in beyond if type(node) is not ACCUMULATE}
-        halt.node._set_sequence_nr(_HALT)  # type: ignore[attr-defined]
         for node in order:
             node._set_sequence_nr(_AFTER)
         for node, _ in beyond:
@@ -264,6 +280,17 @@ class Pass:
                 self._hold(self._collecting[id(leaf)], 0, gradient)
         else:
             self.context.accumulate(leaf, gradient)
+
+
+def _new(gradient: torch.Tensor, memory: set[int]) -> bool:
+    """Whether a gradient that arrived can be kept as it is: it is dense, and no other of its message lies in that memory."""
+    if gradient.layout is not torch.strided or not gradient.is_contiguous():
+        return False
+    storage = gradient.untyped_storage()._cdata
+    if storage in memory:
+        return False
+    memory.add(storage)
+    return True
 
 
 def _ends(node: Node) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
@@ -23,10 +24,19 @@ _PARAMETER = torch.nn.Parameter
 
 
 class Sent(NamedTuple):
-    """Tensors that left for worker number ``to``, where gradients of them come in."""
+    """Tensors that left for worker number ``to``: where gradients of them come in, a leaf itself or a gradient edge."""
 
     to: int
-    edges: list[GradientEdge]
+    targets: list[torch.Tensor | GradientEdge]
+
+    def edges(self) -> list[GradientEdge]:
+        """Those in front of which something may wait: all but leaves whose gradients are only added up."""
+        return [edge(target) if isinstance(target, torch.Tensor) else target for target in self.targets if not adds_up(target)]
+
+
+def adds_up(target: torch.Tensor | GradientEdge) -> bool:
+    """Whether all there is to do with a gradient is to add it to others: of a leaf without hooks."""
+    return isinstance(target, torch.Tensor) and not target._backward_hooks
 
 
 class Source(NamedTuple):
@@ -66,6 +76,11 @@ class Received(torch.autograd.Function):
 
 RECEIVED: Any = Received._backward_cls
 """The type of its nodes."""
+# The engine calls ``apply`` of a node, which looks up and checks what ``backward`` is here: of a class there is but one.
+RECEIVED.apply = Received.backward
+
+# Without the Python layer of ``Function.apply``, which looks for transforms of functorch.
+_apply = super(torch.autograd.Function, Received).apply
 
 _anchor = torch.empty(0, requires_grad=True)
 """Some input that requires grad is needed for there to be a node."""
@@ -80,12 +95,15 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     flagged = _flagged(tensors)
     if not flagged or not torch.is_grad_enabled():
         return None
-    return Sent(to, [edge(tensor) for tensor in flagged])
+    return Sent(to, [tensor if tensor.grad_fn is None else edge(tensor) for tensor in flagged])
 
 
 def edge(tensor: torch.Tensor) -> GradientEdge:
     """Where gradients of a tensor that requires grad flow. The edge keeps its node alive, which a reference to the node does
     not, if it is one of a Python function: the engine's half of it dies with the last tensor or node behind it."""
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, BackwardCFunction):
+        return GradientEdge(node, tensor.output_nr)
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
     # That takes a view, which sparse tensors do not have.
@@ -99,7 +117,7 @@ def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.
     flagged = _flagged(tensors)
     if not flagged or not torch.is_grad_enabled():
         return
-    Received.apply(_anchor, flagged, Source(context.number, worker, message))
+    _apply(_anchor, flagged, Source(context.number, worker, message))
     context.received[worker, message] = flagged[0].grad_fn
 
 

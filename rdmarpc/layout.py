@@ -132,12 +132,13 @@ def physical(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
-    """The tensor over a landed run: one dimension, contiguous, at the start of its storage, of any dtype."""
+    """The tensor over a landed run: contiguous, at the start of its storage, of any dtype. Maybe ``run`` itself, which the
+    caller gives away."""
     if what.plain:
-        value = run if run.dtype is what.dtype else run.view(what.dtype)
+        # Detached, and in place: what arrives is nobody's view.
+        value = run if run.dtype is what.dtype else run.view(what.dtype).detach()
         if len(what.shape) != 1:
-            # Detached, because autograd's view of the run would keep the run itself: what arrives is nobody's view.
-            value = value.view(what.shape).detach()
+            value = value.as_strided_(what.shape, dense(what.shape))
         return value.requires_grad_() if what.requires_grad else value
     value = torch.empty(0, dtype=what.dtype)
     strides = what.strides if what.strides is not None else dense(what.shape)

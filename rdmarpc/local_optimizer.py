@@ -18,6 +18,8 @@ import torch
 
 from . import agent as _agent
 from . import autograd
+from .functions import MAY_DEFER
+from .future import bare, fail
 from .graph.remote_update import hyperparameters
 from .rref import RRef
 from .transport import NotSupported
@@ -74,9 +76,10 @@ class LocalOptimizer:
         if changes == self._changes:
             return
         for group, key, value in self._own:
-            group[key] = value
             if value is _ABSENT:
                 del group[key]
+            else:
+                group[key] = value
         wanted = pickle.loads(changes) if changes else {}
         changed = [(group, wanted[number]) for number, group in self.groups().items() if number in wanted]
         self._own = [(group, key, group.get(key, _ABSENT)) for group, new in changed for key in new]
@@ -88,7 +91,28 @@ class LocalOptimizer:
 # What the holder calls.
 
 
-def create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -> tuple[RRef[LocalOptimizer], Given]:
+def create(*described: Any) -> Any:
+    """``_create``, or a future of it if parameters are still to be made: no thread waits that may be needed for that."""
+    values = _agent.current().rrefs.future
+    parameters = [values(rref._fork.rref) for rrefs in described[1].values() for rref in rrefs]
+    if all(value.done() for value in parameters):
+        return _create(*described)
+    created: torch.futures.Future[Any] = torch.futures.Future()
+
+    def go_on(_: torch.futures.Future[Any]) -> None:
+        try:
+            created.set_result(_create(*described))
+        except Exception as error:
+            fail(created, bare(error))
+
+    torch.futures.collect_all(parameters).add_done_callback(go_on)
+    return created
+
+
+create._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+def _create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -> tuple[RRef[LocalOptimizer], Given]:
     """``options`` of the groups by number; ``None`` for parameters that were given without groups."""
     local = {number: [rref.local_value() for rref in rrefs] for number, rrefs in members.items()}
     parameters: list[Any]

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import agent as _agent
-from . import autograd, local_optimizer
+from . import local_optimizer
 from .grad_context import current
 from .graph.remote_update import hyperparameters
 from .rref import RRef
@@ -84,7 +84,7 @@ class DistributedOptimizer(Optimizer):
         go one after the other, whoever asks for them.
 
         Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
-        context, before = autograd._retrieve_context(context_id), current.context
+        context, before = _agent.current().contexts.find(context_id), current.context
         changes = self._changes()
         # Carried by the calls even if this thread is not in it: some owner may not have heard of it, who has no gradients then.
         current.context = context
@@ -240,6 +240,9 @@ def _wait_for_all(futures: Iterable[Any]) -> list[Any]:
             results.append(future.wait())
         except Exception as error:
             failed = error
-    if failed is not None:
-        raise failed
-    return results
+    try:
+        if failed is not None:
+            raise failed
+        return results
+    finally:
+        failed = None  # else this frame and the error would keep each other

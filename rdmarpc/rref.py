@@ -274,19 +274,21 @@ _fetch._carries_context = True  # type: ignore[attr-defined]
 def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
     """Run the backward pass of a value here. ``None``, or the packed error."""
     agent = _agent.current()
-    context = agent.contexts.find(context_id)
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
 
     def begin(value: torch.futures.Future[Any]) -> None:
         try:
-            run = grad_flow.Unattended(agent, context, [_scalar(value.value())], retain_graph)
+            root = _scalar(value.value())
+            # Not before: it is the call that made the value which may have brought the context.
+            context = agent.contexts.find(context_id)
+            run = grad_flow.Unattended(agent, context, [root], retain_graph)
             run.future.add_done_callback(tell)
         except Exception as error:
             fail(done, bare(error))
 
     def tell(ended: torch.futures.Future[Exception | None]) -> None:
         error = ended.value()
-        done.set_result(None if error is None else grad_error.dump(error, agent.me.id, agent.name))
+        done.set_result(None if error is None else grad_error.dump(error))
 
     agent.rrefs.future(rref).add_done_callback(begin)
     return done

@@ -14,6 +14,7 @@ import torch
 
 from .functions import async_execution
 from .future import bare, fail
+from .grad_context import current
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -46,16 +47,22 @@ def create(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any) -
 
 
 def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
-    """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made."""
+    """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever thread
+    issues the call then, it is one of the autograd context, and of the grad mode, of this one."""
     result: torch.futures.Future[Any] = torch.futures.Future()
+    context, recorded = current.context, torch.is_grad_enabled()
 
     def issue(found: torch.futures.Future[type]) -> None:
+        before, current.context = current.context, context
         try:
             function = _function(found.value(), name)
-            future = rref._agent.call_async(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
+            with torch.set_grad_enabled(recorded):
+                future = rref._agent.call_async(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
         except Exception as error:
             fail(result, bare(error))
             return
+        finally:
+            current.context = before
         future.add_done_callback(finish)
 
     def finish(future: torch.futures.Future[Any]) -> None:

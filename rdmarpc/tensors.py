@@ -262,7 +262,11 @@ def unpack(
         if way >= VIEW:
             (base,) = _INDEX.unpack_from(table, at)
             runs.append(runs[base])
-            tensors.append(tensors[base] if way == SAME else layout.rebuilt(runs[base], layout.decode(table[at - length : at])))
+            if way == SAME:
+                tensors.append(tensors[base])
+            else:
+                # Of its own: the run may be the other tensor by now.
+                tensors.append(layout.rebuilt(runs[base].detach(), layout.decode(table[at - length : at])))
             at += _INDEX.size
             continue
         what = layout.decode(table[at - length : at])

@@ -55,3 +55,22 @@ def test_an_example_that_fails_says_so():
         timeout=110,
     )
     assert done.returncode and number(r"accuracy on images never seen: ([\d.]+)%", done.stdout) < 95
+
+
+def same_as_one_process(said: str) -> None:
+    assert number(r"no step's losses are further apart than ([\d.e+-]+)", said) < 1e-5
+
+
+def test_language_model():
+    said = run("examples/language_model.py", "--steps", "40", "--blocks", "1")
+    same_as_one_process(said)
+    reached, alone = number(r"([\d.]+) by two workers", said), number(r"([\d.]+) by one", said)
+    assert abs(reached - alone) < 1e-4 and reached < 0.9 * number(r"([\d.]+) by frequency", said)
+
+
+def test_recommendation():
+    said = run("examples/recommendation.py", "--steps", "160")
+    same_as_one_process(said)
+    reached, alone = number(r"([\d.]+) by 2 trainers", said), number(r"([\d.]+) by one process", said)
+    before, best = number(r"([\d.]+) before", said), number(r"([\d.]+) by who knows everything", said)
+    assert abs(reached - alone) < 1e-4 and reached - best < 0.6 * (before - best)

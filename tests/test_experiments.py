@@ -164,26 +164,36 @@ def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
     assert_nothing_new(before)
 
 
-TINY = ["sizes=[4,1048576]", "rounds=1", "start=1", "idle_s=0.2", "all_to_all=2", "all_to_all_s=0.2"]
+TINY = ["sizes=[4,1048576]", "rounds=1", "start=1", "idle_s=0.2", "all_to_all=2", "all_to_all_s=0.2", "autograd=false"]
 TINY_CELLS = ["first=[4,65536]", "arena=[65536]", "result=[65536]", "several=[32,65536]", "remote=[4,65536]"]
+
+
+def benchmark(folder: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """What a benchmark wrote, and what it showed. It must not leave anything else behind."""
+    before = shared_memory()
+    command = [sys.executable, "-m", "experiments.bench", *overrides, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert_nothing_new(before)
+    assert not list(folder.glob(".meeting-*"))
+    return json.loads((folder / "bench.json").read_text()), done.stdout
+
+
+def cases(found: dict[str, Any]) -> dict[str, set[tuple[str, int]]]:
+    """Case and size of all that was measured, by what it is of."""
+    measured: dict[str, set[tuple[str, int]]] = {}
+    for record in found["records"]:
+        measured.setdefault(record["what"], set()).add((record["case"], record["size"]))
+    return measured
 
 
 def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
     """Each case once at small sizes: the figures are not judged, only that they are there and what has no time in it."""
-    overrides = [*TINY, *(f"cells.{cell}" for cell in TINY_CELLS), f"hydra.run.dir={tmp_path}"]
-    before = shared_memory()
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.bench", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert_nothing_new(before)
-    assert not list(tmp_path.glob(".meeting-*"))
+    found, shown = benchmark(tmp_path, *TINY, *(f"cells.{cell}" for cell in TINY_CELLS))
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
-    found = json.loads((tmp_path / "bench.json").read_text())
-    measured: dict[str, set[tuple[str, int]]] = {}
+    measured = cases(found)
     for record in found["records"]:
-        measured.setdefault(record["what"], set()).add((record["case"], record["size"]))
         assert record["median"] > 0 or record["what"] == "staged" or record["case"] == "idle"
     pairs = {("one_way", 4), ("one_way", 1 << 20), ("identity", 4), ("identity", 1 << 20), ("stream", 1 << 20)}
     cells = {(case, 65536) for case in ("first", "second", "later", "arena", "result", "several", "remote")}
@@ -194,13 +204,24 @@ def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
     staged = {record["case"]: record["median"] for record in found["records"] if record["what"] == "staged"}
     assert staged["arena"] == 0
 
-    shown = done.stdout
     for text in ("8 tensors", "x + 1", "remote", "first call of a signature", "all to all", "init_rpc of 2 workers"):
         assert text in shown
     met = sum(target["met"] for target in found["targets"])
     assert f"targets met: {met} of {len(found['targets'])}" in shown
     asked = {(target["name"], target["asked"]) for target in found["targets"]}
     assert {("identity, 4 B", "≤ 18"), ("first call, 4 B", "≤ 2"), ("2 workers, all to all", "≥ 5")} <= asked
+
+
+def test_benchmark_measures_autograd_of_both_layers(tmp_path: Path) -> None:
+    found, shown = benchmark(tmp_path, "pair=false", "start=0", "rounds=1", "linear=50")
+    measured = cases(found)
+    assert measured["rdmarpc"] == {(case + part, 0) for case in ("tiny", "engine", "linear") for part in ("", "_backward")}
+    parts = {f"{layer}{part}" for layer in ("rdmarpc", "torch_rpc") for part in ("", "_local", "_above")}
+    assert set(measured) == parts and all(measured[part] == measured["rdmarpc"] for part in parts)
+    assert all(record["median"] > 0 for record in found["records"] if not record["what"].endswith("_above"))
+    asked = {(target["name"], target["asked"]) for target in found["targets"]}
+    assert asked == {("a tiny call, forward and backward", "≥ 5"), ("two linear layers, 10 iterations", "≤ 0.2")}
+    assert all(name in shown for name, _ in asked)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +231,8 @@ def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
         (["cells.remote=[0]"], "remote=[0]"),
         (["rounds=0"], "rounds=0"),
         (["all_to_all=1"], "all_to_all=1"),
-        (["pair=false", "start=0"], "nothing to measure"),
+        (["linear=0"], "linear=0"),
+        (["pair=false", "start=0", "autograd=false"], "nothing to measure"),
     ],
 )
 def test_benchmark_refuses_what_makes_no_sense(overrides: list[str], says: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc", "pytest", "psutil", "hypothesis"])
 
 
 @dataclass
@@ -84,7 +84,7 @@ def run_group(
     scenario: Callable[[Any], Any],
     size: int = 2,
     *,
-    timeout: float = 40.0,
+    timeout: float = 60.0,
     ranks: list[int] | None = None,
     each: dict[int, dict[str, Any]] | None = None,
     **options: Any,

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import SWALR
 
 import rdmarpc as rpc
 from rdmarpc import autograd
+from rdmarpc.grad_context import current
 from rdmarpc.graph.remote_update import hyperparameters
 from rdmarpc.local_optimizer import LocalOptimizer
 from rdmarpc.nn import RemoteModule
@@ -190,7 +191,7 @@ def grad_of(rref: Any) -> Any:
 def step_elsewhere(optimizer: Any, context_id: int) -> None:
     with autograd.context() as other:
         optimizer.step(context_id)
-        assert autograd._current_context().number == other
+        assert current.context is not None and current.context.number == other
 
 
 def untouched(rank: int) -> None:
@@ -496,7 +497,41 @@ def test_an_optimizer_may_be_sent_to_others():
     results(run_group(passed_on, 4))
 
 
+waiting: torch.futures.Future = torch.futures.Future()
+
+
+@rpc.functions.async_execution
+def made_later() -> torch.futures.Future:
+    return waiting
+
+
+def make_now() -> None:
+    waiting.set_result(zeros())
+
+
+def early(rank: int) -> None:
+    """An optimizer of a parameter that is still to be made, by the only thread of its owner."""
+    if rank == 0:
+        rref = rpc.remote("worker1", made_later)
+        with ThreadPoolExecutor(1) as pool:
+            optimizer = pool.submit(DistributedOptimizer, optim.SGD, [rref], lr=1.0)
+            time.sleep(0.3)
+            assert not optimizer.done()
+            rpc.rpc_sync("worker1", make_now)
+            apply(optimizer.result(20), [rref], 1.0)
+        assert torch.equal(rref.to_here(), torch.full((5,), -1.0))
+    rpc.shutdown()
+
+
+def test_parameters_that_are_still_to_be_made():
+    results(run_group(early, 2, num_worker_threads=1))
+
+
 # -- errors
+
+
+def broken() -> torch.Tensor:
+    raise LookupError("no parameter")
 
 
 class BadStep(optim.SGD):
@@ -518,6 +553,8 @@ def failing(rank: int) -> None:
         rrefs = [rpc.remote(f"worker{1 + at}", zeros) for at in range(2)]
         with pytest.raises(ArithmeticError, match=r"worker2(?s:.*)cannot start"):
             DistributedOptimizer(BadStart, rrefs, lr=1.0)
+        with pytest.raises(LookupError, match=r"worker1(?s:.*)no parameter"):
+            DistributedOptimizer(optim.SGD, [rpc.remote("worker1", broken), *rrefs], lr=1.0)
         with pytest.raises(rpc.NotSupported, match=r"LBFGS\.step needs a closure"):
             DistributedOptimizer(optim.LBFGS, rrefs)
         for wrong in ([zeros()], [{"params": rrefs}, rrefs[0]], [{"params": [zeros()]}]):

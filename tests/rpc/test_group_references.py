@@ -94,7 +94,7 @@ def rank_changes_hands(meeting, name):
     meeting.join()
     if meeting.rank == 2:
         meeting.say("second")
-        meeting.hear("done")
+        meeting.hear("done", timeout=100)  # all lives of the other
         rpc.shutdown()
         return
     meeting.hear("second")
@@ -157,7 +157,7 @@ def many_names(meeting):
 @pytest.mark.parametrize("scenario", [one_name, many_names])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_rank_changes_hands_among_references(device, scenario):
-    outcomes = run_group(scenario, 3, dynamic=True, transport=device)
+    outcomes = run_group(scenario, 3, dynamic=True, transport=device, timeout=110)
     assert not outcomes[0].error and not outcomes[2].error, outcomes
     assert outcomes[1].exit_code == -signal.SIGKILL
 

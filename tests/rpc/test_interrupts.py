@@ -36,7 +36,7 @@ def interrupted(rank):
         for late in (False, True, True):  # with landing places granted ahead from the second time on
             timer = interrupt_after(0.3)
             with pytest.raises(KeyboardInterrupt):
-                rpc.rpc_sync("worker1", slowly, (1.0, large))
+                rpc.rpc_sync("worker1", slowly, (2.5, large))  # not answered before we have looked, below
             timer.join()
             assert not caller.pending and agent.current().idle
             ((_, given_up),) = caller._expired.items()

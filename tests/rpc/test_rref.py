@@ -510,7 +510,7 @@ def local_backward(rank):
             rpc.RRef("text").backward()
         with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
             rpc.remote("worker1", torch.ones, (1,)).backward()
-        with pytest.raises(RuntimeError, match="distributed autograd is not built"):
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 0"):
             root.backward(0)
     rpc.shutdown()
 
@@ -730,6 +730,22 @@ def collected_anywhere(rank):
 
 def test_handles_die_anywhere():
     results(run_group(collected_anywhere, 3, timeout=90))
+
+
+def looked_at_by_the_clock(rank):
+    if rank == 0:
+        later = rpc.remote("worker1", slow, (2.5,))
+        later.to_here()  # long enough to be seen by the thread of timeouts, which sees no other call afterwards
+        del later
+        deadline = time.monotonic() + 10
+        while tables()["forks"]:
+            assert time.monotonic() < deadline, "what a fetch has held is held for ever"
+            time.sleep(0.1)
+    rpc.shutdown()
+
+
+def test_a_fetch_that_took_long_holds_nothing_afterwards():
+    results(run_group(looked_at_by_the_clock))
 
 
 def leaves_with_a_value_in_the_making(rank):
