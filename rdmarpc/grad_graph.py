@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .grad_record import RECEIVED, engaged
@@ -15,6 +16,7 @@ from .grad_record import RECEIVED, engaged
 Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction._backward_cls
 _DIVERTED = "rdmarpc.diverted"
 _diverting = threading.Lock()
 

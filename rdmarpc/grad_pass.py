@@ -26,9 +26,10 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from .grad_context import Context
-from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, Halted, Node, divert, halting, label, quieten, reach
+from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import RECEIVED, Source, adds_up, engaged
 from .grad_record import edge as edge_of
+from .transport import NotSupported
 
 _engine = Variable._execution_engine
 _AFTER, _HALT, _BEFORE = range(3)
@@ -37,6 +38,11 @@ _FREED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed): "
     "what was sent has had its gradient. Specify retain_graph=True if you need to backward through the graph a second time."
 )
+
+
+_ordering = threading.Condition()
+_ordered: set[Node] = set()
+"""Nodes whose sequence numbers are set for a run. Passes over one graph (``retain_graph``) that share some take turns."""
 
 
 class Emitted(NamedTuple):
@@ -164,6 +170,11 @@ class Pass:
         for node in reached:
             if type(node) is ACCUMULATE:
                 divert(node)
+            elif type(node) is REENTRANT:
+                raise NotSupported(
+                    "a reentrant checkpoint runs a backward pass of its own, into .grad",
+                    hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) works",
+                )
         inner = [node for node in held_up if type(node) is not ACCUMULATE]
         if inner:
             blocked = set(held_up)
@@ -221,19 +232,24 @@ class Pass:
                 if edge[0] is not None and edge[0] not in part:
                     exits.setdefault(node, []).append(index)
                     beyond[edge] = None
-        hooks = [node.register_hook(self._taker(node.next_functions, indices)) for node, indices in exits.items()]
-        halt = halting(_HALT)
+        nodes = part | {node for node, _ in beyond}
+        with _ordering:
+            _ordering.wait_for(lambda: _ordered.isdisjoint(nodes))
+            _ordered.update(nodes)
+        hooks: list[Any] = []
         order = {node: node._sequence_nr() for node, _ in beyond if type(node) is not ACCUMULATE}
-        for node in order:
-            node._set_sequence_nr(_AFTER)
-        for node, _ in beyond:
-            if type(node) is ACCUMULATE:  # goes first whatever its number; it is not run, but the hooks of its leaf are
-                quieten(node.variable)
-        for node in part:
-            node._set_sequence_nr(max(node._sequence_nr(), _BEFORE))
         try:
+            for node, indices in exits.items():
+                hooks.append(node.register_hook(self._taker(node.next_functions, indices)))
+            for node in order:
+                node._set_sequence_nr(_AFTER)
+            for node, _ in beyond:
+                if type(node) is ACCUMULATE:  # goes first whatever its number; it is not run, but the hooks of its leaf are
+                    quieten(node.variable)
+            for node in part:
+                node._set_sequence_nr(max(node._sequence_nr(), _BEFORE))
             _engine.run_backward(
-                (*[GradientEdge(*edge) for edge, _ in taken], halt),
+                (*[GradientEdge(*edge) for edge, _ in taken], halting(_HALT)),
                 (*[gradient for _, gradient in taken], NOTHING_MORE),
                 self.retain_graph,
                 False,
@@ -248,6 +264,9 @@ class Pass:
                 hook.remove()
             for node, number in order.items():
                 node._set_sequence_nr(number)
+            with _ordering:
+                _ordered.difference_update(nodes)
+                _ordering.notify_all()
 
     def _taker(self, following: tuple[tuple[Node, int], ...], indices: list[int]) -> Callable[..., Any]:
         """A hook behind a node that takes what it brings to some of the nodes that follow."""
