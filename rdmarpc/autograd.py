@@ -45,7 +45,8 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
     context. From any thread. A call whose result takes no part is not waited for.
 
     Raises ``RuntimeError`` for roots and contexts that are none, and ``BackwardError`` for what fails on the way, which is also
-    of the original type (``PeerLost``, ...); after that the context can be used again, with ``retain_graph``."""
+    of the original type (``PeerLost``, ...); after that the context can be used again, with
+    ``retain_graph``, but what ran before the failure has added its gradients: to begin anew, take a new context."""
     if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
         raise TypeError(
             "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "
