@@ -11,6 +11,7 @@ import torch
 from group import results, run_group
 
 import rdmarpc as rpc
+from rdmarpc import agent
 
 
 def add(a, b):
@@ -163,8 +164,15 @@ def cut_short(rank):
             with pytest.raises(rpc.PeerLost):
                 future.wait()
     else:
-        time.sleep(0.5)
+        until(lambda: agent.current().links.lost)
         rpc.shutdown(graceful=False)
+
+
+def until(true, timeout=30.0):
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_futures_of_calls_under_way_end_with_the_agent():
@@ -198,10 +206,10 @@ def cut_short_at_work(rank):
         for future in futures:
             with pytest.raises(rpc.PeerLost):
                 future.wait()
-        assert all(future.done() for future in (*futures, every))
+        until(every.done)
         kept.set()
     else:
-        time.sleep(3.0)
+        until(lambda: agent.current().links.lost)
         rpc.shutdown(graceful=False)
 
 
@@ -243,13 +251,6 @@ def calls_to_the_end(rank):
     assert all(isinstance(error, RuntimeError) for error in ended), ended
     for future in futures:
         until(future.done)
-
-
-def until(true, timeout=20.0):
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
