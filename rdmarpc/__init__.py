@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
 from .api import (
     _get_current_rpc_agent,
+    _get_debug_info,
     _is_current_rpc_agent_set,
     _set_rpc_timeout,
     get_rpc_timeout,
@@ -50,6 +51,7 @@ __all__ = [
     "TransferTimeout",
     "WorkerInfo",
     "_get_current_rpc_agent",
+    "_get_debug_info",
     "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import agent as _agent
-from . import debug
+from . import autograd, debug
 from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -21,7 +21,7 @@ from .future import Future
 from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions, WorkerInfo
-from .rref import RRef
+from .rref import RRef, _rref_context_get_debug_info
 
 
 def init_rpc(
@@ -149,6 +149,12 @@ def _is_current_rpc_agent_set() -> bool:
 
 def _get_current_rpc_agent() -> Agent:
     return _agent.require(_NO_AGENT)
+
+
+def _get_debug_info() -> dict[str, int]:
+    """What references, calls and autograd say of themselves, in one."""
+    agent = _get_current_rpc_agent()
+    return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **autograd._get_debug_info()}
 
 
 def get_rpc_timeout() -> float:

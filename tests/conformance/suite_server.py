@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
 import shutil
@@ -110,6 +111,8 @@ def main() -> int:
     import torch_suites
 
     cases = torch_suites.load()
+    gc.collect()
+    gc.freeze()  # else each rank's collector writes to, and so copies, everything that was imported
     print(json.dumps(sorted(cases)), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
