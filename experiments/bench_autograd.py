@@ -40,25 +40,22 @@ def groups() -> list[Group]:
 
 
 def ours(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """A worker from its first line to its last; worker0 tells ("progress", text) and ("measured", records)."""
     layer = Layer(*map(importlib.import_module, OURS))
-    meeting = f"file://{job['meeting_place']}/autograd_rdmarpc"
-    options = layer.rpc.RpcBackendOptions(init_method=meeting, transport=job["device"])
-    layer.rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    if rank == 0:
-        measure(layer, "rdmarpc", job, launcher)
-    layer.rpc.shutdown()
+    work(layer, "rdmarpc", layer.rpc.RpcBackendOptions(transport=job["device"]), rank, job, launcher)
 
 
 def theirs(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """The same over torch RPC."""
     logging.captureWarnings(True)  # torch warns of its own deprecated parts
     layer = Layer(*map(importlib.import_module, THEIRS))
-    meeting = f"file://{job['meeting_place']}/autograd_torch_rpc"
-    options = layer.rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=job["timeout_s"])
+    work(layer, "torch_rpc", layer.rpc.TensorPipeRpcBackendOptions(rpc_timeout=job["timeout_s"]), rank, job, launcher)
+
+
+def work(layer: Layer, what: str, options: Any, rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """A worker from its first line to its last; worker0 tells ("progress", text) and ("measured", records)."""
+    options.init_method = f"file://{job['meeting_place']}/autograd_{what}"
     layer.rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
-        measure(layer, "torch_rpc", job, launcher)
+        measure(layer, what, job, launcher)
     layer.rpc.shutdown()
 
 

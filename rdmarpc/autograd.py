@@ -151,10 +151,6 @@ def _get_max_id() -> int:
     return _agent.require(_NOT_INITIALIZED).contexts.largest
 
 
-def _init(worker_id: int) -> None:
-    """(Torch's; ``init_rpc`` does what is needed.)"""
-
-
 def _get_debug_info() -> dict[str, int]:
     """``num_autograd_contexts`` here, and ``num_current_backward_passes`` that this worker began or takes part in."""
     agent = _agent._current

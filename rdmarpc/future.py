@@ -76,6 +76,20 @@ def fail(future: torch.futures.Future[Any], error: Exception) -> None:
     torch._C.Future.set_result(future, error)
 
 
+def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+    """A future of ``function`` of the value of another; what either raises, ``bare``, is its error."""
+    found: torch.futures.Future[Any] = torch.futures.Future()
+
+    def tell(done: torch.futures.Future[Any]) -> None:
+        try:
+            found.set_result(function(done.value()))
+        except Exception as error:
+            fail(found, bare(error))
+
+    future.add_done_callback(tell)
+    return found
+
+
 def bare(error: Exception) -> Exception:
     """The error without the frames that it and its causes have passed."""
     link: BaseException | None = error

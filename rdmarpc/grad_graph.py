@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .grad_record import RECEIVED, engaged
+from .grad_record import ANCHOR, RECEIVED, engaged
 
 Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
 
@@ -21,15 +21,20 @@ _DIVERTED = "rdmarpc.diverted"
 _diverting = threading.Lock()
 
 
+def _following(node: Node) -> tuple[tuple[Node | None, int], ...]:
+    """What gradients flow to from a node on this worker: from one of received tensors, nothing."""
+    return () if type(node) is RECEIVED else node.next_functions
+
+
 def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
     """``starts`` and everything that gradients flow to from there, not past nodes of received tensors, nor past ``stop``."""
     seen = set(starts)
     stack = list(seen)
     while stack:
         node = stack.pop()
-        if type(node) is RECEIVED or stop(node):
+        if stop(node):
             continue
-        for following, _ in node.next_functions:
+        for following, _ in _following(node):
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
@@ -44,10 +49,9 @@ def label(sources: list[list[Node]]) -> dict[Node, int]:
         for node in nodes:
             labels[node] |= 1 << bit
     for node in order:
-        if type(node) is not RECEIVED:
-            for following, _ in node.next_functions:
-                if following is not None:
-                    labels[following] |= labels[node]
+        for following, _ in _following(node):
+            if following is not None:
+                labels[following] |= labels[node]
     return labels
 
 
@@ -59,13 +63,13 @@ def _ordered(starts: list[Node]) -> list[Node]:
         if start in seen:
             continue
         seen.add(start)
-        stack = [(start, iter(() if type(start) is RECEIVED else start.next_functions))]
+        stack = [(start, iter(_following(start)))]
         while stack:
             node, rest = stack[-1]
             for following, _ in rest:
                 if following is not None and following not in seen:
                     seen.add(following)
-                    stack.append((following, iter(() if type(following) is RECEIVED else following.next_functions)))
+                    stack.append((following, iter(_following(following))))
                     break
             else:
                 order.append(node)
@@ -109,8 +113,7 @@ class _Halt(torch.autograd.Function):
         raise Halted
 
 
-_anchor = torch.empty(0, requires_grad=True)
-ANCHOR = get_gradient_edge(_anchor)
+BEHIND = get_gradient_edge(ANCHOR)
 """Behind every halt: the engine runs only what leads to something that it is asked for."""
 NOTHING_MORE = torch.empty(0)
 """The gradient that a halt is given."""
@@ -119,7 +122,7 @@ NOTHING_MORE = torch.empty(0)
 def halting(number: int) -> GradientEdge:
     """A new node of that sequence number that raises ``Halted`` when the engine comes to it."""
     with torch.enable_grad():
-        made = get_gradient_edge(_Halt.apply(_anchor))
+        made = get_gradient_edge(_Halt.apply(ANCHOR))
     node: Node = made.node
     node._set_sequence_nr(number)
     return made

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from .grad_context import Context
-from .grad_graph import ACCUMULATE, ANCHOR, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
+from .grad_graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import RECEIVED, Source, adds_up, engaged
 from .grad_record import edge as edge_of
 from .transport import NotSupported
@@ -253,7 +253,7 @@ class Pass:
                 (*[gradient for _, gradient in taken], NOTHING_MORE),
                 self.retain_graph,
                 False,
-                (*[GradientEdge(*edge) for edge in beyond], ANCHOR),
+                (*[GradientEdge(*edge) for edge in beyond], BEHIND),
                 True,
                 False,
             )

@@ -82,8 +82,8 @@ RECEIVED.apply = Received.backward
 # Without the Python layer of ``Function.apply``, which looks for transforms of functorch.
 _apply = super(torch.autograd.Function, Received).apply
 
-_anchor = torch.empty(0, requires_grad=True)
-"""Some input that requires grad is needed for there to be a node."""
+ANCHOR = torch.empty(0, requires_grad=True)
+"""A node of a Python function needs some input that requires grad."""
 
 
 def _flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.
     flagged = _flagged(tensors)
     if not flagged or not torch.is_grad_enabled():
         return
-    _apply(_anchor, flagged, Source(context.number, worker, message))
+    _apply(ANCHOR, flagged, Source(context.number, worker, message))
     context.received[worker, message] = flagged[0].grad_fn
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from . import agent as _agent
 from . import serialize
 from .functions import async_execution
-from .future import Pending, bare, fail
+from .future import Pending, bare, fail, mapped
 from .rref import RRef
 
 __all__ = ["RemoteModule"]
@@ -75,10 +75,7 @@ class Target:
         self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, future: bool = False
     ) -> Pending:
         # The number comes last: what pickling says of ``args[0]`` is then about the user's.
-        rref = self._rref
-        pending = rref._agent._start(rref.owner(), function, (*args, rref._fork.rref), kwargs, -1.0, 0, future)
-        rref._pin(pending)
-        return pending
+        return self._rref._ask(function, (*args, self._rref._fork.rref), kwargs, future=future)
 
 
 class RemoteModule(nn.Module):
@@ -224,31 +221,22 @@ serialize.register_reducer(RemoteModule, _reduce)
 
 
 def _make(module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> nn.Module:
-    return _checked(module_cls(*args, **kwargs)).to(device)
+    module = module_cls(*args, **kwargs)
+    _check(module)
+    return module.to(device)
 
 
-def _checked(module: Any) -> nn.Module:
+def _check(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but it returns an instance of {type(module)}."
         )
-    return module
 
 
 @async_execution
 def _made(rref: int) -> torch.futures.Future[None]:
-    found: torch.futures.Future[None] = torch.futures.Future()
-
-    def tell(value: torch.futures.Future[Any]) -> None:
-        try:
-            _checked(value.value())
-            found.set_result(None)
-        except Exception as error:
-            fail(found, bare(error))
-
-    _agent.current().rrefs.future(rref).add_done_callback(tell)
-    return found
+    return mapped(_agent.current().rrefs.future(rref), _check)
 
 
 def _module(rref: int) -> nn.Module:

@@ -178,12 +178,9 @@ class DistributedOptimizer(Optimizer):
 
     def _ask(self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """``function(number of its LocalOptimizer, ...)`` at every owner, all at once."""
-        agent, futures = _agent.current(), []
-        for (rref, _), own in zip(self._places, arguments):
-            pending = agent._start(rref.owner(), function, (rref._fork.rref, *own), None, -1.0, 0, True)
-            rref._pin(pending)
-            futures.append(pending.future)
-        return _wait_for_all(futures)
+        return _wait_for_all(
+            rref._ask(function, (rref._fork.rref, *own), future=True).future for (rref, _), own in zip(self._places, arguments)
+        )
 
 
 def _group(given: Any) -> dict[str, Any]:

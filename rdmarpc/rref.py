@@ -9,7 +9,7 @@ import torch
 from . import agent as _agent
 from . import autograd, grad_error, grad_flow, serialize
 from .functions import MAY_DEFER, async_execution
-from .future import bare, fail, fresh
+from .future import bare, fail, fresh, mapped
 from .link import CONTROL
 from .options import WorkerInfo
 from .rref_forks import Fork
@@ -90,10 +90,9 @@ class RRef(Generic[T]):
         if self.is_owner():
             return self.local_value()
         agent = self._agent
-        pending = agent._start(self.owner(), _fetch, (self._fork.rref,), None, timeout, CONTROL)
+        pending = self._ask(_fetch, (self._fork.rref,), None, timeout, CONTROL)
         if pending.link is None:
             self._check("call to_here() on it")  # that the owner has left may just have been found out
-        self._pin(pending)
         value = agent.caller.result(pending)
         if self._fork.creation is not None:
             self._fork.confirmed = True  # the owner has made it
@@ -108,10 +107,21 @@ class RRef(Generic[T]):
         self._check("call local_value() on it")
         return self._agent.rrefs.future(fork.rref).wait()
 
-    def _pin(self, pending: Pending) -> None:
-        """Keep the fork until the owner has answered, however late: a fetch of a value that it may have dropped meanwhile would
-        wait for ever."""
+    def _ask(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1.0,
+        flags: int = 0,
+        *,
+        future: bool = False,
+    ) -> Pending:
+        """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is
+        kept until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""
+        pending = self._agent._start(self.owner(), function, args, kwargs, timeout, flags, future)
         pending.keep = (pending.keep, self._fork)
+        return pending
 
     def _check(self, what: str) -> None:
         """Raise if the handle is of no use any more."""
@@ -154,9 +164,7 @@ class RRef(Generic[T]):
                 raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             self._check("call backward() on it")
             args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
-            pending = self._agent._start(self.owner(), _backward, args, None, -1.0, CONTROL)
-            self._pin(pending)
-            packed = self._agent.caller.result(pending)
+            packed = self._agent.caller.result(self._ask(_backward, args, flags=CONTROL))
             if packed:
                 raise grad_error.load(packed)
             return
@@ -195,10 +203,9 @@ class RRef(Generic[T]):
     def _ask_type(self, timeout: float, *, future: bool) -> Pending:
         self._check("call _get_type() on it")
         # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
-        pending = self._agent._start(self.owner(), _type_of, (self._fork.rref,), None, timeout, 0, future)
+        pending = self._ask(_type_of, (self._fork.rref,), None, timeout, future=future)
         if pending.link is None:
             self._check("call _get_type() on it")
-        self._pin(pending)
         return pending
 
     def _learn(self, asked: torch.futures.Future[type]) -> None:
@@ -309,13 +316,4 @@ def _scalar(value: Any) -> torch.Tensor:
 
 @async_execution
 def _type_of(rref: int) -> torch.futures.Future[type]:
-    found: torch.futures.Future[type] = torch.futures.Future()
-
-    def tell(value: torch.futures.Future[Any]) -> None:
-        try:
-            found.set_result(type(value.value()))
-        except Exception as error:
-            fail(found, bare(error))
-
-    _agent.current().rrefs.future(rref).add_done_callback(tell)
-    return found
+    return mapped(_agent.current().rrefs.future(rref), type)

@@ -167,13 +167,13 @@ def forward_late(to, tensor):
     return rpc.rpc_sync(to, double_too, (SlowToPickle(), tensor)).requires_grad
 
 
-def decode_late(seconds):
-    """From now on requests of ``arrives_late`` wait before anybody looks at what they bring."""
+def decode_late(function, seconds):
+    """From now on requests of ``function`` (its name) wait before anybody looks at what they bring."""
     callee = agent.current().callee
     decode = callee._decode
 
     def slow_decode(link, frame, references):
-        if b"arrives_late" in frame.body:
+        if function.encode() in frame.body:
             time.sleep(seconds)
         return decode(link, frame, references)
 
@@ -206,7 +206,7 @@ def overtaken(rank):
         return
     tensor = torch.ones(3, requires_grad=True)
     # The end comes while a request waits for its thread, or to be looked at.
-    rpc.rpc_sync("worker1", decode_late, (0.3,))
+    rpc.rpc_sync("worker1", decode_late, ("arrives_late", 0.3))
     with autograd.context():
         rpc.rpc_async("worker2", slow, (0.3,))
         waiting = [rpc.rpc_async("worker2", double, (tensor,)) for _ in range(5)]

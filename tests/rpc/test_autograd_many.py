@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from group import results, run_group
-from test_autograd_contexts import eventually, gone_everywhere, over, set_over
+from test_autograd_contexts import decode_late, eventually, gone_everywhere, over, set_over
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd
@@ -320,22 +320,9 @@ def test_passes_meet_at_a_new_accumulator():
     results(run_group(fresh_leaves, 1))
 
 
-def remote_late(seconds):
-    """From now on requests that make a root are looked at late."""
-    callee = agent.current().callee
-    decode = callee._decode
-
-    def slow_decode(link, frame, references):
-        if b"root_of" in frame.body:
-            time.sleep(seconds)
-        return decode(link, frame, references)
-
-    callee._decode = slow_decode
-
-
 def overtakes_creation(rank):
     if rank == 0:
-        rpc.rpc_sync("worker2", remote_late, (0.3,))
+        rpc.rpc_sync("worker2", decode_late, ("root_of", 0.3))
         tensor = torch.rand(2, 4).double().requires_grad_()
         with autograd.context() as context_id:
             rpc.remote("worker2", root_of, (tensor,)).backward(context_id)
