@@ -151,7 +151,7 @@ class Host:
     # -- the rest
 
     def counters(self) -> dict[str, int]:
-        return self.station.device.counters()
+        return {**self.station.device.counters(), **self.station.counts}
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,7 +66,7 @@ class Outlet:
         self.edge = edge
         self._station = station
         self._channel: Channel = station.channel(edge.target)
-        self._targets: list[Target] = []
+        self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
         self.numbers = [station.ports.take(self._channel, self._credited(at)) for at in range(edge.depth)]
 
@@ -82,8 +82,9 @@ class Outlet:
         if payload is None:
             header = header._replace(edge=self.edge.number, flags=header.flags | NONE)
         else:
-            # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
-            payload, order = self._prepare(payload.detach())
+            # Detached: the prepared write keeps its source, and must not keep an autograd graph with it. A gradient needs no
+            # graph and stays the same object, or autograd could take it for nobody's and accumulate into it.
+            payload, order = self._prepare(payload.detach() if payload.requires_grad else payload)
             header = header._replace(edge=self.edge.number, order=order)
         self._waiting.append((header, payload))
         self.flush()

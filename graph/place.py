@@ -10,6 +10,8 @@ import torch
 
 from .analyze import TransferGraph
 from .header import HEADER_BYTES
+from .metadata import metadata_bytes
+from .sizes import FREE
 
 ACTIVATION, GRADIENT, COMMAND, REPORT = "activation", "gradient", "command", "report"
 CONTROL_DEPTH = 8
@@ -20,7 +22,8 @@ REPORT_BYTES = 32 << 10
 class Edge:
     """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
 
-    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph.
+    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph. With a ``FREE`` dimension in
+    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``).
     """
 
     number: int
@@ -31,12 +34,16 @@ class Edge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     depth: int
-    static: bool = True
+
+    @property
+    def static(self) -> bool:
+        """Whether the shape is known before the step."""
+        return FREE not in self.shape
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of one slot."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Payload bytes of one slot: of the tensor, or of its metadata if the edge is dynamic."""
+        return prod(self.shape) * self.dtype.itemsize if self.static else metadata_bytes(len(self.shape))
 
 
 @dataclass(slots=True)
@@ -58,7 +65,7 @@ class Placement:
                 edge.kind,
                 edge.source,
                 edge.target,
-                "x".join(map(str, edge.shape)) or "scalar",
+                "x".join("?" if size == FREE else str(size) for size in edge.shape) or "scalar",
                 str(edge.dtype).removeprefix("torch."),
                 f"{edge.nbytes:,}",
                 str(edge.depth),
@@ -73,8 +80,11 @@ class Placement:
             for row in (head, tuple("-" * width for width in widths), *rows)
         ]
         step = sum(edge.nbytes for edge in self.edges)
+        dynamic = sum(not edge.static for edge in self.edges)
         slots = sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in self.edges)
         total = f"{len(self.edges)} edges, {step:,} bytes cross in a training step, {slots:,} bytes of slots"
+        if dynamic:
+            total += f"; {dynamic} dynamic: of these metadata, and what is read is not in these sums"
         return "\n".join((*(line.rstrip() for line in lines), total))
 
 

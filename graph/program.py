@@ -27,8 +27,8 @@ class Instruction:
     """One step of the traced forward.
 
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
-    ``results`` names the tensors among the leaves of the result (``None``: a leaf that is not a tensor). ``last`` names
-    the tensors that nobody in this segment uses afterwards.
+    ``results`` names the tensors among the leaves of the result, and the numbers that are only known in the step
+    (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class Instruction:
     results: tuple[str | None, ...]
     structured: bool
     last: tuple[str, ...] = ()
+    numbers: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -101,6 +102,16 @@ def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
 
 
+def to_tensor(number: float) -> torch.Tensor:
+    """How a size, or what was computed from sizes, crosses to another segment: without dimensions, int64, float64 or bool."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
+def to_number(tensor: torch.Tensor) -> float:
+    """The inverse of ``to_tensor``."""
+    return tensor.item()
+
+
 class Machine:
     """Runs instructions against the modules and attributes of one worker."""
 
@@ -117,11 +128,13 @@ class Machine:
             if len(leaves) != len(step.results):
                 raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")
             for name, leaf in zip(step.results, leaves):
-                if name is not None:
-                    if not isinstance(leaf, torch.Tensor):
-                        raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
-                    env[name] = leaf
+                if name is None:
+                    continue
+                env[name] = leaf
+                if isinstance(leaf, torch.Tensor):
                     produced(name, leaf)
+                elif name not in step.numbers:
+                    raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
             for name in step.last:
                 env.pop(name, None)
 

@@ -203,6 +203,6 @@ class Run:
             if name not in stage.undelivered:
                 raise NotSupported(f"a second backward through {segment}", hint="retain_graph does not reach other workers")
             stage.undelivered.discard(name)
-            self.gradient(name, (segment.number, 0), None if grad is None else grad.detach(), self.commands)
+            self.gradient(name, (segment.number, 0), grad, self.commands)
 
         return deliver
