@@ -171,10 +171,11 @@ class _Propagator(fx.Interpreter):
             DataDependentOutputException,
             DynamicOutputShapeException,
             UnsupportedOperatorException,
-            DependsOnData,
+            depends_on_data(),
         ) as error:
             raise NotSupported(
-                f"{n.op} {n.target!r} cannot be captured, its result's shape or control flow depends on data: {error}",
+                f"{n.op} {n.target!r} cannot be captured, its result's shape or control flow depends on data: "
+                + str(error).partition("\n")[0],
                 hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
                 "choosing by value",
             ) from error

@@ -16,6 +16,8 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .recurrent import RecurrentShapes
+
 # ``sympy`` and what needs it take half a second to import: where something is traced, not at every worker.
 if TYPE_CHECKING:
     import sympy
@@ -53,8 +55,8 @@ class Sizes:
         before = mode.shape_env, mode.static_shapes
         mode.shape_env, mode.static_shapes = self._env, False
         try:
-            # LSTMs (and more) can only be traced with symbols when their composite kernels stay away.
-            with mode, enable_python_dispatcher():
+            # Some kernels that call others can be traced with symbols only as the dispatcher in Python knows them.
+            with mode, enable_python_dispatcher(), RecurrentShapes(self._env):
                 yield
         finally:
             mode.shape_env, mode.static_shapes = before

@@ -20,8 +20,10 @@ from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
 from .graph.host import Mode
 from .graph.program import Machine
+from .graph.sizes import Sizes
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
+from .signature import Miss, Signatures, input_names
 from .transport import NotSupported, RdmaError
 
 
@@ -32,10 +34,11 @@ def wrap(
 
     ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
-    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
+    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: captures kept set up.
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
-    new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call: nothing
+    in them may branch on the values of tensors. Other input shapes are captured again once for all, or each for itself when
+    they come again (``model.misses()``). Dropout and other random parts draw from their
     worker's generator.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
@@ -127,6 +130,7 @@ class Session:
         except BaseException:
             self._close_parts()
             raise
+        self.signatures = Signatures(self._caller)
         station = weakref.WeakMethod(self._caller.station.lost)  # the agent outlives the model
 
         def lost(worker: str, error: RdmaError) -> None:
@@ -227,6 +231,8 @@ class Session:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
         totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        totals["misses"], totals["dynamic_reads"] = self.signatures.misses, 0
+        totals.update(self.caller.station.counts)
         if everywhere and not self.closed:
             before = self.agent.counters()["rpc_messages"]
             for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
@@ -276,22 +282,28 @@ class WrappedModel(nn.Module):
         mode = session.mode()
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            signature = (
+            shapes = tuple([t.shape for t in tensors])
+            family = (
                 self.training,
-                tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors]),
+                tuple([(t.dim(), t.dtype, t.requires_grad and grads) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
                 tree,
             )
         try:
-            plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+            plan = session.signatures.plan(
+                family,
+                shapes,
+                lambda sizes: self._build(tensors, leaves, tree, sizes),
+                lambda: input_names(self.__dict__["_original"].forward, args, kwargs),
+            )
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
         return session.caller.forward(plan, tensors, mode)
 
-    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, sizes: Sizes) -> TransferGraph:
         session: Session = self.__dict__["_rdmarpc"]
         shape: nn.Module = self.__dict__["_shape"]
         here = dict(self.named_modules(remove_duplicate=False))
@@ -307,7 +319,7 @@ class WrappedModel(nn.Module):
             return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        found = capture(shape, specs, join)
+        found = capture(shape, specs, join, sizes)
         session._constants.update(found.constants)
         here_name = session.agent.name
         graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
@@ -315,13 +327,19 @@ class WrappedModel(nn.Module):
         return graph
 
     def placement_table(self) -> str:
-        """What crosses, for each set of input shapes that is set up; empty before the first step."""
+        """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
         return "\n\n".join(str(placement) for placement in self.__dict__["_rdmarpc"].caller.placements())
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
-        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``."""
+        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``,
+        ``misses`` (see there), ``dynamic_reads`` and, per value that dynamic edges had to copy, ``bytes_staged[NAME]``."""
         return self.__dict__["_rdmarpc"].counters(everywhere)
+
+    def misses(self) -> list[Miss]:
+        """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
+        they ran over dynamic edges."""
+        return self.__dict__["_rdmarpc"].signatures.missed()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""
