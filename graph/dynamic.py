@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import NotSupported, RdmaError, RemoteRegion
+from ..transport import NotSupported, RdmaError, RemoteRegion, TransferTimeout
 from .header import HEADER_BYTES, Header
 from .layout import dense, strides
 from .metadata import Metadata
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DynamicSlot(Slot):
-    """Header and metadata. ``open`` is the READ; the slot is free again when it returns, or raises."""
+    """Header and metadata. ``open`` is the READ; the slot is free again when that is over."""
 
     __slots__ = ("_station",)
 
@@ -57,13 +57,14 @@ class DynamicSlot(Slot):
                 station.channel(edge.source).memcpy(flat, source).wait(station.timeout)
                 station.counts["dynamic_reads"] += 1
         except RdmaError as error:
+            if not isinstance(error, TransferTimeout):
+                self.close()  # after a timeout the READ goes on, and needs the source
             why = f"{edge.kind} {edge.value} (dynamic edge {edge.number}): {error.message}"
             raise type(error)(
                 why, peer=edge.source, device=station.device.name, status=error.status, hint=error.hint
             ) from error
-        finally:
-            self.close()
-            station.settle()
+        self.close()
+        station.settle()  # now: the source is waited for
         # ``set_``, not ``view``: an operation may write into this tensor in place, which autograd refuses for some views.
         tensor = torch.empty(0, dtype=edge.dtype)
         return tensor.set_(flat.untyped_storage(), 0, shape, strides(shape, order))
