@@ -33,6 +33,10 @@ class Value:
     producer: int
     consumers: list[int]
     trigger: bool = False
+    written: bool = False
+    """Whether somebody writes into it in place after it was made."""
+    returned: bool = False
+    """Whether it is, or is part of, the model's result: its user may write into it."""
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class _Analysis:
         self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.written: set[str] = set()
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -92,7 +97,7 @@ class _Analysis:
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
-                self.define(node.name, self.capture.values[node], (self.caller, 0))
+                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -119,9 +124,9 @@ class _Analysis:
         level = self.level((args, kwargs), worker)
         args, kwargs = self.localize((args, kwargs), worker, level)
         names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
-        for name, leaf in zip(names, leaves):
+        for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor):
-                self.define(name, leaf, (worker, level), constant=node.op == "get_attr")
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written, constant=node.op == "get_attr")
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
@@ -149,9 +154,13 @@ class _Analysis:
             return self.capture.sizes.varies(leaf)
         return isinstance(leaf, (int, float)) and bool(_names((args, kwargs)))
 
-    def define(self, name: str | None, tensor: torch.Tensor, home: tuple[str, int], constant: bool = False) -> None:
+    def define(
+        self, name: str | None, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False
+    ) -> None:
         assert name is not None
         self.home[name], self.uses[name] = home, {}
+        if written:
+            self.written.add(name)
         shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
         self.specs[name] = TensorSpec(shape, tensor.dtype, tensor.requires_grad)
 
@@ -210,11 +219,14 @@ class _Analysis:
         for at, segment in enumerate(segments):
             segment.number = at
         values = {}
+        returned = set(_names(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
                 producer = number[self.home[name]]
-                values[name] = Value(name, self.specs[name], producer, consumers)
+                values[name] = Value(
+                    name, self.specs[name], producer, consumers, written=name in self.written, returned=name in returned
+                )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

@@ -78,9 +78,10 @@ class DynamicInlet(Inlet):
 
 
 class DynamicTarget:
-    """One slot at the consumer, as the sender sees it; keeps the source until the credit is back."""
+    """One slot at the consumer, as the sender sees it; keeps the source until the credit is back. Nothing is produced in it."""
 
     __slots__ = ("_device", "_head", "_metadata", "_source", "_transfer", "_work", "free")
+    leased = mapped = False
 
     def __init__(self, device: Device, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
         words = device.empty(HEADER_BYTES + edge.nbytes, dtype=torch.uint8)
@@ -104,22 +105,24 @@ class DynamicTarget:
         self.free = False
         self._work = self._transfer.post()
 
-    def release(self) -> None:
-        """The consumer has read it."""
-        self._source = None
+    def credited(self) -> bool:
+        """The consumer has read it. ``False`` if nothing was written."""
+        if self.free:
+            return False
+        self._source, self.free = None, True
+        return True
 
 
 class DynamicOutlet(Outlet):
     """The sender's half."""
 
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
-        device = self._station.device
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
-            self._targets.append(DynamicTarget(device, self._channel, self.edge, remote, number))
+            self._targets.append(DynamicTarget(self.device, self._channel, self.edge, remote, number))
 
     def _prepare(self, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
-        edge, device = self.edge, self._station.device
+        edge, device = self.edge, self.device
         fits = len(payload.shape) == len(edge.shape) and payload.dtype == edge.dtype
         if not fits or any(known not in (FREE, size) for known, size in zip(edge.shape, payload.shape)):
             known = ", ".join("?" if size == FREE else str(size) for size in edge.shape)
@@ -128,7 +131,7 @@ class DynamicOutlet(Outlet):
                 hint="rank and dtype of what crosses between workers must not depend on data",
             )
         found = dense(payload)
-        if found is not None and device.can_lend(found[0], self._channel):
+        if found is not None and not self.staging and device.can_lend(found[0], self._channel):
             return payload, found[1]
         nbytes = payload.numel() * edge.dtype.itemsize
         device.count_staged(nbytes)

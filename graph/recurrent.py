@@ -44,7 +44,8 @@ class RecurrentShapes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _pack(self, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, steps = self._sizes.create_unbacked_symint(), self._sizes.create_unbacked_symint()
+        rows: Any = self._sizes.create_unbacked_symint()
+        steps: Any = self._sizes.create_unbacked_symint()
         torch._check(rows >= 0)
         torch._check(steps >= 0)
         batches = torch.empty(steps, dtype=torch.int64)

@@ -20,7 +20,7 @@ from .recurrent import RecurrentShapes
 
 # ``sympy`` and what needs it take half a second to import: where something is traced, not at every worker.
 if TYPE_CHECKING:
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
 Shapes = Sequence[Sequence[int]]
 Number = (torch.SymInt, torch.SymFloat, torch.SymBool)

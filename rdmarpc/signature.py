@@ -35,16 +35,17 @@ _REMEMBERED = 4096
 _NAMED = 256
 
 Build = Callable[[Sizes], TransferGraph]
+Varying = frozenset[tuple[int, int]]
 
 
 class Miss(NamedTuple):
-    """``count`` forwards whose shapes had no plan of their own; ``what`` differed from the first call."""
+    """Forwards whose shapes had no plan of their own; ``what`` differed from the first call."""
 
     what: str
-    count: int
+    times: int
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.count} times)"
+        return f"{self.what} ({self.times} times)"
 
 
 @dataclass(slots=True)
@@ -57,7 +58,6 @@ class _Family:
     own: int = 1
     dynamic: bool = True
     sizes: Sizes | None = None
-    varying: frozenset[tuple[int, int]] = frozenset()
     traces: int = 0
     seen: OrderedDict[Shapes, None] = field(default_factory=OrderedDict)
     holds: dict[Shapes, bool] = field(default_factory=dict)
@@ -123,25 +123,16 @@ class Signatures:
 
     def _shared(self, family: Hashable, known: _Family, shapes: Shapes, build: Build) -> Plan:
         """The dynamic plan; traced (again) if it has to be."""
-        changed = {
-            (at, dim)
-            for at, (now, then) in enumerate(zip(shapes, known.first))
-            for dim, (a, b) in enumerate(zip(now, then))
-            if a != b
-        }
-        if known.traces < _TRACES and not changed <= known.varying:
-            known.varying |= changed
-            known.traces += 1
-            graph = self._trace(known, shapes, build)
+        varying: Varying = known.sizes.varying if known.sizes is not None else frozenset()
+        fits = known.fits(shapes)
+        plan = self._caller.known((family, varying)) if fits else None
+        if plan is not None:
+            return plan
+        wanted = varying if fits else varying | _changed(known.first, shapes)
+        if fits or (known.traces < _TRACES and wanted != varying):
+            graph = self._trace(known, wanted, shapes, build)
             if graph is not None:
-                return self._caller.plan((family, known.varying), lambda: graph)
-        if known.fits(shapes):
-            plan = self._caller.known((family, known.varying))
-            if plan is not None:
-                return plan
-            graph = self._trace(known, shapes, build)  # it had to make room
-            if graph is not None:
-                return self._caller.plan((family, known.varying), lambda: graph)
+                return self._caller.plan((family, wanted), lambda: graph)
         try:
             return self._make(family, None, build, Sizes(known=False))
         except NotSupported:
@@ -149,17 +140,20 @@ class Signatures:
             return self._make(family, shapes, build, Sizes())
 
     @staticmethod
-    def _trace(known: _Family, shapes: Shapes, build: Build) -> TransferGraph | None:
-        sizes = Sizes(known.varying)
-        known.sizes = None
-        known.holds.clear()
+    def _trace(known: _Family, varying: Varying, shapes: Shapes, build: Build) -> TransferGraph | None:
+        sizes = Sizes(varying)
         try:
             graph = build(sizes)
         except Exception:
+            known.traces += 1
             return None  # of an example it may succeed; where that fails too, the error is the model's
         if not (sizes.hold(known.first) and sizes.hold(shapes)):
+            known.traces = _TRACES
             return None  # what was traced holds for some sizes only: a loop over them, most often
+        if known.sizes is None or varying != known.sizes.varying:
+            known.traces += 1
         known.sizes = sizes
+        known.holds.clear()
         return graph
 
     def _make(self, family: Hashable, shapes: Shapes | None, build: Build, sizes: Sizes) -> Plan:
@@ -188,10 +182,16 @@ def input_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         bound = {"args": args, **kwargs}
-    found = pytree.tree_flatten_with_path(dict(bound))[0]
+    found: Any = pytree.tree_flatten_with_path(dict(bound))[0]
     names = {id(leaf): f"{path[0].key}{pytree.keystr(path[1:])}" for path, leaf in found}
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return [names[id(tensor)] for tensor in tensors]
+
+
+def _changed(first: Shapes, shapes: Shapes) -> Varying:
+    return frozenset(
+        (at, dim) for at, (now, then) in enumerate(zip(shapes, first)) for dim, (a, b) in enumerate(zip(now, then)) if a != b
+    )
 
 
 def _text(shape: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,8 @@ import wrap_models as models
 from test_wrap import STEADY, assert_same_state, both, drive
 from torch import nn
 
+from rdmarpc import wrap
+from rdmarpc.signature import OWN_PLANS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,7 +63,7 @@ def train(make: Callable[[], nn.Module], placement: dict[str, str], data: list[B
         assert counters["bytes_staged"] == 0
     else:
         assert counters["bytes_staged"] == sum(n for key, n in counters.items() if key.startswith("bytes_staged["))
-    assert sum(miss.count for miss in model.misses()) == counters["misses"]
+    assert sum(miss.times for miss in model.misses()) == counters["misses"]
     assert model.misses()[0].what.startswith("tokens: 4x")
     model.close()
 
@@ -74,4 +77,147 @@ def train(make: Callable[[], nn.Module], placement: dict[str, str], data: list[B
     ],
 )
 def test_lengths_vary(size, placement, device):
-    drive(partial(train, models.Recurrent, placement, sentences(64 if device == "shm" else 30), device), size, transport=device)
+    data = sentences(64 if device == "shm" else 30)
+    drive(partial(train, models.Recurrent, placement, data, device), size, transport=device)
+
+
+# -- other models, all in one group of processes
+
+
+def gated() -> None:
+    """Batch and length vary, both directions: traced with a symbol for the length, then with one for the batch too."""
+    model, twin = both(
+        partial(models.Recurrent, "GRU", bidirectional=True), {"first": "worker1", "second": "worker2", "head": "worker1"}
+    )
+    mine, theirs = (torch.optim.Adam(network.parameters(), 1e-2) for network in (model, twin))
+    for x, y in sentences(12, (2, 6), seed=4):
+        losses = [F.cross_entropy(network(x), y) for network in (model, twin)]
+        for loss, optimizer in zip(losses, (mine, theirs)):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item()
+    assert_same_state(model, twin)
+    last = model.placement_table().split("\n\n")[-1]
+    assert "?x?x24" in last
+    assert "?x4 " in last
+    assert model.counters()["bytes_staged"] == 0
+    model.close()
+
+
+def packed() -> None:
+    """How long the output of a part is depends on the values of its input: dynamic from the first step, the rest is not."""
+    model, twin = both(models.Sentences, {"packed": "worker1", "head": "worker2"})
+    mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(8):
+        x = torch.randint(0, 50, (4, 20), generator=generator)
+        lengths = torch.randint(1, 21, (4,), generator=generator)
+        for network, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            F.cross_entropy(network(x, lengths), torch.arange(4)).backward()
+            optimizer.step()
+    assert_same_state(model, twin)
+    counters = model.counters()
+    assert (counters["misses"], counters["plans"]) == (0, 1)
+    # What was packed goes on to the head, and its gradient comes back.
+    assert counters["dynamic_reads"] == 8 * 2
+    shapes = {line.split()[0]: line.split()[4] for line in model.placement_table().splitlines()}
+    assert (shapes["embedding"], shapes["relu"], shapes["sum_1"]) == ("4x20x10", "4x?x24", "4x4")
+    model.close()
+
+
+def sizes() -> None:
+    """Sizes are no constants of the trace: they are computed where the tensors are, and cross where they are needed."""
+    model, twin = both(models.Sizes, {"a": "worker1", "b": "worker2"})
+    for shape in ((3, 5), (3, 7), (4, 7), (2, 3), (2, 3), (1, 1), (1, 2), (5, 1)):
+        x = torch.randn(*shape, 6, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        (ours, count), (expected, number) = model(x), twin(other)
+        assert torch.equal(ours, expected), shape
+        assert (count, type(count)) == (number, type(number)), shape
+        ours.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(x.grad, other.grad), shape
+    assert "int64" in model.placement_table()
+    model.close()
+
+
+def selecting() -> None:
+    net = nn.Sequential(nn.Linear(20, 20), models.Selecting(), nn.Tanh())
+    twin = copy.deepcopy(net)
+    model = wrap(net, {"0": "worker1", "1": "worker2"})
+    for size in (8, 8, 8, 3, 4, 0):
+        x = torch.randn(size, 20)
+        for network in (model, twin):
+            network(x).square().sum().backward()
+    theirs = torch.optim.SGD(twin.parameters(), 0.1)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    theirs.step()
+    assert_same_state(model, twin)
+    first, other = model.placement_table().split("\n\n")
+    assert "2 dynamic" in first
+    assert "8x20" in first
+    assert "5 dynamic" in other
+    model.close()
+
+
+def looped() -> None:
+    """A loop over the length in Python: nothing about sizes is proven, every edge is dynamic."""
+    model, twin = both(models.Looped, {"layer": "worker1"})
+    for length in (5, 7, 3, 1):
+        x = torch.randn(length, 6)
+        assert torch.equal(model(x), twin(x))
+    assert len(model.placement_table().split("\n\n")) == 2
+    assert "?x?" in model.placement_table()
+    model.close()
+
+
+def policy() -> None:
+    """Own plans for shapes that come again, up to a limit; other dtypes and structures are other families; all is named."""
+    model, twin = both(models.mlp, {"0": "worker1", "4": "worker1"}, plans=64)
+
+    def step(size: int) -> tuple[int, int]:
+        x = torch.randn(size, 20)
+        ours = model(x)
+        assert torch.equal(ours, twin(x))
+        ours.square().sum().backward()
+        counters = model.counters(False)
+        return counters["plans"], counters["misses"]
+
+    assert [step(size) for size in (8, 3, 8, 3, 3)] == [(1, 0), (2, 1), (2, 1), (3, 1), (3, 1)]
+    for size in range(20, 40):
+        step(size)
+    assert model.counters(False)["plans"] == 3
+    for size in range(20, 40):
+        step(size)
+    assert model.counters(False)["plans"] == 3 + OWN_PLANS - 2
+    misses = {miss.what: miss.times for miss in model.misses()}
+    assert misses["input: 8x20 -> 3x20"] == 1
+    assert misses["input: 8x20 -> 39x20"] == 2
+    assert str(model.misses()[0]).endswith("(2 times)")
+    before = model.counters()
+    for size in range(40, 60):
+        step(size)
+    after = model.counters()
+    assert {key: after[key] for key in STEADY} == {key: before[key] for key in STEADY}
+    assert after["misses"] == before["misses"] + 20
+    plans = after["plans"]
+    with torch.no_grad():
+        model.eval()
+        assert torch.equal(model(torch.ones(8, 20)), twin(torch.ones(8, 20)))
+    assert model.counters(False)["plans"] == plans + 1
+    model.train()
+    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
+        model(torch.zeros(8, 21))
+    assert step(61) == (plans + 1, after["misses"] + 1)
+    model.close()
+
+
+def others() -> None:
+    for check in (gated, packed, sizes, selecting, looped, policy):
+        check()
+
+
+def test_models_whose_sizes_vary():
+    drive(others, 3)

@@ -153,6 +153,13 @@ class Selecting(nn.Module):
         return x[x > 0]
 
 
+class Counting(nn.Module):
+    """Branches on data, as far as Python sees."""
+
+    def forward(self, x):
+        return x[: int((x > 0).sum()) % 2 + 1]
+
+
 class Keeping(nn.Module):
     """Keeps its last input: the slot must not be overwritten under it."""
 
@@ -226,6 +233,30 @@ class Sizes(nn.Module):
         return self.c(torch.cat([start, z], 1)).sum((0, 1)), z.size(1) + 1
 
 
+class Looped(nn.Module):
+    """Its part walks along the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Walk()
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * x.size(0)
+
+
+class Walk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+
+    def forward(self, x):
+        state, states = x[0], []
+        for at in range(len(x)):
+            state = torch.tanh(self.cell(state + x[at]))
+            states.append(state)
+        return torch.stack(states)
+
+
 class Packed(nn.Module):
     """Packed inside: how long its output is depends on the values of ``lengths``."""
 
@@ -244,4 +275,97 @@ class Sentences(nn.Module):
         self.embedding, self.packed, self.head = nn.Embedding(50, 10), Packed(), nn.Linear(24, 4)
 
     def forward(self, tokens, lengths):
-        return self.head(torch.relu(self.packed(self.embedding(tokens), lengths)).sum(1))
+        return self.head(torch.relu(self.packed(self.embedding(tokens), lengths))).sum(1)
+
+
+class Ends(nn.Module):
+    """What crosses was made by a linear layer, and then changed in place and reshaped."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.ReLU(inplace=True), nn.Flatten())
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Fan(nn.Module):
+    """One tensor for two workers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.left, self.right = nn.Linear(width, 8), nn.Linear(width, 8)
+
+    def forward(self, x):
+        y = self.trunk(x)
+        return self.left(y) + self.right(y)
+
+
+class Joined(nn.Module):
+    """The operation between the parts makes what crosses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x) * 2.0)
+
+
+class Spoiled(nn.Module):
+    """``two`` writes into what it gets; what it gives is made by an operation that takes no ``out=``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(width, width)
+        self.two = nn.Sequential(nn.ReLU(inplace=True), nn.LayerNorm(width))
+        self.three = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x)))
+
+
+class Alternate(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(width, width), 0
+
+    def forward(self, x):
+        y = self.layer(x)
+        if isinstance(x, FakeTensor):
+            return y * 2.0
+        self.turn += 1
+        return y * 2.0 if self.turn % 2 else y + y
+
+
+class Alternating(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = Alternate(width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Hoard(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(width, width), []
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not isinstance(x, FakeTensor):
+            self.kept.append((y, y.detach().clone()))
+            assert all(torch.equal(old, copy) for old, copy in self.kept)
+        return y
+
+
+class Hoarding(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = Hoard(width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x))
