@@ -4,7 +4,8 @@ After Xue et al., "Fast Distributed Deep Learning over RDMA" (EuroSys'19), dynam
 
 1. What is written into a slot has one size for all shapes: header and ``Metadata``, in one copy.
 2. From the write until its credit the sender keeps the source: alive by this file, unchanged by the rule of ``Outlet.send``.
-   A slot has one source at most, so ``depth`` bounds how many are kept.
+   A slot has one source at most, so ``depth`` bounds how many are kept. A gradient that autograd also made some parameter's
+   ``grad``, which the next backward accumulates into, is parted from it (``keep_apart``).
 3. The consumer READs at most once a write, into memory of its own that nobody else has, and only while it holds the slot:
    so before the credit, and never for a forward that was dropped.
 4. The credit goes back when the READ is over, not when the tensor dies: whoever keeps that keeps no slot. So the credit is
@@ -15,7 +16,7 @@ After Xue et al., "Fast Distributed Deep Learning over RDMA" (EuroSys'19), dynam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,10 @@ from .slot import Inlet, Slot
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Work
     from .station import Station
+
+
+_OWN_USES = 2
+"""Of a storage that nobody else has: the tensor that we hold, and the Python object that asks."""
 
 
 class DynamicSlot(Slot):
@@ -80,7 +85,7 @@ class DynamicInlet(Inlet):
 class DynamicTarget:
     """One slot at the consumer, as the sender sees it; keeps the source until the credit is back. Nothing is produced in it."""
 
-    __slots__ = ("_device", "_head", "_metadata", "_source", "_transfer", "_work", "free")
+    __slots__ = ("_device", "_head", "_metadata", "_transfer", "_work", "free", "source")
     leased = mapped = False
 
     def __init__(self, device: Device, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
@@ -89,7 +94,7 @@ class DynamicTarget:
         self._head, self._metadata = memory[:HEADER_BYTES], memory[HEADER_BYTES:]
         self._transfer = channel.prepare([(remote, words)], notify=number)
         self._device = device
-        self._source: torch.Tensor | None = None
+        self.source: torch.Tensor | None = None
         self._work: Work | None = None
         self.free = True
 
@@ -101,7 +106,7 @@ class DynamicTarget:
             found = dense(payload)
             assert found is not None
             Metadata(self._device.lend(found[0]), tuple(payload.shape)).write(self._metadata)
-            self._source = payload
+            self.source = payload
         self.free = False
         self._work = self._transfer.post()
 
@@ -109,12 +114,17 @@ class DynamicTarget:
         """The consumer has read it. ``False`` if nothing was written."""
         if self.free:
             return False
-        self._source, self.free = None, True
+        self.source, self.free = None, True
         return True
 
 
 class DynamicOutlet(Outlet):
     """The sender's half."""
+
+    def sources(self) -> list[torch.Tensor]:
+        """What has not been read yet."""
+        read = [target.source for target in self._targets] + [payload for _, payload in self._waiting]
+        return [source for source in read if source is not None]
 
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         for blob, number in slots:
@@ -139,3 +149,17 @@ class DynamicOutlet(Outlet):
         view, order = found if found is not None else (payload.resolve_conj().resolve_neg(), 0)
         copy = device.empty(view.shape, dtype=edge.dtype).copy_(view)
         return copy.as_strided(payload.shape, strides(tuple(payload.shape), order)), order
+
+
+def keep_apart(outlets: Sequence[DynamicOutlet], parameters: Sequence[torch.Tensor]) -> None:
+    """After a backward: give a parameter a gradient of its own where the one that it has is still to be read by a peer."""
+    addresses = set()
+    for outlet in outlets:
+        for source in outlet.sources():
+            storage = source.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
+                addresses.add(storage.data_ptr())
+    if addresses:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in addresses:
+                parameter.grad = parameter.grad.clone()

@@ -47,7 +47,7 @@ class Host:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
         self.station = Station(name, device, channels, timeout)
-        machine = Machine(self.root.get_submodule, self._attribute)
+        machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply)
 
     # -- plans

@@ -177,9 +177,8 @@ class Outlet:
         if payload is None:
             header = header._replace(edge=self.edge.number, flags=header.flags | NONE)
         else:
-            # Detached: the prepared write keeps its source, and must not keep an autograd graph with it. A gradient needs no
-            # graph and stays the same object, or autograd could take it for nobody's and accumulate into it.
-            payload, order = self._prepare(payload.detach() if payload.requires_grad else payload)
+            # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
+            payload, order = self._prepare(payload.detach())
             header = header._replace(edge=self.edge.number, order=order)
             if self._reserved is not None and self._reserved.holds(payload):
                 self._reserved.announce(header._replace(flags=header.flags | SHARED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,10 +114,15 @@ def to_number(tensor: torch.Tensor) -> float:
 
 
 class Machine:
-    """Runs instructions against the modules and attributes of one worker."""
+    """Runs instructions against the modules and attributes of one worker, which has these ``parameters``."""
 
-    def __init__(self, module: Callable[[str], Callable[..., Any]], attribute: Callable[[str], Any]) -> None:
-        self._module, self._attribute = module, attribute
+    def __init__(
+        self,
+        module: Callable[[str], Callable[..., Any]],
+        attribute: Callable[[str], Any],
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._module, self._attribute, self.parameters = module, attribute, parameters
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(

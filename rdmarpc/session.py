@@ -129,7 +129,7 @@ class Session:
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
-        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path))
+        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path), list(net.parameters()))
         self._constants: dict[str, torch.Tensor] = {}
         try:
             self._caller = Caller(

@@ -46,6 +46,43 @@ class Delayed(nn.Module):
             time.sleep(self.random.random() * 0.01)
 
 
+class Shifted(nn.Module):
+    """The gradient of ``shift`` lies where the gradient of its input does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(5, 16))
+
+    def forward(self, x):
+        return (x + self.shift.unsqueeze(0).squeeze(0)) * 2
+
+
+class Sleeping(nn.Module):
+    """Its backward takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not isinstance(x, FakeTensor) and y.requires_grad:
+            y.register_hook(lambda grad: time.sleep(0.3))
+        return y
+
+
+class Twice(nn.Module):
+    """The worker of ``shifted`` goes backward twice while that of the others sleeps, and has not read the first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.sleeping, self.shifted = nn.Linear(16, 16), nn.Tanh(), Sleeping(), Shifted()
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.sleeping(self.middle(y)), self.shifted(y), self.shifted(x)
+
+
 def shared_plan(split: Split, x: torch.Tensor) -> Plan:
     spec = TensorSpec(tuple(x.shape), x.dtype, x.requires_grad)
 
@@ -73,6 +110,7 @@ def test_dynamic_edges(kind):
         steps(cluster, split, twin)
         sources(cluster, split, twin)
         refused(cluster, split)
+        accumulated(cluster)
         bad_metadata(cluster)
         death(cluster)
     finally:
@@ -136,7 +174,7 @@ def sources(cluster: Cluster, split: Split, twin: nn.Module) -> None:
     while not all(target.free for target in outlet._targets):
         assert time.monotonic() < deadline, "no credit"
         split.caller.station.poll(0.1)
-    assert all(target._source is None for target in outlet._targets)
+    assert all(target.source is None for target in outlet._targets)
     gc.collect()
     assert watched() is None
     used = [device.counters()["arena_used"] for _ in range(2)]
@@ -156,6 +194,27 @@ def refused(cluster: Cluster, split: Split) -> None:
             split.caller.forward(plan, (x[:, 1:],), 1)
         x[0, 0] = 0
         assert split.caller.forward(plan, (x,), 1).shape == (7, 4)
+    split.caller.close()
+
+
+def accumulated(cluster: Cluster) -> None:
+    """A gradient that is still to be read is not accumulated into, whatever shares its memory."""
+    torch.manual_seed(4)
+    net = Twice()
+    twin = copy.deepcopy(net)
+    split = Split(cluster, net, {"first": "w2", "sleeping": "w2", "shifted": "w1"})
+    x = torch.randn(5, 16)
+
+    def build() -> Any:
+        found = capture(split.shape, [TensorSpec((5, 16), x.dtype)], lambda *t: (t, {}), Sizes(known=False))
+        return analyze(found, split.owner, "w0")
+
+    plan = split.caller.plan("any", build)
+    for network in (lambda x: split.caller.forward(plan, (x,), 1), twin):
+        sum(output.pow(2).sum() for output in network(x)).backward()
+    states = cluster.ask("gradients", {"w1": (), "w2": ()})
+    assert torch.equal(states["w1"]["shifted.shift"], twin.shifted.shift.grad)
+    assert torch.equal(states["w2"]["first.weight"], twin.first.weight.grad)
     split.caller.close()
 
 
