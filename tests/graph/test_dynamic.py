@@ -21,7 +21,7 @@ from rdmarpc.graph.header import Header
 from rdmarpc.graph.metadata import Metadata, metadata_bytes
 from rdmarpc.graph.sizes import FREE, Sizes
 from rdmarpc.graph.stage import Plan
-from rdmarpc.transport import NotSupported, PeerLost, RdmaError
+from rdmarpc.transport import ArenaFull, NotSupported, PeerLost, RdmaError
 
 
 class Delayed(nn.Module):
@@ -99,8 +99,9 @@ def counted(cluster: Cluster, split: Split, key: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_dynamic_edges(kind):
+def test_dynamic_edges(kind, monkeypatch):
     torch.set_num_threads(1)
+    monkeypatch.setenv("RDMARPC_ARENA_LIMIT", "64MiB")
     cluster = Cluster(3, kind)
     try:
         torch.manual_seed(3)
@@ -192,6 +193,11 @@ def refused(cluster: Cluster, split: Split) -> None:
                 split.caller.forward(plan, (x,), 1)
         with pytest.raises(NotSupported, match=r"activation input0 is \(7, 15\)"):
             split.caller.forward(plan, (x[:, 1:],), 1)
+        if not cluster.device.name.startswith("tcp"):  # there it is the sender whose arena is too small
+            with pytest.raises(
+                ArenaFull, match=r"on worker 'w1': activation input0 \(dynamic edge \d+\): .*(.|\n)*arena_limit"
+            ):
+                split.caller.forward(plan, (torch.zeros(1_200_000, 16),), 1)
         x[0, 0] = 0
         assert split.caller.forward(plan, (x,), 1).shape == (7, 4)
     split.caller.close()
