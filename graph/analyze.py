@@ -20,18 +20,22 @@ from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
 from .program import Instruction, Ref, Segment, function_path
+from .sites import Site
 
 
 @dataclass(slots=True)
 class Value:
     """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
-    no tensor inputs."""
+    no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
+    of the value ``slot_of``."""
 
     name: str
     spec: TensorSpec
     producer: int
     consumers: list[int]
     trigger: bool = False
+    site: Site | None = None
+    slot_of: str = ""
 
 
 @dataclass(slots=True)
@@ -76,6 +80,8 @@ class _Analysis:
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
+        self.sites: dict[str, Site | None] = {}
+        self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.segment(caller, 0)
@@ -119,6 +125,7 @@ class _Analysis:
         for name, leaf in zip(names, leaves):
             if name is not None:
                 self.define(name, leaf, (worker, level))
+                self.slot_of[name] = self.received(self.sites[name], (args, kwargs), worker)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
@@ -129,6 +136,14 @@ class _Analysis:
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
         self.home[name], self.uses[name] = home, {}
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        self.sites[name] = self.capture.sites.of(tensor)
+
+    def received(self, site: Site | None, arguments: Any, worker: str) -> str:
+        """The value in whose slot at this worker that storage lies, if it came with one of the arguments from elsewhere."""
+        for name in _names(arguments):
+            if site is not None and self.sites[name] == site:
+                return name if self.home[name][0] != worker else self.slot_of.get(name, "")
+        return ""
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -161,7 +176,8 @@ class _Analysis:
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
                 producer = number[self.home[name]]
-                values[name] = Value(name, self.specs[name], producer, consumers)
+                slot_of = self.slot_of.get(name, "")
+                values[name] = Value(name, self.specs[name], producer, consumers, site=self.sites[name], slot_of=slot_of)
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

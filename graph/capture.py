@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
+from .sites import CONSTANT, INPUT, Site, Sites, input_names
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -42,11 +43,12 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input."""
+    makes without any input, ``sites`` knows who allocated what."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    sites: Sites
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -76,8 +78,12 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
         }
         with mode, _quiet():
             fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-            values = _Propagator(model, graph).propagate(fakes)
-    return Capture(graph, values, constants)
+            sites = Sites(model)
+            for fake, name in zip(fakes, input_names(model, join, len(fakes))):
+                sites.note(fake, Site(INPUT, name))
+            with sites:
+                values = _Propagator(model, graph, sites).propagate(fakes)
+    return Capture(graph, values, constants, sites)
 
 
 @contextlib.contextmanager
@@ -144,10 +150,10 @@ class _Tracer(fx.Tracer):
 
 
 class _Propagator(fx.Interpreter):
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, sites: Sites) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self._model = model
+        self._sites = sites
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
         self.run(*inputs)
@@ -156,6 +162,7 @@ class _Propagator(fx.Interpreter):
     _outputs: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
+        self._sites.at(n)
         try:
             result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -170,6 +177,8 @@ class _Propagator(fx.Interpreter):
                     f"{n.op} {n.target!r} gives a {type(leaf).__name__}, which cannot cross between workers",
                     hint="tensors in tuples, lists and dicts can",
                 )
+        if n.op == "get_attr" and isinstance(result, torch.Tensor):
+            self._sites.note(result, Site(CONSTANT, str(n.target)))
         if n.op == "output":
             self._outputs = {n: result}
         return result

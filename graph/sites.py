@@ -1,0 +1,129 @@
+"""Which operation allocated the storage that is sent: found out while the capture runs on tensors without data.
+
+Attributed by storage, not by edge: what an in-place operation, a view, a reshape or an identity hands on is the memory of
+whoever allocated it (Xue et al., EuroSys'19, "dynamic tracing"; here before the first step, because fake tensors alias
+each other as the real ones will).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATION, INPUT, PARAMETER, BUFFER, CONSTANT = "operation", "input", "parameter", "buffer", "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a storage comes from. Plain data.
+
+    ``kind`` is one of the above. ``path`` is the innermost module that ran (or the function, as ``relu()``); otherwise the name
+    of the input, parameter or buffer, and for a constant the module that brought it along. ``operation`` is the operation of
+    aten, ``count`` says that it made the n-th storage (from 1) that came out of an operation in this ``instruction``, which is
+    the traced operation by its name in the graph.
+    """
+
+    kind: str
+    path: str
+    operation: str = ""
+    count: int = 0
+    instruction: str = ""
+
+    def __str__(self) -> str:
+        if self.kind != OPERATION:
+            return f"{self.kind} {self.path}"
+        return f"{self.path}: {self.operation}" + (f" #{self.count}" if self.count > 1 else "")
+
+
+class Sites(TorchDispatchMode):
+    """Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of its operations, ``of(tensor)``
+    afterwards. Keeps every storage of the run, so that no address comes twice: use it where tensors have no data."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._sites: dict[int, tuple[torch.UntypedStorage, Site]] = {}
+        self._paths: dict[int, list[str]] = {}
+        self._node: fx.Node | None = None
+        self._count = 0
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+        for name, parameter in model.named_parameters():
+            self.note(parameter, Site(PARAMETER, name))
+        for name, buffer in model.named_buffers():
+            self.note(buffer, Site(BUFFER, name))
+
+    def at(self, node: fx.Node) -> None:
+        """What runs from now on belongs to this operation of the graph."""
+        self._node, self._count = node, 0
+
+    def note(self, tensor: torch.Tensor, site: Site) -> None:
+        """Where the storage of a tensor comes from, unless that is known."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._sites.setdefault(storage._cdata, (storage, site))
+
+    def of(self, tensor: torch.Tensor) -> Site | None:
+        """``None`` for a tensor that nothing in the run made or met (or that has no storage)."""
+        storage = _storage(tensor)
+        found = None if storage is None else self._sites.get(storage._cdata)
+        return None if found is None else found[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and self.of(leaf) is None:
+                self.note(leaf, Site(CONSTANT, self._path()))  # was there before: an attribute of a module
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and self.of(leaf) is None and _storage(leaf) is not None:
+                self._count += 1
+                node = "" if self._node is None else self._node.name
+                operation = func.name().split(".")[0].removeprefix("aten::")
+                self.note(leaf, Site(OPERATION, self._path(), operation, self._count, node))
+        return result
+
+    def _path(self) -> str:
+        # From the stack rather than by hooks: some modules take another way when they have hooks.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                paths = self._paths.get(id(frame.f_locals["self"]))
+                if paths:
+                    target = str(self._node.target) if self._node is not None else ""
+                    return next((path for path in paths if f"{path}.".startswith(f"{target}.")), paths[0])
+            frame = frame.f_back
+        return "" if self._node is None else _function(self._node)
+
+
+def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], count: int) -> list[str]:
+    """What the forward calls its tensor inputs: ``x``, ``batch['ids']``, ``pair[0]``. See ``capture`` for ``join``."""
+    marks = [object() for _ in range(count)]
+    args, kwargs = join(*marks)
+    try:
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {"args": args, **kwargs}  # the call itself will say what is wrong
+    leaves, _ = pytree.tree_flatten_with_path(dict(given))
+    found = {id(leaf): path[0].key + pytree.keystr(path[1:]) for path, leaf in leaves}
+    return [found.get(id(mark), f"input{at}") for at, mark in enumerate(marks)]
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def _function(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return f"{path}.{name}()" if path else f"{name}()"
