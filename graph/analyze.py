@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
 from .program import Instruction, Ref, Segment, function_path
+from .program import names_in as _names
 from .sites import Site
 
 
@@ -198,12 +199,6 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
-
-
-def _names(arguments: Any) -> list[str]:
-    names: list[str] = []
-    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
-    return names
 
 
 def _mark_last_uses(segment: Segment, keep: set[str]) -> None:

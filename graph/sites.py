@@ -45,8 +45,9 @@ class Site:
 
 
 class Sites(TorchDispatchMode):
-    """Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of its operations, ``of(tensor)``
-    afterwards. Keeps every storage of the run, so that no address comes twice: use it where tensors have no data."""
+    """Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of its operations,
+    ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where tensors have no
+    data."""
 
     supports_higher_order_operators = True
 
