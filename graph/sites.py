@@ -114,8 +114,10 @@ def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dic
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         given = {"args": args, **kwargs}  # the call itself will say what is wrong
-    leaves, _ = pytree.tree_flatten_with_path(dict(given))
-    found = {id(leaf): path[0].key + pytree.keystr(path[1:]) for path, leaf in leaves}
+    found = {}
+    for name, argument in given.items():
+        for path, leaf in pytree.tree_flatten_with_path(argument)[0]:
+            found[id(leaf)] = name + pytree.keystr(path)
     return [found.get(id(mark), f"input{at}") for at, mark in enumerate(marks)]
 
 
