@@ -115,7 +115,7 @@ def arrange(plan: Transfers, measure: Measure) -> Picture:
             _place_ports(arrows, at, rightward, box.left, box.width)
     notes = _notes(plan)
     count = len(plan.crossings)
-    title = f"{count} tensor{'s' * (count != 1)} cross in a training step: {size(plan.nbytes)}"
+    title = f"{count} edge{'s' * (count != 1)}, {size(plan.nbytes)} cross in a training step"
     kinds = "    ".join(f"→ {kind}" for kind in dict.fromkeys(arrow.kind for arrow in arrows))
     above = max((arrow.lane + 1 for arrow in arrows if arrow.rightward), default=0)
     below = max((arrow.lane + 1 for arrow in arrows if not arrow.rightward), default=0)
@@ -241,7 +241,7 @@ def _notes(plan: Transfers) -> list[str]:
     """Tensors that are sent to several workers."""
     fans = {(c.kind, c.name, c.source): plan.writes(c) for c in plan.crossings}
     notes = [
-        f"{shortened(name, 40)}: one source at {source}, {len(writes)} writes, to " + ", ".join(c.target for c in writes)
+        shortened(f"{name}: one source at {source}, {len(writes)} writes, to " + ", ".join(c.target for c in writes), 140)
         for (_, name, source), writes in fans.items()
         if len(writes) > 1
     ]
