@@ -35,6 +35,10 @@ class Value:
     producer: int
     consumers: list[int]
     trigger: bool = False
+    written: bool = False
+    """Whether somebody writes into it in place after it was made."""
+    returned: bool = False
+    """Whether it is, or is part of, the model's result: its user may write into it."""
     site: Site | None = None
     slot_of: str = ""
 
@@ -85,6 +89,7 @@ class _Analysis:
         self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.written: set[str] = set()
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -97,7 +102,7 @@ class _Analysis:
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
-                self.define(node.name, self.capture.values[node], (self.caller, 0))
+                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -123,9 +128,9 @@ class _Analysis:
             None if not isinstance(leaf, torch.Tensor) else f"{node.name}.{at}" if structured else node.name
             for at, leaf in enumerate(leaves)
         ]
-        for name, leaf in zip(names, leaves):
+        for at, (name, leaf) in enumerate(zip(names, leaves)):
             if name is not None:
-                self.define(name, leaf, (worker, level))
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
                 self.slot_of[name] = self.received(self.sites[name], (args, kwargs), worker)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
@@ -134,10 +139,12 @@ class _Analysis:
         target = function_path(node.target) if callable(node.target) else str(node.target)
         self.segment(worker, level).instructions.append(Instruction(kind, target, args, kwargs, tuple(names), structured))
 
-    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool) -> None:
         self.home[name], self.uses[name] = home, {}
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         self.sites[name] = self.capture.sites.of(tensor)
+        if written:
+            self.written.add(name)
 
     def received(self, site: Site | None, arguments: Any, worker: str) -> str:
         """The value in whose slot at this worker that storage lies, if it came with one of the arguments from elsewhere."""
@@ -173,12 +180,21 @@ class _Analysis:
         for at, segment in enumerate(segments):
             segment.number = at
         values = {}
+        returned = set(_names(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
                 producer = number[self.home[name]]
-                slot_of = self.slot_of.get(name, "")
-                values[name] = Value(name, self.specs[name], producer, consumers, site=self.sites[name], slot_of=slot_of)
+                values[name] = Value(
+                    name,
+                    self.specs[name],
+                    producer,
+                    consumers,
+                    written=name in self.written,
+                    returned=name in returned,
+                    site=self.sites[name],
+                    slot_of=self.slot_of.get(name, ""),
+                )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

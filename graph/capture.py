@@ -43,12 +43,14 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input, ``sites`` knows who allocated what."""
+    makes without any input, ``sites`` knows who allocated what. ``written`` has (node, number of the leaf) of every tensor
+    that is written in place after its node made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
     sites: Sites
+    written: frozenset[tuple[fx.Node, int]] = frozenset()
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -81,9 +83,10 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
             sites = Sites(model)
             for fake, name in zip(fakes, input_names(model, join, len(fakes))):
                 sites.note(fake, Site(INPUT, name))
+            propagator = _Propagator(model, graph, sites)
             with sites:
-                values = _Propagator(model, graph, sites).propagate(fakes)
-    return Capture(graph, values, constants, sites)
+                values = propagator.propagate(fakes)
+    return Capture(graph, values, constants, sites, propagator.written())
 
 
 @contextlib.contextmanager
@@ -154,10 +157,15 @@ class _Propagator(fx.Interpreter):
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
         self._sites = sites
+        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
         self.run(*inputs)
         return dict(self.env) | self._outputs
+
+    def written(self) -> frozenset[tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
     _outputs: dict[fx.Node, Any]
 
@@ -171,12 +179,14 @@ class _Propagator(fx.Interpreter):
                 hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
                 "choosing by value",
             ) from error
-        for leaf in pytree.tree_leaves(result):
+        for at, leaf in enumerate(pytree.tree_leaves(result)):
             if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
                 raise NotSupported(
                     f"{n.op} {n.target!r} gives a {type(leaf).__name__}, which cannot cross between workers",
                     hint="tensors in tuples, lists and dicts can",
                 )
+            if isinstance(leaf, torch.Tensor):
+                self._versions.append((n, at, leaf, leaf._version))
         if n.op == "get_attr" and isinstance(result, torch.Tensor):
             self._sites.note(result, Site(CONSTANT, str(n.target)))
         if n.op == "output":

@@ -48,6 +48,8 @@ class Placement:
     graph: TransferGraph | None = None
     workers: list[str] = field(default_factory=list)
     """Everybody who takes part, the caller first."""
+    staging: bool = False
+    """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
 
     def __str__(self) -> str:
         from .describe import describe  # it stands on this module
