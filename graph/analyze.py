@@ -103,6 +103,7 @@ class _Analysis:
             if node.op == "placeholder":
                 inputs.append(node.name)
                 self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -131,7 +132,7 @@ class _Analysis:
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if name is not None:
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
-                self.slot_of[name] = self.received(self.sites[name], (args, kwargs), worker)
+                self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
@@ -142,16 +143,16 @@ class _Analysis:
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool) -> None:
         self.home[name], self.uses[name] = home, {}
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        self.sites[name] = self.capture.sites.of(tensor)
         if written:
             self.written.add(name)
 
-    def received(self, site: Site | None, arguments: Any, worker: str) -> str:
-        """The value in whose slot at this worker that storage lies, if it came with one of the arguments from elsewhere."""
-        for name in _names(arguments):
-            if site is not None and self.sites[name] == site:
-                return name if self.home[name][0] != worker else self.slot_of.get(name, "")
-        return ""
+    def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
+        """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
+        self.sites[name] = site
+        for other in _names(arguments):
+            if site is not None and self.sites.get(other) == site:
+                self.slot_of[name] = other if self.home[other][0] != worker else self.slot_of.get(other, "")
+                return
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -192,7 +193,7 @@ class _Analysis:
                     consumers,
                     written=name in self.written,
                     returned=name in returned,
-                    site=self.sites[name],
+                    site=self.sites.get(name),
                     slot_of=self.slot_of.get(name, ""),
                 )
                 segments[producer].outputs.append(name)

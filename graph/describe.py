@@ -40,10 +40,10 @@ class Crossing:
     """One tensor on its way to one worker: one write in a step.
 
     ``shape`` has ``None`` where a dimension is free, and then ``nbytes`` (of the payload) is ``None``. ``depth`` counts the
-    slots. ``producer`` is the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in
-    words, or the slot in which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient
-    comes back. ``trigger``: carries nothing, only starts a segment. A tensor with several targets is several crossings of one
-    ``name``.
+    slots, which take ``slot_bytes`` at the target. ``producer`` is the traced operation whose result it is, and ``allocator``
+    says whose memory is sent: ``site`` in words, or the slot in which it was received. ``first`` and ``last`` use it at the
+    target. ``needs_gradient``: a gradient comes back. ``trigger``: carries nothing, only starts a segment. A tensor with
+    several targets is several crossings of one ``name``.
     """
 
     number: int
@@ -55,6 +55,7 @@ class Crossing:
     dtype: str
     nbytes: int | None
     depth: int
+    slot_bytes: int
     static: bool
     needs_gradient: bool = False
     trigger: bool = False
@@ -63,11 +64,6 @@ class Crossing:
     site: Site | None = None
     first: Use | None = None
     last: Use | None = None
-
-    @property
-    def slot_bytes(self) -> int:
-        """Memory of its landing places at the target; those of a dynamic edge have only a header and what it describes."""
-        return self.depth * (HEADER_BYTES + (self.nbytes or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +256,7 @@ def shape_text(crossing: Crossing) -> str:
 
 
 def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
-    shape = tuple(n if isinstance(n, int) and n >= 0 else None for n in edge.shape)
+    shape = tuple(n if n >= 0 else None for n in edge.shape)
     known = [n for n in shape if n is not None]
     plain = Crossing(
         number=edge.number,
@@ -272,6 +268,7 @@ def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
         dtype=str(edge.dtype).removeprefix("torch."),
         nbytes=prod(known) * edge.dtype.itemsize if len(known) == len(shape) else None,
         depth=edge.depth,
+        slot_bytes=edge.depth * (HEADER_BYTES + edge.nbytes),
         static=edge.static,
     )
     value = None if graph is None else graph.values.get(edge.value)

@@ -44,10 +44,10 @@ class Site:
         return f"{self.path}: {self.operation}" + (f" #{self.count}" if self.count > 1 else "")
 
 
-class Sites(TorchDispatchMode):
-    """Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of its operations,
-    ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where tensors have no
-    data."""
+class Allocations(TorchDispatchMode):
+    """Who made which storage. Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of
+    its operations, ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where
+    tensors have no data."""
 
     supports_higher_order_operators = True
 

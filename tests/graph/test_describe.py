@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import random
@@ -166,15 +167,15 @@ def test_a_trigger_is_in_the_table_and_not_in_the_histogram():
 
 
 def test_edges_of_free_shape_and_without_a_graph():
-    edges = [
-        Edge(1, "activation", "long", "a", "b", (None, 8), torch.float32, 2, static=False),  # type: ignore[arg-type]
-        Edge(2, "weight", "fc.weight", "b", "a", (8, 8), torch.float32, 1),
-    ]
-    found = describe(Placement(1, "a", edges, None, ["a", "b"]))
+    weight = Edge(2, "weight", "fc.weight", "b", "a", (8, 8), torch.float32, 1)
+    served = describe(Placement(1, "a", [weight], None, ["a", "b"]))
+    long = Crossing(1, "long", "activation", "a", "b", (None, 8), "float32", None, 2, 2 * 128, False)
+    found = dataclasses.replace(served, crossings=(long, *served.crossings))
     assert [line(c) for c in found.crossings] == [
         "activation long a>b float32[?, 8] None by  in  for None dynamic",
         "weight fc.weight b>a float32[8, 8] 256 by  in  for None",
     ]
+    assert found.slot_bytes == 256 + 256 + HEADER_BYTES
     assert found.nbytes == 256
     assert "what 1 of free shape have" in str(found)
     assert [h.kind for h in found.histogram()] == ["weight"]
@@ -256,7 +257,7 @@ def crowd(workers: int, edges: int, seed: int) -> Transfers:
         kind = draw.choice(["activation", "gradient", "weight"])
         count = draw.randrange(1 << 20)
         crossings.append(
-            Crossing(number, draw.choice(tensors), kind, source, target, (count, 4), "float32", 4 * count, 2, True)
+            Crossing(number, draw.choice(tensors), kind, source, target, (count, 4), "float32", 4 * count, 2, 8 * count, True)
         )
     parts = tuple(f"part.{at}.{'deep.' * draw.randrange(9)}end" for at in range(draw.randrange(12)))
     records = tuple(WorkerRecord(name, 10 ** draw.randrange(10), 1, 1, 1, parts[: draw.randrange(12)]) for name in names)
