@@ -17,6 +17,7 @@ from rdmarpc.graph.analyze import analyze
 from rdmarpc.graph.capture import TensorSpec, capture, skeleton
 from rdmarpc.graph.describe import Transfers, describe
 from rdmarpc.graph.place import place
+from rdmarpc.graph.sites import name_inputs
 
 PLACEMENT = {"stem": "worker1", "wide": "worker2", "deep": "worker3", "skip": "worker4", "head": "worker4"}
 
@@ -44,6 +45,7 @@ def described() -> Transfers:
     for name, parameter in model.named_parameters():
         parameters[PLACEMENT[name.split(".")[0]]] += parameter.nbytes
     found = capture(skeleton(model), [TensorSpec((16, 3, 32, 32), torch.float32)], lambda image: ((image,), {}))
+    found.sites = name_inputs(found.sites, ["image"])
     graph = analyze(found, lambda path: PLACEMENT.get(path.split(".")[0], "worker0"), "worker0")
     return describe(place(graph, 1, 2, itertools.count(1)), parameters)
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
-from .sites import CONSTANT, INPUT, Allocations, Site, input_names
+from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -81,8 +81,6 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
         with mode, _quiet():
             fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
             propagator = _Propagator(model, graph)
-            for fake, name in zip(fakes, input_names(model, join, len(fakes))):
-                propagator.allocations.note(fake, Site(INPUT, name))
             values = propagator.propagate(fakes)
     return Capture(graph, values, constants, propagator.written(), propagator.sites())
 
@@ -174,7 +172,7 @@ class _Propagator(fx.Interpreter):
     _outputs: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
-        self.allocations.at(n)
+        self.allocations.at(n.name, place_of(n))
         try:
             result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -191,8 +189,8 @@ class _Propagator(fx.Interpreter):
                 )
             if isinstance(leaf, torch.Tensor):
                 self._versions.append((n, at, leaf, leaf._version))
-        if n.op == "get_attr" and isinstance(result, torch.Tensor):
-            self.allocations.note(result, Site(CONSTANT, str(n.target)))
+        if n.op in ("placeholder", "get_attr") and isinstance(result, torch.Tensor):
+            self.allocations.note(result, Site(INPUT if n.op == "placeholder" else CONSTANT, str(n.target)))
         if n.op == "output":
             self._outputs = {n: result}
         return result

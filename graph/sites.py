@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -28,8 +28,8 @@ class Site:
 
     ``kind`` is one of the above. ``path`` is the innermost module that ran (or the function, as ``relu()``); otherwise the name
     of the input, parameter or buffer, and for a constant the module that brought it along. ``operation`` is the operation of
-    aten, ``count`` says that it made the n-th storage (from 1) that came out of an operation in this ``instruction``, which is
-    the traced operation by its name in the graph.
+    aten, ``count`` says that it made the n-th storage (from 1) that came out of an operation in this ``instruction``, one of
+    the traced operations.
     """
 
     kind: str
@@ -45,8 +45,8 @@ class Site:
 
 
 class Allocations(TorchDispatchMode):
-    """Who made which storage. Entered around a run of the captured graph, inside the fake mode; ``at(node)`` before each of
-    its operations, ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where
+    """Who made which storage. Entered around a run of the captured graph, inside the fake mode; ``at`` before each of its
+    operations, ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where
     tensors have no data."""
 
     supports_higher_order_operators = True
@@ -55,8 +55,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self._sites: dict[int, tuple[torch.UntypedStorage, Site]] = {}
         self._paths: dict[int, list[str]] = {}
-        self._node: fx.Node | None = None
-        self._count = 0
+        self._instruction, self._where, self._count = "", "", 0
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         for name, parameter in model.named_parameters():
@@ -64,9 +63,10 @@ class Allocations(TorchDispatchMode):
         for name, buffer in model.named_buffers():
             self.note(buffer, Site(BUFFER, name))
 
-    def at(self, node: fx.Node) -> None:
-        """What runs from now on belongs to this operation of the graph."""
-        self._node, self._count = node, 0
+    def at(self, instruction: str, where: str) -> None:
+        """What runs from now on belongs to this traced operation (any name that no other has). ``where`` is the path of its
+        module, or what to call it when no module runs."""
+        self._instruction, self._where, self._count = instruction, where, 0
 
     def note(self, tensor: torch.Tensor, site: Site) -> None:
         """Where the storage of a tensor comes from, unless that is known."""
@@ -88,9 +88,8 @@ class Allocations(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and self.of(leaf) is None and _storage(leaf) is not None:
                 self._count += 1
-                node = "" if self._node is None else self._node.name
                 operation = func.name().split(".")[0].removeprefix("aten::")
-                self.note(leaf, Site(OPERATION, self._path(), operation, self._count, node))
+                self.note(leaf, Site(OPERATION, self._path(), operation, self._count, self._instruction))
         return result
 
     def _path(self) -> str:
@@ -100,10 +99,19 @@ class Allocations(TorchDispatchMode):
             if frame.f_code is nn.Module._call_impl.__code__:
                 paths = self._paths.get(id(frame.f_locals["self"]))
                 if paths:
-                    target = str(self._node.target) if self._node is not None else ""
-                    return next((path for path in paths if f"{path}.".startswith(f"{target}.")), paths[0])
+                    return next((path for path in paths if f"{path}.".startswith(f"{self._where}.")), paths[0])
             frame = frame.f_back
-        return "" if self._node is None else _function(self._node)
+        return self._where
+
+
+def place_of(node: fx.Node) -> str:
+    """The path of what a node calls or gets; a function or method as ``relu()``, behind the module in which it is called."""
+    if node.op in ("call_module", "get_attr"):
+        return str(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return f"{path}.{name}()" if path else f"{name}()"
 
 
 def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], count: int) -> list[str]:
@@ -121,12 +129,13 @@ def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dic
     return [found.get(id(mark), f"input{at}") for at, mark in enumerate(marks)]
 
 
+def name_inputs(sites: Mapping[Any, Site], names: Sequence[str]) -> dict[Any, Site]:
+    """The same with inputs by their names, where the trace calls them ``input0`` and so on."""
+    called = {f"input{at}": name for at, name in enumerate(names)}
+    return {
+        key: replace(site, path=called.get(site.path, site.path)) if site.kind == INPUT else site for key, site in sites.items()
+    }
+
+
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
-
-
-def _function(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return f"{path}.{name}()" if path else f"{name}()"

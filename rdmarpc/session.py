@@ -21,6 +21,7 @@ from .graph.capture import TensorSpec, capture, skeleton
 from .graph.describe import Transfers, describe
 from .graph.host import Mode
 from .graph.program import Machine
+from .graph.sites import input_names, name_inputs
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
 from .transport import NotSupported, RdmaError
@@ -326,6 +327,7 @@ class WrappedModel(nn.Module):
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         found = capture(shape, specs, join)
+        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
         here_name = session.agent.name
         graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)

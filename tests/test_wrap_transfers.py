@@ -82,6 +82,7 @@ def sizes() -> None:
     out.sum().backward()
     state = model.state_dict()
     [found] = model.transfers()
+    assert found.crossings[0].allocator == "input x"
     arrived = {
         (c.target, c.name, c.kind): (c.dtype, c.nbytes, c.shape)
         for c in found.crossings

@@ -23,14 +23,16 @@ from rdmarpc.graph.capture import TensorSpec, capture, skeleton
 from rdmarpc.graph.describe import Crossing, Transfers, WorkerRecord, describe, from_json, shape_text, to_json
 from rdmarpc.graph.header import HEADER_BYTES
 from rdmarpc.graph.place import Edge, Placement, control_edges, place
-from rdmarpc.graph.sites import OPERATION, Site
+from rdmarpc.graph.sites import OPERATION, Site, input_names, name_inputs
 from rdmarpc.graph.tables import histogram, size
 from rdmarpc.transport import NotSupported
 
 
 def plan(model: nn.Module, placement: dict[str, str], *shapes: tuple[int, ...], **parameters: int) -> Transfers:
     specs = [TensorSpec(shape, torch.float32) for shape in shapes]
-    found = capture(skeleton(model), specs, lambda *tensors: (tensors, {}))
+    join = lambda *tensors: (tensors, {})  # noqa: E731
+    found = capture(skeleton(model), specs, join)
+    found.sites = name_inputs(found.sites, input_names(model, join, len(specs)))
     graph = analyze(found, lambda path: placement.get(path.split(".")[0], "me"), "me")
     return describe(place(graph, 3, 2, itertools.count(1)), parameters)
 

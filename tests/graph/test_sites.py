@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rdmarpc.graph.analyze import analyze
 from rdmarpc.graph.capture import TensorSpec, _Propagator, capture, skeleton
-from rdmarpc.graph.sites import CONSTANT, INPUT, OPERATION, Allocations, Site
+from rdmarpc.graph.sites import CONSTANT, INPUT, OPERATION, Allocations, Site, input_names, name_inputs, place_of
 
 X = TensorSpec((4, 6), torch.float32)
 
@@ -22,7 +22,9 @@ def sites(
     model: nn.Module, placement: dict[str, str], inputs: int = 1, join: Callable[..., Any] = lambda *tensors: (tensors, {})
 ) -> list[tuple[str, str, str]]:
     """(value, site, received slot) of everything that one segment hands to another."""
-    graph = analyze(capture(skeleton(model), [X] * inputs, join), lambda path: placement.get(path.split(".")[0], "me"), "me")
+    found = capture(skeleton(model), [X] * inputs, join)
+    found.sites = name_inputs(found.sites, input_names(model, join, inputs))
+    graph = analyze(found, lambda path: placement.get(path.split(".")[0], "me"), "me")
     return [(value.name, str(value.site), value.slot_of) for value in graph.values.values()]
 
 
@@ -181,7 +183,7 @@ def test_a_storage_is_known_by_itself_and_not_by_its_address():
         found.note(given, Site(INPUT, "x"))
         with found:
             for node in graph.nodes:
-                found.at(node)
+                found.at(node.name, place_of(node))
                 made = [torch.empty(4, 6) for _ in range(50)]
                 known = [found.of(tensor) for tensor in made]
                 assert [(site.instruction, site.count) for site in known if site] == [(node.name, n + 1) for n in range(50)]
@@ -218,9 +220,8 @@ def test_real_tensors_alias_as_the_fake_ones_did(training):
     model = Layers().train(training)
     shape = TensorSpec((4, 8, 8), torch.float32)
     found = capture(skeleton(model), [shape], lambda x: ((x,), {}))
-    again, x = _Propagator(model, found.graph), torch.randn(shape.shape)
-    again.allocations.note(x, Site(INPUT, "x"))
-    again.propagate([x])
+    again = _Propagator(model, found.graph)
+    again.propagate([torch.randn(shape.shape)])
     assert again.sites() == found.sites
     tensors = [leaf for value in found.values.values() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     assert len(found.sites) == len(tensors) > 20
