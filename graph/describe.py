@@ -276,8 +276,8 @@ def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
         return plain
     producer = _producer(graph, value)
     if edge.kind == GRADIENT:
-        steps = [use.operation for use in _uses(graph, value, edge.source) if use.operation != "output"]
-        maker = "backward of " + (", ".join(dict.fromkeys(steps)) or "the loss")
+        users = [use.operation for use in _uses(graph, value, edge.source) if graph.segments[use.segment].backward]
+        maker = "backward of " + ", ".join("the loss" if user == "output" else user for user in dict.fromkeys(users))
         use = Use(value.producer, f"backward of {producer}")
         return dataclasses.replace(plain, producer=maker, allocator=maker, first=use, last=use)
     uses = _uses(graph, value, edge.target)

@@ -151,6 +151,31 @@ def test_dicts_frozen_parts_values_without_gradient_and_triggers():
     ]
 
 
+class ReadTwice(nn.Module):
+    """``a`` is read by an operation here and given out too; ``b`` by two parts of one worker in two segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = *(nn.Linear(4, 4) for _ in range(4)), nn.Bilinear(4, 4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(a)
+        return a, self.scale * a, self.e(self.d(self.c(b)), b)
+
+
+def test_first_and_last_use():
+    found = plan(ReadTwice(), {"a": "w1", "b": "w1", "c": "w2", "d": "w3", "e": "w2"}, (3, 4))
+    assert [line(c) for c in found.crossings if c.name in "ab"] == [
+        "activation a w1>me float32[3, 4] 48 by a in a: addmm for mul() (segment 2) .. output (segment 6) grad",
+        "activation b w1>w2 float32[3, 4] 48 by b in b: addmm for c (segment 3) .. e (segment 5) grad",
+        "gradient b w2>w1 float32[3, 4] 48 by backward of c, e in backward of c, e for backward of b (segment 1)",
+        "gradient a me>w1 float32[3, 4] 48 by backward of mul(), the loss in backward of mul(), the loss"
+        " for backward of a (segment 1)",
+    ]
+
+
 def test_a_trigger_is_in_the_table_and_not_in_the_histogram():
     class Net(nn.Module):
         def __init__(self) -> None:
