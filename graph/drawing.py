@@ -78,6 +78,7 @@ class Picture:
     bottom: float
     top: float
     title: str
+    kinds: list[str]
     boxes: list[Box]
     arrows: list[Arrow]
     notes: list[str]
@@ -116,15 +117,15 @@ def arrange(plan: Transfers, measure: Measure) -> Picture:
     notes = _notes(plan)
     count = len(plan.crossings)
     title = f"{count} edge{'s' * (count != 1)}, {size(plan.nbytes)} cross in a training step"
-    kinds = "    ".join(f"→ {kind}" for kind in dict.fromkeys(arrow.kind for arrow in arrows))
+    kinds = list(dict.fromkeys(arrow.kind for arrow in arrows))
     above = max((arrow.lane + 1 for arrow in arrows if arrow.rightward), default=0)
     below = max((arrow.lane + 1 for arrow in arrows if not arrow.rightward), default=0)
     bottom = MARGIN + LINE * len(notes) + (LANE * (below + 0.5) if below else 0.0)
     top = bottom + LINE * max(map(len, lines)) + 2 * PAD
-    widest = max([measure(title, TITLE), measure(kinds, SMALL), *(measure(note, SMALL) for note in notes)])
+    widest = max([measure(title, TITLE), _legend(kinds, measure), *(measure(note, SMALL) for note in notes)])
     right = boxes[-1].left + boxes[-1].width
     height = top + LANE * (above + 1.5) + LINE + TITLE + MARGIN
-    return Picture(max(right, MARGIN + widest) + MARGIN, height, bottom, top, title, boxes, arrows, notes)
+    return Picture(max(right, MARGIN + widest) + MARGIN, height, bottom, top, title, kinds, boxes, arrows, notes)
 
 
 def draw(plan: Transfers, path: str | os.PathLike[str]) -> None:
@@ -154,10 +155,9 @@ def draw(plan: Transfers, path: str | os.PathLike[str]) -> None:
         axes.text(x, y, text, fontproperties=font, fontsize=points, color=color, ha="center" if center else "left")
 
     write(MARGIN, picture.height - MARGIN - TITLE * 0.7, picture.title, TITLE)
-    at = MARGIN
-    for kind in dict.fromkeys(arrow.kind for arrow in picture.arrows):
-        write(at, picture.height - MARGIN - TITLE - LINE * 0.8, f"→ {kind}", SMALL, COLORS.get(kind, QUIET))
-        at += measure(f"→ {kind}    .", SMALL)
+    for number, kind in enumerate(picture.kinds):
+        x = MARGIN + _legend(picture.kinds[:number], measure)
+        write(x, picture.height - MARGIN - TITLE - LINE * 0.8, f"→ {kind}", SMALL, COLORS.get(kind, QUIET))
     for box in picture.boxes:
         height = picture.top - picture.bottom
         shape = "round,pad=0,rounding_size=5"
@@ -170,7 +170,8 @@ def draw(plan: Transfers, path: str | os.PathLike[str]) -> None:
         edge = picture.top if arrow.rightward else picture.bottom
         y, tip = picture.lane_y(arrow), 6.0 if arrow.rightward else -6.0
         points, codes = _rounded(arrow.start, arrow.end, edge, y, edge + tip)
-        axes.add_patch(PathPatch(Path(points, codes), facecolor="none", edgecolor=color, linewidth=1.4))
+        style = "solid" if all(crossing.static for crossing in arrow.crossings) else "dashed"
+        axes.add_patch(PathPatch(Path(points, codes), facecolor="none", edgecolor=color, linewidth=1.4, linestyle=style))
         head = [(arrow.end, edge), (arrow.end - 3.5, edge + tip * 1.2), (arrow.end + 3.5, edge + tip * 1.2)]
         axes.add_patch(Polygon(head, facecolor=color, edgecolor="none"))
         axes.plot([arrow.start], [edge], marker="o", markersize=4.5, color=color)
@@ -229,6 +230,10 @@ def _rounded(start: float, end: float, edge: float, y: float, tip: float) -> tup
     return points, [move, line, curve, curve, line, curve, curve, line]
 
 
+def _legend(kinds: list[str], measure: Measure) -> float:
+    return sum(measure(f"→ {kind}", SMALL) + 2 * PAD for kind in kinds)
+
+
 def _lines(worker: WorkerRecord) -> list[str]:
     parts = [shortened(part, 32) for part in worker.parts[:_PARTS]]
     if len(worker.parts) > _PARTS:
@@ -238,12 +243,14 @@ def _lines(worker: WorkerRecord) -> list[str]:
 
 
 def _notes(plan: Transfers) -> list[str]:
-    """Tensors that are sent to several workers."""
+    """Tensors that are sent to several workers, and what dashed lines mean."""
     fans = {(c.kind, c.name, c.source): plan.writes(c) for c in plan.crossings}
     notes = [
         shortened(f"{name}: one source at {source}, {len(writes)} writes, to " + ", ".join(c.target for c in writes), 140)
         for (_, name, source), writes in fans.items()
         if len(writes) > 1
     ]
-    left = len(notes) - _NOTES
-    return notes if left <= 0 else [*notes[:_NOTES], f"and {left} more that are sent to several workers"]
+    if len(notes) > _NOTES:
+        notes[_NOTES:] = [f"and {len(notes) - _NOTES} more that are sent to several workers"]
+    dynamic = sum(not crossing.static for crossing in plan.crossings)
+    return [*notes, f"dashed: {dynamic} whose shape is known in the step only"] if dynamic else notes
