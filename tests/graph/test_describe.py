@@ -282,10 +282,11 @@ def crowd(workers: int, edges: int, seed: int) -> Transfers:
     for number in range(edges):
         source, target = draw.sample(names, 2)
         kind = draw.choice(["activation", "gradient", "weight"])
-        count = draw.randrange(1 << 20)
-        crossings.append(
-            Crossing(number, draw.choice(tensors), kind, source, target, (count, 4), "float32", 4 * count, 2, 8 * count, True)
-        )
+        count, static = draw.randrange(1 << 20), draw.random() < 0.9
+        shape = (count, 4) if static else (None, 4)
+        nbytes = 16 * count if static else None
+        name = draw.choice(tensors)
+        crossings.append(Crossing(number, name, kind, source, target, shape, "float32", nbytes, 2, 8 * count, static))
     parts = tuple(f"part.{at}.{'deep.' * draw.randrange(9)}end" for at in range(draw.randrange(12)))
     records = tuple(WorkerRecord(name, 10 ** draw.randrange(10), 1, 1, 1, parts[: draw.randrange(12)]) for name in names)
     return Transfers(1, names[0], 2, tuple(crossings), records, ())

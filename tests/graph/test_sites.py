@@ -80,6 +80,7 @@ def test_what_comes_back_lies_in_a_slot_even_at_its_allocator():
         ("c", "a: addmm", "b"),
         ("d", "d: addmm", ""),
     ]
+    assert ("c", "a: addmm", "a") in sites(GivesBack(), {"a": "w1", "b": "w2", "c": "w2", "d": "w3"})
     # All at one worker but the last: then it is that worker's own memory.
     assert sites(GivesBack(), {"a": "w1", "b": "w1", "c": "w1", "d": "w3"})[1] == ("c", "a: addmm", "")
 
