@@ -20,13 +20,16 @@ from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
 from .program import Instruction, Ref, Segment, function_path, to_number, to_tensor
+from .program import names_in as _names
+from .sites import Site
 from .sizes import Number
 
 
 @dataclass(slots=True)
 class Value:
     """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
-    no tensor inputs."""
+    no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
+    of the value ``slot_of``."""
 
     name: str
     spec: TensorSpec
@@ -37,6 +40,8 @@ class Value:
     """Whether somebody writes into it in place after it was made."""
     returned: bool = False
     """Whether it is, or is part of, the model's result: its user may write into it."""
+    site: Site | None = None
+    slot_of: str = ""
 
 
 @dataclass(slots=True)
@@ -82,6 +87,8 @@ class _Analysis:
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
         self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
+        self.sites: dict[str, Site | None] = {}
+        self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.written: set[str] = set()
@@ -98,6 +105,7 @@ class _Analysis:
             if node.op == "placeholder":
                 inputs.append(node.name)
                 self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -126,7 +134,9 @@ class _Analysis:
         names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor):
+                assert name is not None
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written, constant=node.op == "get_attr")
+                self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
@@ -154,10 +164,7 @@ class _Analysis:
             return self.capture.sizes.varies(leaf)
         return isinstance(leaf, (int, float)) and bool(_names((args, kwargs)))
 
-    def define(
-        self, name: str | None, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False
-    ) -> None:
-        assert name is not None
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
         self.home[name], self.uses[name] = home, {}
         if written:
             self.written.add(name)
@@ -190,6 +197,14 @@ class _Analysis:
         numbers = frozenset([result]) & self.numbers.keys()
         step = Instruction("function", function_path(function), (Ref(source),), {}, (result,), False, numbers=numbers)
         self.segment(*where).instructions.append(step)
+
+    def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
+        """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
+        self.sites[name] = site
+        for other in _names(arguments):
+            if site is not None and self.sites.get(other) == site:
+                self.slot_of[name] = other if self.home[other][0] != worker else self.slot_of.get(other, "")
+                return
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -225,7 +240,14 @@ class _Analysis:
             if consumers:
                 producer = number[self.home[name]]
                 values[name] = Value(
-                    name, self.specs[name], producer, consumers, written=name in self.written, returned=name in returned
+                    name,
+                    self.specs[name],
+                    producer,
+                    consumers,
+                    written=name in self.written,
+                    returned=name in returned,
+                    site=self.sites.get(name),
+                    slot_of=self.slot_of.get(name, ""),
                 )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
@@ -247,12 +269,6 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
-
-
-def _names(arguments: Any) -> list[str]:
-    names: list[str] = []
-    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
-    return names
 
 
 def _dtype(number: Any) -> torch.dtype:

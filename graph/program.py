@@ -103,6 +103,13 @@ def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
 
 
+def names_in(arguments: Any) -> list[str]:
+    """The names of all ``Ref`` among the arguments."""
+    names: list[str] = []
+    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
+    return names
+
+
 def to_tensor(number: float) -> torch.Tensor:
     """How a size, or what was computed from sizes, crosses to another segment: without dimensions, int64, float64 or bool."""
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)

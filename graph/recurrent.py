@@ -1,4 +1,4 @@
-"""Recurrent layers on tensors without data: by the shapes of their results.
+"""Recurrent layers on tensors without data and of symbolic sizes: by the shapes of their results.
 
 Their kernels are loops over the sequence, so a trace through them takes its length for a constant. What is packed has as many
 rows as the lengths say, which depends on data.
@@ -28,7 +28,7 @@ class RecurrentShapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs:
-            if func in _LAYERS:
+            if func in _LAYERS and any(isinstance(size, torch.SymInt) for size in args[0].shape):
                 return _layer(func, *args)
             if func is torch._pack_padded_sequence:
                 return self._pack(*args)

@@ -55,8 +55,10 @@ class Sizes:
         before = mode.shape_env, mode.static_shapes
         mode.shape_env, mode.static_shapes = self._env, False
         try:
-            # Some kernels that call others can be traced with symbols only as the dispatcher in Python knows them.
-            with mode, enable_python_dispatcher(), RecurrentShapes(self._env):
+            # Some kernels that call others can be traced with symbols only as the dispatcher in Python knows them. Without
+            # symbols they are better left as they will run: who allocates what is learnt from them too.
+            dispatcher = enable_python_dispatcher() if self.varying else contextlib.nullcontext()
+            with mode, dispatcher, RecurrentShapes(self._env):
                 yield
         finally:
             mode.shape_env, mode.static_shapes = before

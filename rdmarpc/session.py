@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from .agent import Agent
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
+from .graph.describe import Transfers, describe
 from .graph.host import Mode
 from .graph.program import Machine
+from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
-from .signature import Miss, Signatures, input_names
+from .signature import Miss, Signatures
 from .transport import NotSupported, RdmaError
 
 
@@ -312,7 +314,7 @@ class WrappedModel(nn.Module):
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, sizes),
-                lambda: input_names(self.__dict__["_original"].forward, args, kwargs),
+                lambda: input_names(self.__dict__["_original"], _joined(leaves, tree), len(tensors)),
             )
         except TypeError as error:
             if "unhashable" not in str(error):
@@ -330,13 +332,10 @@ class WrappedModel(nn.Module):
         for name, parameter in shape.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(flags[name].requires_grad)
 
-        def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            left = iter(given)
-            filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
-
+        join = _joined(leaves, tree)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         found = capture(shape, specs, join, sizes)
+        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
         here_name = session.agent.name
         graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
@@ -345,7 +344,17 @@ class WrappedModel(nn.Module):
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
-        return "\n\n".join(str(placement) for placement in self.__dict__["_rdmarpc"].caller.placements())
+        return "\n\n".join(plan.table() for plan in self.transfers())
+
+    def transfers(self) -> list[Transfers]:
+        """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
+        session: Session = self.__dict__["_rdmarpc"]
+        parameters: dict[str, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters():
+                home = parameter.worker if isinstance(parameter, RemoteParameter) else session.agent.name
+                parameters[home] = parameters.get(home, 0) + parameter.numel() * parameter.element_size()
+        return [describe(placement, parameters) for placement in session.caller.placements()]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
@@ -373,6 +382,17 @@ class WrappedModel(nn.Module):
     def close(self) -> None:
         """Free the parts and slots at every worker. Idempotent."""
         self.__dict__["_rdmarpc"].close()
+
+
+def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """See ``capture``: what gives the arguments of the forward, with other tensors in the place of those among ``leaves``."""
+
+    def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+
+    return join
 
 
 def _attribute(constants: Mapping[str, torch.Tensor], net: nn.Module, path: str) -> Any:

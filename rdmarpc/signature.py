@@ -12,15 +12,11 @@ plan in which every edge is dynamic.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch.utils import _pytree as pytree
+from typing import NamedTuple
 
 from .graph.analyze import TransferGraph
 from .graph.caller import Caller
@@ -174,18 +170,6 @@ class Signatures:
                 if known.others:
                     found["other shapes"] += known.others
         return [Miss(*item) for item in found.most_common()]
-
-
-def input_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the tensors among the arguments are called, in the order in which ``tree_leaves`` finds them."""
-    try:
-        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {"args": args, **kwargs}
-    found: Any = pytree.tree_flatten_with_path(dict(bound))[0]
-    names = {id(leaf): f"{path[0].key}{pytree.keystr(path[1:])}" for path, leaf in found}
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return [names[id(tensor)] for tensor in tensors]
 
 
 def _changed(first: Shapes, shapes: Shapes) -> Varying:
