@@ -168,6 +168,13 @@ def sources(cluster: Cluster, split: Split, twin: nn.Module) -> None:
                 assert torch.equal(split.caller.forward(plan, (x,), 1), twin(x)), f"step {number}"
             staged = split.caller.station.counts[name] - before
             assert staged == (staged_on_tcp if device.name.startswith("tcp") else staged_on_shm)
+    if not device.name.startswith("tcp"):
+        before = split.caller.station.counts[name]
+        cluster.channels["w1"].no_cma = "as if this system did not allow it"
+        with torch.no_grad():
+            assert torch.equal(split.caller.forward(plan, (plain,), 1), twin(plain))
+        assert split.caller.station.counts[name] - before == 200 * 64
+        cluster.channels["w1"].no_cma = ""
     watched = weakref.ref(plain.untyped_storage())
     del born, plain, wide, turned, x
     deadline = time.monotonic() + 10
