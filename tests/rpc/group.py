@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import tempfile
@@ -13,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes seconds.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc", "pytest", "psutil", "hypothesis"])
+from forks import forks
 
 
 @dataclass
@@ -97,9 +94,9 @@ def run_group(
         place = str(Path(folder) / "store")
         running = []
         for rank in ranks if ranks is not None else range(size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = forks().Pipe(duplex=False)
             mine = {**options, **(each or {}).get(rank, {})}
-            process = _context.Process(target=_main, args=(scenario, rank, size, place, mine, theirs), daemon=True)
+            process = forks().Process(target=_main, args=(scenario, rank, size, place, mine, theirs), daemon=True)
             process.start()
             theirs.close()
             running.append((rank, process, ours))
