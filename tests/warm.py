@@ -3,6 +3,7 @@
 No thread of ours and no kernel runs in it, so a fork of it is as good as a fresh process.
 """
 
+import contextlib
 import gc
 import importlib
 import pkgutil
@@ -20,6 +21,10 @@ import rdmarpc.transport
 for _package in (rdmarpc, rdmarpc.graph, rdmarpc.transport):
     for _module in pkgutil.iter_modules(_package.__path__, _package.__name__ + "."):
         importlib.import_module(_module.name)
+
+for _name in ("hydra", "matplotlib.pyplot", "rich", "sklearn.datasets", "torch.distributed.rpc"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 gc.collect()
 gc.freeze()  # else each worker's collector writes to, and so copies, everything that was imported
