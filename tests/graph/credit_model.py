@@ -2,8 +2,8 @@
 
 What ``docs/protocols.md`` (6) says, and nothing else: a sender with credits and a queue; a network whose pieces land in any
 order before their notification, and whose notifications are counted and keep no order among slots; a consumer that opens what
-landed, whose tensors die in any order and at any time. ``explore`` visits all states breadth first and raises ``Wrong`` for the
-first one that breaks an invariant, with the shortest way there; then it makes sure that the end can be reached from every state.
+landed, whose tensors die in any order and at any time. ``explore`` visits all states, breadth first, and raises ``Wrong`` for
+the first one that breaks an invariant, with the shortest way there; then it makes sure that the end can be reached from each.
 
 A *mutant* is the protocol with one rule left out. It stands for a mistake to be caught.
 """
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 STATIC, DIRECT, DYNAMIC = "static", "direct", "dynamic"
-"""Direct: the sender's own tensor lies in the slot. Dynamic: the slot has metadata, the consumer READs the source."""
+"""Direct: the sender's own tensor lies in the slot, but for the last slot that is free of such tensors. Dynamic: the slot has
+metadata, the consumer READs the source."""
 HEAD, LOAD = 1, 2
 MUTANTS = {
     "credit at landing": "the credit goes back when the payload has landed, not when its last tensor dies",
@@ -23,6 +24,7 @@ MUTANTS = {
     "no flush": "numbers are used again while notifications on them are under way",
     "credit twice": "a death counts twice",
     "credit alone": "a slot whose credit is back is written although the sender's own tensor lies in it",
+    "all in place": "a sender that keeps its tensors may have them in all slots",
     "in place": "a consumer writes into a slot where the sender's own tensor lies",
     "early release": "the source of a dynamic edge may die before the consumer has read it",
     "no discard": "what is held of a discarded forward is not let go, and what comes of it is kept",
@@ -37,7 +39,8 @@ class Wrong(AssertionError):
 class Edge(NamedTuple):
     """``messages`` go from worker to worker, in order, 1, 2, ... ``needs``: the message k is made when these edges have
     delivered theirs: (edge, distance), message ``k - distance``. ``keeps``: edges whose message k must have been made (by the
-    consumer) before the tensor k can die: what autograd holds until the backward. ``drops``: {command: forward}."""
+    consumer) before the tensor k can die: what autograd holds until the backward. ``drops``: (command, forward that it
+    discards). ``hoards``: the sender's own tensors never die."""
 
     source: int
     target: int
@@ -47,6 +50,7 @@ class Edge(NamedTuple):
     needs: tuple[tuple[int, int], ...] = ()
     keeps: tuple[int, ...] = ()
     drops: tuple[tuple[int, int], ...] = ()
+    hoards: bool = False
 
 
 class Slot(NamedTuple):
@@ -135,13 +139,17 @@ class Model:
                     number = line.waiting[0]
                     if slot.own:
                         raise Wrong(f"edge {at}: {number} is written over the sender's tensor {slot.own}")
-                    own = number if edge.kind != STATIC else 0
+                    kept = edge.kind == DYNAMIC or (edge.kind == DIRECT and self._has_room(line))
+                    own = number if kept else 0
                     written = slot._replace(credit=False, own=own, writing=number, missing=HEAD | LOAD)
                     yield (
                         f"{at}.{place}: {number} posted",
                         put(state, at, fit(line._replace(waiting=line.waiting[1:]), place, written)),
                     )
                     break  # equal slots: whichever is free
+
+    def _has_room(self, line: Line) -> bool:
+        return sum(bool(slot.own) for slot in line.slots) + 1 < len(line.slots) or self.mutant == "all in place"
 
     def _blocked(self, state: State, worker: int) -> bool:
         waits = any(line.waiting for edge, line in zip(self.edges, state.lines) if edge.source == worker)
@@ -183,7 +191,7 @@ class Model:
         if slot.flying:
             yield name + "credit counts", to(flying=slot.flying - 1, returned=slot.returned + 1)
         # the sender
-        if slot.own and edge.kind == DIRECT and not slot.missing & LOAD:
+        if slot.own and edge.kind == DIRECT and not slot.missing & LOAD and not edge.hoards:
             yield name + "the sender's tensor dies", to(own=0)
         if slot.own and edge.kind == DYNAMIC and mutant == "early release" and not slot.writing:
             yield name + "source let go", to(own=0)
@@ -195,7 +203,8 @@ class Model:
         # the consumer
         if slot.landed and line.target_end < 2 and not self._blocked(state, edge.target):
             yield self._take(state, at, edge, line, place)
-        if slot.open and slot.load == slot.open and (edge.kind != DIRECT or mutant == "in place") and edge.kind != DYNAMIC:
+        shared = slot.own == slot.open  # the header says so
+        if slot.open and slot.load == slot.open and (not shared or mutant == "in place") and edge.kind != DYNAMIC:
             yield name + "changed in place", to(load=-slot.open)
         if slot.open and self._may_die(state, edge, slot.open):
             died = to(open=0, due=mutant != "credit at landing")
@@ -284,8 +293,10 @@ class Model:
             gone = state.dropped[edge.source] | state.dropped[edge.target]
             if not all((line.delivered | gone) >> k & 1 for k in range(1, edge.messages + 1)):
                 return False
-            if any(slot[:5] != (True, 0, 0, 0, slot.head) or slot[6:] != (0, 0, False, 0, 0) for slot in line.slots):
-                return False
+            for slot in line.slots:
+                idle = slot._replace(head=0, load=0, own=0 if edge.hoards else slot.own)
+                if idle != Slot():
+                    return False
         return True
 
 
