@@ -159,17 +159,17 @@ class Outlet:
         self.edge = edge
         self.device: Device = station.device
         self._station, self.staging = station, staging
-        self._channel: Channel = station.channel(edge.target)
+        self.channel: Channel = station.channel(edge.target)
         self._targets: list[Target] = []
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
         self._reserved: Target | None = None
-        self.numbers = [station.ports.take(self._channel, self._credited(at)) for at in range(edge.depth)]
+        self.numbers = [station.ports.take(self.channel, self._credited(at)) for at in range(edge.depth)]
 
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         """The consumer's offer: descriptor and notification number of every slot."""
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
-            self._targets.append(Target(self, self._station, self._channel, remote, number))
+            self._targets.append(Target(self, self._station, self.channel, remote, number))
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until

@@ -96,9 +96,12 @@ class Station:
             outlet.connect(offers.slots[number])
 
     def retire(self, fittings: Fittings) -> None:
-        """First half of the end of a plan: nothing is sent any more."""
+        """First half of the end of a plan: nothing is sent any more, and all that was sent has arrived. Else a credit that is
+        still under way when the number has been given to the next plan would count for that."""
         for inlet in fittings.inlets.values():
             inlet.close()
+        for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
+            channel.fence(self.timeout)
 
     def remove(self, fittings: Fittings) -> None:
         """Second half, after every worker has retired it: its numbers are used again."""

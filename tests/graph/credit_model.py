@@ -21,7 +21,7 @@ MUTANTS = {
     "credit at landing": "the credit goes back when the payload has landed, not when its last tensor dies",
     "notification before data": "a notification may count before all pieces of its write are there",
     "no rest": "numbers are used again with what has come for them uncounted",
-    "no flush": "numbers are used again while notifications on them are under way",
+    "no fence": "numbers are used again while notifications on them are under way",
     "credit twice": "a death counts twice",
     "credit alone": "a slot whose credit is back is written although the sender's own tensor lies in it",
     "all in place": "a sender that keeps its tensors may have them in all slots",
@@ -251,7 +251,7 @@ class Model:
             yield f"{at}: the consumer retires", put(state, at, line._replace(target_end=1))
         both = line.source_end and line.target_end
         quiet = not any(slot.writing or slot.flying for slot in line.slots)
-        if both and (quiet or self.mutant == "no flush"):
+        if both and (quiet or self.mutant == "no fence"):
             rests = self.mutant != "no rest"
             if line.source_end == 1:
                 slots = tuple(slot._replace(returned=0) for slot in line.slots) if rests else line.slots

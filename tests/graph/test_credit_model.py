@@ -73,7 +73,7 @@ CATCHES = {
     "credit at landing": ("depth 1", "is read while|written under"),
     "notification before data": ("depth 1", "torn|came twice"),
     "no rest": ("plans follow each other", "a credit for a slot that is free|a write that nobody allowed"),
-    "no flush": ("plans follow each other", "a credit for a slot that is free|a write that nobody allowed"),
+    "no fence": ("plans follow each other", "a credit for a slot that is free|a write that nobody allowed"),
     "credit twice": ("depth 2", "a credit for a slot that is free|is read while|written under"),
     "credit alone": ("produced in the slot, depth 2", "the sender's tensor"),
     "in place": ("produced in the slot, depth 2", "the sender's tensor"),
