@@ -17,7 +17,7 @@ import rdmarpc as rpc
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 
-WIDTH, BATCH = 1024, 256  # 1 MiB a tensor
+WIDTH, BATCH = 1024, 512  # 2 MiB a tensor
 
 
 def steps(model, twin, count: int, kept: list | None = None) -> list[dict[str, int]]:
