@@ -212,6 +212,10 @@ class Outlet:
         target.vacate()
         self.flush()
 
+    def leased(self) -> list[int]:
+        """Positions of the slots that tensors here lie in."""
+        return [at for at, target in enumerate(self._targets) if target.leased]
+
     @property
     def mapped(self) -> bool:
         """Whether payloads can be produced in place."""

@@ -246,6 +246,7 @@ class World:
         self.dropped: set[tuple[int, int]] = set()
         self.retired: set[str] = set()
         self.removed: set[str] = set()
+        self.leased: dict[int, list[int]] = {}
 
     def _arrived(self, edge: Edge) -> Arrived:
         return self._landed
@@ -347,11 +348,11 @@ class World:
         self.opened.pop((number, sequence), None)
 
     def _retire(self, name: str) -> None:
-        self.stations[name].retire(self.fittings[name])
+        self.leased.update(self.stations[name].retire(self.fittings[name]))
         self.retired.add(name)
 
     def _remove(self, name: str) -> None:
-        self.stations[name].remove(self.fittings[name])
+        self.stations[name].remove(self.fittings[name], self.leased)
         self.removed.add(name)
         if len(self.removed) == len(self.stations):
             self._new_plan()
