@@ -101,16 +101,22 @@ class Target:
 
     def release(self) -> None:
         """Let go of the source, if the write is over."""
-        if self._idle is not None and self._work is not None and self._work.done():
+        if self._work is not None and self._work.done():
+            self._over()
+
+    def _over(self) -> None:
+        if self._idle is not None:
             self._full.rebind(1, self._idle)
-            self._work = None
+        self._work = None
 
     def credited(self) -> bool:
         """The consumer lets us use it again. ``False`` if it had never been used."""
         if self._credit:
             return False
         self._credit = True
-        self.release()
+        # The consumer has had it, so the write is over; on tcp its answer may come later than the credit, and nobody would
+        # look again.
+        self._over()
         return True
 
     # -- production in place

@@ -28,11 +28,13 @@ def make_edge(number: int, source: int, target: int, depth: int) -> Edge:
 
 
 class Post:
-    """A write under way: copies that have not landed, then a notification."""
+    """A write under way: copies that have not landed, then a notification; and the answer, by which the sender knows that it
+    is over, after anything that the notification may have led to."""
 
     def __init__(self, net: Net, pieces: list[tuple[torch.Tensor, torch.Tensor]], record: tuple[str, str, int]) -> None:
         self.pieces: list[tuple[torch.Tensor, torch.Tensor] | None] = list(pieces)
         self.record, self._net = record, net
+        self.counted = False
         self.sequence = Header.read(memoryview(pieces[0][1].numpy())).sequence if pieces else 0
 
     def land(self, at: int) -> None:
@@ -44,15 +46,22 @@ class Post:
 
     def count(self) -> None:
         self._net.records[self.record] = self._net.records.get(self.record, 0) + 1
+        self.counted = True
+        if not self.pieces:
+            self.answer()
+
+    def answer(self) -> None:
         self._net.posts.remove(self)
 
     # -- as a ``Work``
 
     def done(self) -> bool:
-        return not any(self.pieces)
+        return self not in self._net.posts
 
     def wait(self, timeout: float | None = None) -> None:
-        assert self.done(), "a header is written again while its last write is under way"
+        assert self.counted, "a header is written again while its last write is under way"
+        if not self.done():
+            self.answer()
 
 
 class Prepared:
@@ -106,7 +115,10 @@ class SlowChannel:
             for at, piece in enumerate(post.pieces):
                 if piece is not None:
                     post.land(at)
-            post.count()
+            if not post.counted:
+                post.count()
+            if not post.done():
+                post.answer()
 
 
 class SlowPoller:
@@ -223,6 +235,7 @@ class World:
         self.plan = 0
         self.opened: dict[tuple[int, int], Held] = {}
         self.own: dict[tuple[int, int], Held] = {}
+        self.sources: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._new_plan()
 
     @staticmethod
@@ -274,8 +287,8 @@ class World:
                     found.append(("produce", edge.number, number))
         for at, post in enumerate(self.net.posts):
             found.extend(("land", at, piece) for piece, left in enumerate(post.pieces) if left is not None)
-            if post.done():
-                found.append(("count", at))
+            if not any(post.pieces):
+                found.append(("answer" if post.counted else "count", at))
         for name, station in self.stations.items():
             found.extend(("poll", name, row) for row in station.poller.news())
             if station._freed:
@@ -305,7 +318,9 @@ class World:
             assert found == [held.value] * len(found), f"after {action} {key} reads {found} instead of {held.value}"
 
     def _send(self, number: int, sequence: int) -> None:
-        self._outlet(number).send(Header(0, sequence), torch.full(SHAPE, value_of(number, sequence)))
+        memory = memoryview(np.full(SHAPE, value_of(number, sequence)))
+        self.sources[number, sequence] = weakref.ref(memory)
+        self._outlet(number).send(Header(0, sequence), torch.frombuffer(memory, dtype=torch.int64))
         self.sent[number] = sequence
 
     def _produce(self, number: int, sequence: int) -> None:
@@ -323,6 +338,9 @@ class World:
 
     def _count(self, at: int) -> None:
         self.net.posts[at].count()
+
+    def _answer(self, at: int) -> None:
+        self.net.posts[at].answer()
 
     def _poll(self, name: str, row: int) -> None:
         self.stations[name].poller.chosen = row
@@ -368,6 +386,8 @@ class World:
         """Nothing can happen any more: everything has come, and every slot is free for its sender."""
         assert self.plan == self.plans
         assert not self.net.posts and self._all_settled()
+        kept = [key for key, source in self.sources.items() if source() is not None]
+        assert not kept, f"the sources of {kept} are not let go"
         for edge in self.edges:
             outlet = self._outlet(edge.number)
             assert outlet.idle and all(target.free for target in outlet._targets), f"slots of edge {edge.number} are lost"
@@ -381,7 +401,8 @@ class World:
             for row in station.poller.news()
         )
         posts = sorted(
-            (post.record, post.sequence, tuple(piece is not None for piece in post.pieces)) for post in self.net.posts
+            (post.record, post.sequence, post.counted, tuple(piece is not None for piece in post.pieces))
+            for post in self.net.posts
         )
         ends = (self.plan, tuple(sorted(self.retired)), tuple(sorted(self.removed)))
         slots = tuple(
@@ -398,7 +419,14 @@ class World:
             for target in outlet._targets
         )
         held = tuple(sorted((key, held.value) for key, held in self.opened.items()))
-        sets = (tuple(sorted(self.got)), tuple(sorted(self.dropped)), tuple(sorted(self.own)), tuple(self.sent.values()))
+        sources = tuple(sorted(key for key, source in self.sources.items() if source() is not None))
+        sets = (
+            sources,
+            tuple(sorted(self.got)),
+            tuple(sorted(self.dropped)),
+            tuple(sorted(self.own)),
+            tuple(self.sent.values()),
+        )
         return news, tuple(posts), ends, slots, freed, free, held, sets
 
 
