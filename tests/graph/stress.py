@@ -54,8 +54,9 @@ class _Sender:
     pattern: int
     outlet: Outlet
     sent: int = 0
-    passing: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What has come on the line before, and goes on."""
+    ended: bool = False
+    passing: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """What has come on the line before, and goes on; and whether it is the last."""
 
 
 @dataclass
@@ -65,6 +66,8 @@ class _Receiver:
     seen: set[int] = field(default_factory=set)
     """Beyond ``low``: everything up to that has come."""
     low: int = 0
+    last: int = -1
+    """The last message, as soon as that is known."""
     held: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
     """(turn when it is dropped, sequence, tensor), for as long as it must read as it came."""
     next: _Sender | None = None
@@ -83,6 +86,8 @@ class Worker:
         self.device = open_device(kind)
         self.turn = 0
         self.checked = 0
+        self.own: list[tuple[int, int, int, torch.Tensor]] = []
+        """(turn when it is dropped, pattern, sequence, tensor) of what was made where it landed."""
 
     def set_up(self, pipe: Connection, size: int) -> None:
         pipe.send(self.device.address)
@@ -128,9 +133,10 @@ class Worker:
 
     # -- the run
 
-    def run(self) -> int:
-        """Returns how many payloads were compared."""
+    def run(self, seconds: float) -> tuple[int, int, int]:
+        """Returns how many messages were sent and received, and payloads compared."""
         idle_since = time.monotonic()
+        self.ends_at = idle_since + seconds
         while not self._finished():
             self.turn += 1
             busy = self._send()
@@ -138,33 +144,37 @@ class Worker:
             if self.station.poll(0.0 if busy else 0.01) or busy:
                 idle_since = time.monotonic()
             assert time.monotonic() - idle_since < TIMEOUT, f"nothing happens any more: {self._missing()}"
-        return self.checked
+        received = sum(receiver.low for receiver in self.receivers.values())
+        return sum(sender.sent for sender in self.senders), received, self.checked
 
     def _finished(self) -> bool:
-        if any(receiver.low < receiver.line.steps or receiver.held for receiver in self.receivers.values()):
+        if any(receiver.low != receiver.last or receiver.held for receiver in self.receivers.values()):
             return False
         self.station.settle()
-        sent = all(sender.sent == sender.line.steps for sender in self.senders)
-        return sent and all(target.free for sender in self.senders for target in sender.outlet._targets)
+        return all(sender.ended for sender in self.senders) and all(
+            target.free for sender in self.senders for target in sender.outlet._targets
+        )
 
     def _missing(self) -> str:
-        left = [f"line {number - 1}: {r.low} of {r.line.steps} came" for number, r in self.receivers.items()]
-        return "; ".join(left + [f"{sender.sent} of {sender.line.steps} sent" for sender in self.senders])
+        came = [f"line {number - 1}: {receiver.low} came" for number, receiver in self.receivers.items()]
+        sent = [f"line {sender.outlet.edge.number - 1}: {sender.sent} sent" for sender in self.senders]
+        return "; ".join(came + sent)
 
     def _send(self) -> bool:
         sent = False
         for sender in self.senders:
             line, number = sender.line, sender.sent + 1
-            if number > line.steps or len(sender.outlet._waiting) >= _AHEAD:
+            if sender.ended or len(sender.outlet._waiting) >= _AHEAD:
                 continue
             if line.after is not None:
-                payload = sender.passing.pop(number, None)
-                if payload is None:
+                if number not in sender.passing:
                     continue
+                payload, sender.ended = sender.passing.pop(number)
             else:
                 payload = self._make(sender, number)
+                sender.ended = number == line.steps or time.monotonic() > self.ends_at
             self._dawdle(line)
-            sender.outlet.send(Header(0, number), payload)
+            sender.outlet.send(Header(0, number, argument=int(sender.ended)), payload)
             sender.sent = number
             sent = True
         return sent
@@ -180,9 +190,6 @@ class Worker:
                 return reserved
         return expected.clone()
 
-    own: list[tuple[int, int, int, torch.Tensor]]
-    """(turn when it is dropped, pattern, sequence, tensor) of what was made where it landed."""
-
     def _let_go(self) -> None:
         for receiver in self.receivers.values():
             for item in [item for item in receiver.held if item[0] <= self.turn]:
@@ -195,9 +202,12 @@ class Worker:
     def _landed(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         receiver, sequence = self.receivers[header.edge], header.sequence
         line = receiver.line
-        assert header._replace(flags=header.flags & ~SHARED) == Header(header.edge, sequence), f"a torn header: {header}"
+        plain = header._replace(flags=header.flags & ~SHARED, argument=header.argument & ~1)
+        assert plain == Header(header.edge, sequence), f"a torn header: {header}"
         assert sequence > receiver.low and sequence not in receiver.seen, f"{sequence} came twice"
         receiver.seen.add(sequence)
+        if header.argument:
+            receiver.last = sequence
         while receiver.low + 1 in receiver.seen:
             receiver.low += 1
             receiver.seen.discard(receiver.low)
@@ -206,7 +216,7 @@ class Worker:
         self._dawdle(line)
         self._compare(receiver.pattern, sequence, tensor)
         if receiver.next is not None:
-            receiver.next.passing[sequence] = tensor
+            receiver.next.passing[sequence] = tensor, bool(header.argument)
         pick = self.chance.random()
         if pick < 0.3:
             receiver.held.append((self.turn + self.chance.randrange(30), sequence, tensor))
@@ -226,13 +236,12 @@ class Worker:
             time.sleep(self.chance.random() * 2e-4)
 
 
-def _main(rank: int, size: int, lines: Sequence[Line], kind: str, seed: int, pipe: Connection) -> None:
+def _main(rank: int, size: int, lines: Sequence[Line], kind: str, seed: int, seconds: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     worker = Worker(rank, lines, kind, seed)
-    worker.own = []
     try:
         worker.set_up(pipe, size)
-        result = ("done", worker.run())
+        result = ("done", worker.run(seconds))
     except RdmaError as error:
         result = (type(error).__name__, str(error))
     except BaseException:
@@ -247,18 +256,22 @@ def run(
     *,
     kind: str = "shm",
     seed: int = 1,
+    seconds: float = 60.0,
     timeout: float = 100.0,
     stops: Sequence[tuple[float, int, float]] = (),
     kill: tuple[float, int] | None = None,
 ) -> list[tuple[str, Any]]:
-    """What became of every worker: ("done", payloads compared) or the name and text of its error. ``stops``: (after so many
-    seconds, this worker is stopped, for so many seconds). ``kill``: (after so many seconds, this worker)."""
+    """What became of every worker: ("done", (messages sent, messages received, comparisons)) or the name and text of its error.
+
+    ``stops``: (after so many seconds, this worker is stopped, for so many seconds). ``kill``: (after so many seconds, this
+    worker). After ``seconds`` each line makes one more message, its last: where many share a core, every wait costs a time
+    slice."""
     size = 1 + max(max(line.source, line.target) for line in lines)
     running, outcomes = [], []
     try:
         for rank in range(size):
             ours, theirs = forks().Pipe()
-            process = forks().Process(target=_main, args=(rank, size, lines, kind, seed, theirs), daemon=True)
+            process = forks().Process(target=_main, args=(rank, size, lines, kind, seed, seconds, theirs), daemon=True)
             process.start()
             theirs.close()
             running.append((process, ours))
@@ -311,8 +324,23 @@ def _merged(offers: list[Offer]) -> Offer:
     return merged
 
 
+def straight(steps: int) -> list[Line]:
+    """Two workers, every depth, either way, from nothing to 64 KiB and once a while megabytes; about ``steps`` in all."""
+    unit = steps // 16
+    return [
+        Line(0, 1, 3, 100, 8 * unit),
+        Line(1, 0, 3, 1000, 4 * unit),
+        Line(0, 1, 2, 0, unit),
+        Line(1, 0, 1, 8, unit),
+        Line(0, 1, 2, 65536, unit, lazy=0.1),
+        Line(1, 0, 2, 4096, unit, lazy=0.1),
+        Line(0, 1, 2, 3 << 20, unit // 50),
+    ]
+
+
 def mixed(steps: int) -> list[Line]:
-    """Lines of all depths and sizes among three workers, two circles among them; ``steps`` for each of the six small ones."""
+    """Lines of all depths and sizes among three workers, and what lands is passed on around in both directions; ``steps`` for
+    each of the small ones."""
     return [
         Line(0, 1, 1, 8, steps),
         Line(0, 1, 2, 0, steps),
@@ -329,7 +357,3 @@ def mixed(steps: int) -> list[Line]:
         Line(2, 0, 2, 65536, steps // 10),
         Line(0, 2, 2, 3 << 20, steps // 500),
     ]
-
-
-def messages(lines: Sequence[Line]) -> int:
-    return sum(line.steps for line in lines)
