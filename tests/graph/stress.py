@@ -334,7 +334,7 @@ def straight(steps: int) -> list[Line]:
         Line(1, 0, 1, 8, unit),
         Line(0, 1, 2, 65536, unit, lazy=0.1),
         Line(1, 0, 2, 4096, unit, lazy=0.1),
-        Line(0, 1, 2, 3 << 20, unit // 50),
+        Line(0, 1, 2, 3 << 20, max(1, unit // 50)),
     ]
 
 
@@ -353,7 +353,7 @@ def mixed(steps: int) -> list[Line]:
         Line(1, 0, 1, 1000, steps // 2, after=6),
         Line(0, 2, 2, 1000, steps // 2, after=7),
         # a slow consumer, a fast producer, and the other way around
-        Line(1, 2, 3, 65536, steps // 10, lazy=0.3),
-        Line(2, 0, 2, 65536, steps // 10),
-        Line(0, 2, 2, 3 << 20, steps // 500),
+        Line(1, 2, 3, 65536, max(1, steps // 10), lazy=0.3),
+        Line(2, 0, 2, 65536, max(1, steps // 10)),
+        Line(0, 2, 2, 3 << 20, max(1, steps // 500)),
     ]
