@@ -113,8 +113,8 @@ class Station:
     def remove(self, fittings: Fittings, leased: Leased) -> None:
         """Second half, after every worker has retired it: its numbers are used again, and the memory of its slots but for those
         where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
-        for number, inlet in fittings.inlets.items():
-            self._kept.extend(inlet.slots[at].memory for at in leased.get(number, ()))
+        for inlet in fittings.inlets.values():
+            self._kept.extend(inlet.slots[at].memory for at in leased.get(inlet.edge.number, ()))
             for slot, number in zip(inlet.slots, inlet.numbers):
                 self._inlet_of.pop(slot, None)
                 self.ports.give_back(inlet.channel, number)
