@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,14 @@ def run_group(
                 process.join(5)
                 pipe.close()
     return outcomes
+
+
+def on_every_device(scenario: Callable[[Any], Any], size: int = 2, **options: Any) -> dict[str, list[Outcome]]:
+    """The same scenario over each device, in groups that run side by side: for those that mostly wait."""
+    forks()  # one thread starts the server
+    with ThreadPoolExecutor() as pool:
+        runs = {device: pool.submit(run_group, scenario, size, transport=device, **options) for device in ("shm", "tcp")}
+    return {device: run.result() for device, run in runs.items()}
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:
