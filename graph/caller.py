@@ -106,8 +106,8 @@ class Caller:
             self._ask("connect", dict.fromkeys(there, (placement.number, offers)))
             self.station.connect(fittings, offers)
         except BaseException:
-            self.station.remove(fittings)
-            self._ask("remove", dict.fromkeys(there, (placement.number,)))
+            self.station.remove(fittings, {})
+            self._ask("remove", dict.fromkeys(there, (placement.number, {})))
             raise
         return fittings, offers
 
@@ -143,10 +143,11 @@ class Caller:
         while len(self._plans) >= self._limit and idle:
             plan = self._plans.pop(idle.pop(0))
             there = [worker for worker in plan.placement.workers if worker != self.name]
-            self.station.retire(plan.fittings)
-            self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands)))
-            self._ask("remove", dict.fromkeys(there, (plan.placement.number,)))
-            self.station.remove(plan.fittings)
+            leased = self.station.retire(plan.fittings)
+            for answer in self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands))).values():
+                leased.update(answer)
+            self._ask("remove", dict.fromkeys(there, (plan.placement.number, leased)))
+            self.station.remove(plan.fittings, leased)
 
     # -- forward
 

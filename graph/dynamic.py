@@ -129,7 +129,7 @@ class DynamicOutlet(Outlet):
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
-            self._targets.append(DynamicTarget(self.device, self._channel, self.edge, remote, number))
+            self._targets.append(DynamicTarget(self.device, self.channel, self.edge, remote, number))
 
     def _prepare(self, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
         edge, device = self.edge, self.device
@@ -141,7 +141,7 @@ class DynamicOutlet(Outlet):
                 hint="rank and dtype of what crosses between workers must not depend on data",
             )
         found = dense(payload)
-        if found is not None and not self.staging and device.can_lend(found[0], self._channel):
+        if found is not None and not self.staging and device.can_lend(found[0], self.channel):
             return payload, found[1]
         nbytes = payload.numel() * edge.dtype.itemsize
         device.count_staged(nbytes)

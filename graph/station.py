@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..transport import PeerLost, Poller, RdmaError
 from .dynamic import DynamicInlet, DynamicOutlet
 from .header import Header
@@ -20,6 +22,8 @@ from .slot import Inlet, Slot
 if TYPE_CHECKING:
     from ..transport import Channel, Device
 
+Leased = dict[int, list[int]]
+"""Slots by edge number and position."""
 Arrived = Callable[["Inlet", "Slot", Header], None]
 _GRACE_S = 0.05
 SLICE = 0.25
@@ -62,6 +66,7 @@ class Station:
         self.ports = Ports(self.poller)
         self._freed: deque[Slot | Target] = deque()
         self._inlet_of: dict[Slot, Inlet] = {}
+        self._kept: list[torch.Tensor] = []
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
         self.closed = False
@@ -98,14 +103,21 @@ class Station:
         for number, outlet in fittings.outlets.items():
             outlet.connect(offers.slots[number])
 
-    def retire(self, fittings: Fittings) -> None:
-        """First half of the end of a plan: nothing is sent any more."""
+    def retire(self, fittings: Fittings) -> Leased:
+        """First half of the end of a plan: nothing is sent any more, and all that was sent has arrived. Else a credit that is
+        still under way when the number has been given to the next plan would count for that. Returns which slots at our peers
+        still have tensors of ours in them."""
         for inlet in fittings.inlets.values():
             inlet.close()
+        for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
+            channel.fence(self.timeout)
+        return {number: leased for number, outlet in fittings.outlets.items() if (leased := outlet.leased())}
 
-    def remove(self, fittings: Fittings) -> None:
-        """Second half, after every worker has retired it: its numbers are used again."""
+    def remove(self, fittings: Fittings, leased: Leased) -> None:
+        """Second half, after every worker has retired it: its numbers are used again, and the memory of its slots but for those
+        where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
         for inlet in fittings.inlets.values():
+            self._kept.extend(inlet.slots[at].memory for at in leased.get(inlet.edge.number, ()))
             for slot, number in zip(inlet.slots, inlet.numbers):
                 self._inlet_of.pop(slot, None)
                 self.ports.give_back(inlet.channel, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import torch
@@ -135,6 +136,39 @@ class Slow(nn.Module):
         if not isinstance(x, FakeTensor):
             time.sleep(self.seconds)
         return self.layer(x)
+
+
+class Dawdling(nn.Module):
+    """A layer that mostly is quick, forward and backward, and sometimes sleeps; at the twin too."""
+
+    def __init__(self, inputs: int, outputs: int, seed: int) -> None:
+        super().__init__()
+        self.layer, self.chance = nn.Linear(inputs, outputs), random.Random(seed)
+
+    def forward(self, x):
+        if not isinstance(x, FakeTensor):
+            dawdle(self.chance)
+        return Pause.apply(self.layer(x), self.chance)
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, chance):
+        ctx.chance = chance
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dawdle(ctx.chance)
+        return grad, None
+
+
+def dawdle(chance: random.Random) -> None:
+    pick = chance.random()
+    if pick < 0.002:
+        time.sleep(chance.random() * 0.02)
+    elif pick < 0.05:
+        time.sleep(chance.random() * 5e-4)
 
 
 class Branching(nn.Module):
