@@ -64,20 +64,24 @@ class TransferGraph:
         return value.spec.requires_grad and any(user.worker == worker and user.backward for user in users)
 
 
-def analyze(capture: Capture, owner: Callable[[str], str], caller: str) -> TransferGraph:
-    """``owner(path)`` is the worker of a module or attribute. What has no place of its own runs where its first tensor
-    input is; the inputs and the output belong to ``caller``."""
-    return _Analysis(capture, owner, caller).result()
+def analyze(
+    capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None] = lambda path: None
+) -> TransferGraph:
+    """``owner(path)`` is the worker of a module or attribute, ``scope(path)`` that of the operations in the forward of a cut
+    module. What has no place of its own runs where its first tensor input is; the inputs and the output belong to
+    ``caller``."""
+    return _Analysis(capture, owner, caller, scope).result()
 
 
 class _Analysis:
-    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str) -> None:
-        self.capture, self.owner, self.caller = capture, owner, caller
+    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None]) -> None:
+        self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.attributes: dict[str, str] = {}  # tensor name -> path
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -94,7 +98,14 @@ class _Analysis:
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
-                self.use(output, self.caller, self.level(output, self.caller))
+                # Effects too: when the caller has them, what comes later cannot overtake them.
+                wanted = (output, [self.expression[effect] for effect in self.capture.effects])
+                self.use(wanted, self.caller, self.level(wanted, self.caller))
+            elif node.op == "get_attr":
+                worker = self.owner(str(node.target))
+                self.define(node.name, self.capture.values[node], (worker, 0 if worker == self.caller else 1))
+                self.attributes[node.name] = str(node.target)
+                self.expression[node] = Ref(node.name)
             else:
                 self.operation(node)
         return self.assemble(inputs, output)
@@ -122,9 +133,10 @@ class _Analysis:
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
-        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}.get(node.op, "attribute")
+        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op]
         target = function_path(node.target) if callable(node.target) else str(node.target)
-        self.segment(worker, level).instructions.append(Instruction(kind, target, args, kwargs, tuple(names), structured))
+        step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=node.meta.get("grad", True))
+        self.segment(worker, level).instructions.append(step)
 
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
         self.home[name], self.uses[name] = home, {}
@@ -134,13 +146,15 @@ class _Analysis:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
 
     def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
-        if node.op in ("call_module", "get_attr"):
+        if node.op == "call_module":
             return self.owner(str(node.target))
         names = _names((args, kwargs))
-        return self.home[names[0]][0] if names else self.caller
+        first = self.home[names[0]][0] if names else self.caller
+        return self.scope(node.meta.get("scope", "")) or first
 
     def level(self, arguments: Any, worker: str) -> int:
-        homes = [self.home[name] for name in _names(arguments)]
+        names = [name for name in _names(arguments) if name not in self.attributes or self.home[name][0] != worker]
+        homes = [self.home[name] for name in names]
         # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
         first = 0 if worker == self.caller else 1
         return max([level if home == worker else level + 1 for home, level in homes], default=first)
@@ -148,7 +162,19 @@ class _Analysis:
     def use(self, arguments: Any, worker: str, level: int) -> None:
         self.segment(worker, level)
         for name in _names(arguments):
-            self.uses[name][worker, level] = None
+            if name not in self.attributes:
+                self.uses[name][worker, level] = None
+            elif self.home[name][0] == worker:
+                self.read(name, worker, level)
+            else:
+                self.read(name, *self.home[name])
+                self.uses[name][worker, level] = None
+
+    def read(self, name: str, worker: str, level: int) -> None:
+        # Every segment of its worker reads an attribute for itself: only to other workers does it cross.
+        instructions = self.segment(worker, level).instructions
+        if not any(step.results == (name,) for step in instructions):
+            instructions.append(Instruction("attribute", self.attributes[name], (), {}, (name,), False))
 
     def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
         ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))

@@ -1,7 +1,8 @@
 """Which operations, on which tensors, in which order: the model's forward, traced without computing anything.
 
-The model is a skeleton (no weights: see ``skeleton``). Its top-level forward is traced with ``torch.fx``; every module that
-it calls stays one operation. Shapes, dtypes and who needs a gradient come from running the trace once on fake tensors.
+The model is a skeleton (no weights: see ``skeleton``). Its forward is traced with ``torch.fx``; every module that it calls stays
+one operation, unless it is cut: then it is traced through. Shapes, dtypes and who needs a gradient come from running the
+trace once on fake tensors.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import copy
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -42,11 +45,14 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input."""
+    makes without any input. ``effects``: nodes that nothing uses, kept for what they do to buffers or generators.
+    ``how``: what made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    effects: list[fx.Node] = field(default_factory=list)
+    how: str = "fx"
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -55,33 +61,129 @@ def skeleton(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
 
 
-def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> Capture:
-    """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone.
+Join = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 
-    Raises ``NotSupported`` with the reason where the forward or a part depends on the values of tensors; errors of the
-    model itself (wrong shapes) come as they are. What contributes to no output is not part of the capture.
+
+def capture(
+    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True
+) -> Capture:
+    """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone. ``whole(path)``
+    says whether a module is one operation.
+
+    Raises ``Untraceable`` where the forward needs more than the names of its tensors, ``NotSupported`` with the reason where a
+    part depends on the values of tensors; errors of the model itself (wrong shapes) come as they are. What contributes to no output is not part of the capture.
     """
-    mode = _mode_of(model)
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return _symbolic(model, inputs, join, whole)
+
+
+class Untraceable(NotSupported):
+    """Python needs to know more of a tensor than that it is one."""
+
+
+def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    with unchanged(model, whole):
         try:
-            graph = _Tracer(len(inputs), join).trace(model)
-        except fx.proxy.TraceError as error:
-            raise NotSupported(f"{type(model).__name__}.forward cannot be captured: {error}", hint=_HINT) from error
-        _refuse_shared_writes(graph)
-        graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        constants = {
-            str(node.target): getattr(model, str(node.target))
-            for node in graph.nodes
-            if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
-        }
-        with mode, _quiet():
-            fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-            values = _Propagator(model, graph).propagate(fakes)
-    return Capture(graph, values, constants)
+            with custom_functions(_proxy_of):
+                graph = _Tracer(len(inputs), join, whole).trace(model)
+        except NotSupported:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Untraceable(f"{type(model).__name__}.forward cannot be captured: {text}", hint=_HINT) from error
+    constants = {
+        str(node.target): getattr(model, str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
+    }
+    if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
+        raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
+    effects = finish(graph, model)
+    with mode_of(model), quiet():
+        fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
+        values = _Propagator(model, graph).propagate(fakes)
+    return Capture(graph, values, constants, effects)
+
+
+def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
+    """Check the writes of a traced graph and drop what does nothing; the effects that are kept though nothing uses them."""
+    _refuse_shared_writes(graph)
+
+    def impure(node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return _has_effects(model.get_submodule(str(node.target)))
+        return node.op in ("placeholder", "output") or (
+            _writes(node) and isinstance(_written(node), fx.Node) and _written(node).op == "get_attr"
+        )
+
+    graph.eliminate_dead_code(is_impure_node=impure)
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
+
+
+def _has_effects(module: nn.Module) -> bool:
+    return any(
+        part.training and (part._buffers or getattr(part, "p", 0) or getattr(part, "dropout", 0)) for part in module.modules()
+    )
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
+    """Refuse a forward that sets attributes of the modules that are traced through: a trace sets them once, and to nothing."""
+    cut = [(name, module) for name, module in model.named_modules() if not name or not whole(name)]
+    before = [(dict(vars(m)), dict(m._buffers), dict(m._parameters)) for _, m in cut]
+    changed = None
+    try:
+        yield
+    finally:
+        for (name, module), (attributes, buffers, parameters) in zip(cut, before):
+            now = {**vars(module), **module._buffers, **module._parameters}
+            then = {**attributes, **buffers, **parameters}
+            for key, value in now.items():
+                if then.get(key, module) is not value and not key.startswith("_tensor_constant"):
+                    changed = changed or (name, key)
+            constants = {key: value for key, value in vars(module).items() if key.startswith("_tensor_constant")}
+            vars(module).clear()
+            vars(module).update(attributes | constants)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+    if changed:
+        where = changed[0] or type(model).__name__
+        raise NotSupported(
+            f"the forward of {where} sets its attribute {changed[1]!r}, which is cut between workers",
+            hint="keep what changes inside of a part that lies at one worker",
+        )
+
+
+@contextlib.contextmanager
+def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see the
+    function, not the operations of its forward."""
+    thread, original = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+
+    @classmethod  # type: ignore[misc]
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = original.__get__(None, cls)
+        return handle(plain, args, kwargs) if threading.get_ident() == thread else plain(*args, **kwargs)
+
+    torch.autograd.Function.apply = apply  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _proxy_of(apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    proxy = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
+    if proxy is None:
+        return apply(*args, **kwargs)
+    return proxy.tracer.create_proxy("call_function", apply, args, kwargs)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the log of fake tensors."""
     # It logs the whole stack of an error that is about to be raised anyway.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -97,7 +199,7 @@ def _refuse_shared_writes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not _writes(node):
             continue
-        target = node.kwargs.get("out", node.args[0] if node.args else None)
+        target = _written(node)
         if "out" in node.kwargs or (isinstance(target, fx.Node) and len(target.users) > 1):
             raise NotSupported(
                 f"the forward writes into a tensor that is used again: {node.format_node()}",
@@ -105,10 +207,14 @@ def _refuse_shared_writes(graph: fx.Graph) -> None:
             )
 
 
+def _written(node: fx.Node) -> Any:
+    return node.kwargs.get("out", node.args[0] if node.args else None)
+
+
 def _writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in _IN_PLACE
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         inplace = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
@@ -116,20 +222,43 @@ def _writes(node: fx.Node) -> bool:
     return False
 
 
-def _mode_of(model: nn.Module) -> FakeTensorMode:
+def mode_of(model: nn.Module) -> FakeTensorMode:
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, "fake_mode"):
             return tensor.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def annotate(node: fx.Node, scope: str) -> None:
+    """What an operation must know of where the forward ran it: in which module, and whether autograd looked on."""
+    if torch.is_autocast_enabled("cpu"):
+        raise NotSupported("the forward uses autocast, which does not reach other workers", hint="use it inside of a part")
+    node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
+
+
 class _Tracer(fx.Tracer):
-    def __init__(self, count: int, join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    def __init__(self, count: int, join: Join, whole: Callable[[str], bool]) -> None:
         super().__init__(param_shapes_constant=True)
-        self._count, self._join = count, join
+        self._count, self._join, self._whole = count, join, whole
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        return self._whole(module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if not isinstance(attr_val, torch.Tensor) or isinstance(attr_val, nn.Parameter):
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        # Left alone, what a forward computes from buffers would be computed now, once, from no data.
+        for name, buffer in self.root.named_buffers():  # type: ignore[union-attr]
+            if buffer is attr_val:
+                if name not in parameter_proxy_cache:
+                    parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+                return parameter_proxy_cache[name]
+        return attr_val
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        annotate(node, next(reversed(self.module_stack.values()))[0] if self.module_stack else "")
+        return node
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -156,23 +285,35 @@ class _Propagator(fx.Interpreter):
     _outputs: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
-        try:
+        with static(f"{n.op} {n.target!r}"), torch.set_grad_enabled(n.meta.get("grad", True)):
             result = super().run_node(n)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise NotSupported(
-                f"{n.op} {n.target!r} cannot be captured, its result's shape or control flow depends on data: {error}",
-                hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
-                "choosing by value",
-            ) from error
-        for leaf in pytree.tree_leaves(result):
-            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
-                raise NotSupported(
-                    f"{n.op} {n.target!r} gives a {type(leaf).__name__}, which cannot cross between workers",
-                    hint="tensors in tuples, lists and dicts can",
-                )
+        check_result(f"{n.op} {n.target!r}", result)
         if n.op == "output":
             self._outputs = {n: result}
         return result
+
+
+@contextlib.contextmanager
+def static(what: str) -> Iterator[None]:
+    """``NotSupported`` instead of what fake tensors say when they are asked for their values."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise NotSupported(
+            f"{what} cannot be captured, its result's shape or control flow depends on data: {error}",
+            hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
+            "choosing by value",
+        ) from error
+
+
+def check_result(what: str, result: Any) -> None:
+    """``NotSupported`` for a result that is made of more than tensors and constants."""
+    for leaf in pytree.tree_leaves(result):
+        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
+            raise NotSupported(
+                f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",
+                hint="tensors in tuples, lists and dicts can",
+            )
 
 
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)

@@ -28,8 +28,8 @@ Mode = tuple[tuple[bool, ...], tuple[bool, ...]]
 class Host:
     """One model at one worker. Methods are called by any thread, with plain data; the executor does what touches the parts.
 
-    ``parts`` are the top-level modules that live here, by name. The order of ``parameters`` and ``modules`` is the order of
-    ``named_parameters`` and ``named_modules`` of the parts one after another; the caller counts them the same way.
+    ``parts`` are the modules, parameters and buffers that live here, by path. The order of ``parameters`` and ``modules`` is
+    that of their ``Tree``; the caller counts them in a tree of stand-ins.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Host:
         name: str,
         device: Device,
         channels: Callable[[str], Channel],
-        parts: Mapping[str, nn.Module],
+        parts: Mapping[str, nn.Module | torch.Tensor],
         timeout: float,
     ) -> None:
-        self.root = _Root(parts)
+        self.root = Tree(parts)
         self.parameters = list(self.root.parameters())
         self.modules = list(self.root.modules())[1:]
         self._modes: dict[int, Mode] = {}
@@ -94,6 +94,16 @@ class Host:
         def copy() -> dict[str, Any]:
             state = self.root.get_submodule(path).state_dict()
             return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+        return self._on_executor(copy, commands)
+
+    def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
+        """A copy of the parameters and buffers that lie in this very module."""
+
+        def copy() -> dict[str, torch.Tensor]:
+            module = self.root.get_submodule(path)
+            own = {**module._parameters, **module._buffers}
+            return {name: tensor.detach().clone() for name, tensor in own.items() if tensor is not None}
 
         return self._on_executor(copy, commands)
 
@@ -192,10 +202,15 @@ class Host:
                 optimizer.step()
 
 
-class _Root(nn.Module):
-    """The parts under their names; nothing else."""
+class Tree(nn.Module):
+    """Modules, parameters and buffers under their dotted paths. What lies above them only holds names."""
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module | torch.Tensor]) -> None:
         super().__init__()
-        for name, part in parts.items():
-            self._modules[name] = part
+        for path, part in parts.items():
+            *above, name = path.split(".")
+            at: nn.Module = self
+            for step in above:
+                at = at._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+            table: Any = at._modules if isinstance(part, nn.Module) else at._buffers
+            (at._parameters if isinstance(part, nn.Parameter) else table)[name] = part

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
@@ -28,7 +27,8 @@ class Instruction:
 
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
     ``results`` names the tensors among the leaves of the result (``None``: a leaf that is not a tensor). ``last`` names
-    the tensors that nobody in this segment uses afterwards.
+    the tensors that nobody in this segment uses afterwards. ``grad``: whether autograd may see it; it does not where the forward
+    says ``torch.no_grad()``.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class Instruction:
     results: tuple[str | None, ...]
     structured: bool
     last: tuple[str, ...] = ()
+    grad: bool = True
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ def function_path(function: Callable[..., Any]) -> str:
     try:
         # Builtins of torch know their home only through pickle.
         blob = pickle.dumps(function)
-        if pickle.loads(blob) is function:
+        if pickle.loads(blob) == function:  # bound methods (``Function.apply``) are made anew by every look
             return "pickle:" + blob.hex()
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
@@ -97,8 +98,19 @@ def _look_up(module: str, name: str) -> Any:
 
 
 def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
-    """``arguments`` with every ``Ref`` replaced."""
-    return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
+    """``arguments`` with every ``Ref`` replaced; lists and dicts are new, and the receiver's to change."""
+    if isinstance(arguments, Ref):
+        return env[arguments.name]
+    if isinstance(arguments, tuple):
+        items = [fill(item, env) for item in arguments]
+        return type(arguments)(*items) if hasattr(arguments, "_fields") else type(arguments)(items)
+    if isinstance(arguments, list):
+        return [fill(item, env) for item in arguments]
+    if isinstance(arguments, dict):
+        return {key: fill(item, env) for key, item in arguments.items()}
+    if isinstance(arguments, slice):
+        return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
+    return arguments
 
 
 class Machine:
@@ -112,7 +124,11 @@ class Machine:
         """Run them in order; tensors go into ``env`` (and leave it after their last use), ``produced(name, tensor)`` is
         called for each as soon as it exists."""
         for step in instructions:
-            result = self._step(step, env)
+            if step.grad:
+                result = self._step(step, env)
+            else:
+                with torch.no_grad():
+                    result = self._step(step, env)
             leaves = pytree.tree_leaves(result) if step.structured else [result]
             if len(leaves) != len(step.results):
                 raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,7 @@ class RemotePart(nn.Module):
         self.training = original.training
         self._version = original._version
         self._kind, self._session, self._worker, self._path = type(original).__name__, session, worker, path
-        skipped = original._non_persistent_buffers_set
-        tensors = {**original._parameters, **{k: v for k, v in original._buffers.items() if k not in skipped}}
-        self._entries = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+        self._entries = entries_of(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise self._refuse("call the whole model; a single part cannot be called from here")
@@ -53,23 +51,9 @@ class RemotePart(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        entries = {}
-        for name, shape in self._entries.items():
-            value = state_dict.get(prefix + name)
-            if value is None:
-                if strict:
-                    missing_keys.append(prefix + name)
-            elif tuple(value.shape) != shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {self._worker!r}"
-                )
-            else:
-                entries[name] = value.detach()
-        if strict:
-            known = {*self._entries, *self._modules}
-            for key in state_dict:
-                if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
-                    unexpected_keys.append(key)
+        entries = take_entries(
+            self._entries, self._worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, [*self._modules]
+        )
         if entries and not error_msgs:
             self._session.ask_owner(self._worker, "load", self._path, entries)
 
@@ -89,6 +73,44 @@ class RemotePart(nn.Module):
 
     def _refuse(self, why: str) -> NotSupported:
         return NotSupported(f"{self._path!r} lives on worker {self._worker!r}: {why}", peer=self._worker)
+
+
+def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what this very module contributes to ``state_dict``, in that order."""
+    skipped = module._non_persistent_buffers_set
+    tensors = {**module._parameters, **{k: v for k, v in module._buffers.items() if k not in skipped}}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+
+def take_entries(
+    wanted: Mapping[str, tuple[int, ...]],
+    worker: str,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+    others: Iterable[str],
+) -> dict[str, torch.Tensor]:
+    """The entries of one module, out of those under its prefix; what does not fit goes into the lists as torch has it.
+    ``others``: names below the prefix that are somebody else's."""
+    entries = {}
+    for name, shape in wanted.items():
+        value = state_dict.get(prefix + name)
+        if value is None:
+            if strict:
+                missing_keys.append(prefix + name)
+        elif tuple(value.shape) != shape:
+            error_msgs.append(f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {worker!r}")
+        else:
+            entries[name] = value.detach()
+    if strict:
+        known = {*wanted, *others}
+        for key in state_dict:
+            if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
+                unexpected_keys.append(key)
+    return entries
 
 
 def mirror(original: nn.Module, session: Session, worker: str, path: str, made: dict[int, Any]) -> RemotePart:

@@ -17,22 +17,27 @@ from . import remote_optimizer
 from .agent import Agent
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
-from .graph.capture import TensorSpec, capture, skeleton
-from .graph.host import Mode
+from .graph.capture import TensorSpec, skeleton
+from .graph.host import Mode, Tree
+from .graph.methods import METHODS, capture_by
 from .graph.program import Machine
+from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
-from .remote_part import RemotePart, mirror
+from .shell import stand_in
 from .transport import NotSupported, RdmaError
 
 
 def wrap(
     net: nn.Module, placement: Mapping[str, str], *, depth: int = 2, timeout: float = 60.0, plans: int = 16
 ) -> WrappedModel:
-    """Move the top-level parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
+    """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
-    ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
-    placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
-    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
+    ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
+    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as does
+    what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its own
+    control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
+    ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
+    seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
     new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
@@ -42,71 +47,34 @@ def wrap(
     moved.
     """
     agent = _agent.current()
-    _check(net, placement, agent)
+    places = resolve(net, placement, agent.name, agent.worker_names())
     remote_optimizer.install()
-    return WrappedModel(net, placement, Session(net, placement, agent, depth, timeout, plans))
-
-
-def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
-    known = [name for name, child in net.named_children()]
-    for name in placement:
-        if name not in known:
-            raise ValueError(
-                f"placement names part {name!r}, which {type(net).__name__} does not have; its top-level parts are "
-                + ", ".join(map(repr, known))
-            )
-    workers = agent.worker_names()
-    for name, worker in placement.items():
-        if worker not in workers:
-            raise ValueError(
-                f"placement puts {name!r} on worker {worker!r}, which is not in this group; its workers are "
-                + ", ".join(map(repr, workers))
-            )
-    homes: dict[int, tuple[str, str]] = {}
-    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
-        worker = placement.get(name.split(".")[0], agent.name)
-        first, home = homes.setdefault(id(tensor), (name, worker))
-        if home != worker:
-            raise NotSupported(
-                f"{first!r} and {name!r} are one tensor, but their parts go to {home!r} and {worker!r}",
-                hint="place parts that share parameters on the same worker",
-            )
+    return WrappedModel(net, Session(net, places, agent, depth, timeout, plans))
 
 
 class Session:
     """The caller's connection to all owners of one model: what its stand-ins and optimizers talk to."""
 
-    def __init__(
-        self, net: nn.Module, placement: Mapping[str, str], agent: Agent, depth: int, timeout: float, plans: int
-    ) -> None:
+    def __init__(self, net: nn.Module, places: Places, agent: Agent, depth: int, timeout: float, plans: int) -> None:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
         self.in_step = False
         self.closed = False
-        self.placement = dict(placement)
+        self.places = places
         self._uncounted = 0
-        remote: dict[str, dict[str, nn.Module]] = {}
-        for name, child in net.named_children():
-            worker = placement.get(name, agent.name)
-            if worker != agent.name:
-                remote.setdefault(worker, {})[name] = child
-        packed = {worker: _parts.Packed(modules) for worker, modules in remote.items()}
+        remote = divide(net, places)
+        packed = {worker: _parts.Packed(parts) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
         made: dict[int, Any] = {}
-        self.stand_ins: dict[str, RemotePart] = {}
+        self.stand_in = stand_in(net, self, places, "", made)
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
-        for worker, modules in remote.items():
-            for name, module in modules.items():
-                self.stand_ins[name] = made.get(id(module)) or mirror(module, self, worker, name, made)
-            holder = nn.Module()
-            for name in modules:
-                holder._modules[name] = self.stand_ins[name]
-            self._modules[worker] = list(holder.modules())[1:]
-            self._parameters[worker] = list(holder.parameters())
+        for worker, parts in remote.items():
+            # The same tree as the worker's own: modules and parameters are counted in its order.
+            tree = Tree({path: made.get(id(part), part) for path, part in parts.items()})
+            self._modules[worker] = list(tree.modules())[1:]
+            self._parameters[worker] = list(tree.parameters())
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
@@ -246,21 +214,20 @@ class WrappedModel(nn.Module):
     """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
     ``named_parameters`` and ``state_dict`` have the same keys."""
 
-    def __init__(self, net: nn.Module, placement: Mapping[str, str], session: Session) -> None:
+    def __init__(self, net: nn.Module, session: Session) -> None:
         super().__init__()
         self.training = net.training
         # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
         self.__dict__["_rdmarpc"] = session
         self.__dict__["_original"] = net
         self.__dict__["_shape"] = skeleton(net)
-        for name, child in net._modules.items():
-            self._modules[name] = session.stand_ins.get(name, child)
-        for name, parameter in net._parameters.items():
-            self._parameters[name] = parameter
-        for name, buffer in net._buffers.items():
-            self._buffers[name] = buffer
+        self.__dict__["_captured"] = ""
+        top = session.stand_in
+        self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
         self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
         self.__dict__["_everything"] = list(self.parameters())
+        # The modules whose forward is part of what is captured.
+        self.__dict__["_cut"] = [module for name, module in self.named_modules() if name and not session.places.whole(name)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
@@ -278,6 +245,7 @@ class WrappedModel(nn.Module):
         with torch._C.DisableTorchFunctionSubclass():
             signature = (
                 self.training,
+                tuple([module.training for module in self.__dict__["_cut"]]),
                 tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
@@ -307,12 +275,18 @@ class WrappedModel(nn.Module):
             return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        found = capture(shape, specs, join)
+        found, refused = capture_by(METHODS, shape, specs, join, session.places.whole)
+        self.__dict__["_captured"] = "\n".join([found.how, *refused])
         session._constants.update(found.constants)
-        here_name = session.agent.name
-        graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
+        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
         graph.constants = {}  # they stay here
         return graph
+
+    @property
+    def captured(self) -> str:
+        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each. Empty
+        before the first step."""
+        return self.__dict__["_captured"]
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up; empty before the first step."""

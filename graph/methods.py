@@ -1,0 +1,45 @@
+"""Which way a forward is captured: one after another, from the one that keeps most of the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..transport import NotSupported
+from .capture import Capture, Join, TensorSpec, Untraceable, capture
+from .record import record
+
+METHODS = ("fx",)
+
+
+def capture_by(
+    methods: tuple[str, ...], model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]
+) -> tuple[Capture, list[str]]:
+    """The first of these methods that works, and why those before it did not, one line each. See ``capture``; if none works,
+    ``NotSupported`` of the last with all reasons."""
+    refused: list[str] = []
+    error: NotSupported | None = None
+    for method in methods:
+        try:
+            return _METHODS[method](model, inputs, join, whole), refused
+        except NotSupported as raised:
+            refused.append(f"{method}: {first_line(raised)}")
+            error = raised
+    assert error is not None
+    raise NotSupported("\n".join(refused), hint=error.hint) from error
+
+
+def first_line(error: BaseException) -> str:
+    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    return message.strip().splitlines()[0]
+
+
+def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    try:
+        return capture(model, inputs, join, whole)
+    except Untraceable:
+        return record(model, inputs, join, whole)
+
+
+_METHODS: dict[str, Callable[..., Capture]] = {"fx": _fx}
