@@ -77,20 +77,36 @@ def capture(
         return _symbolic(model, inputs, join, whole)
 
 
+def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
+    """The whole modules that the forward of a skeleton calls, in order, from a symbolic trace that needs no inputs: every
+    parameter without a default is one tensor. Raises ``Untraceable``."""
+    known = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in known):
+        raise Untraceable("the forward takes any number of inputs")
+    plain = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    names = [parameter.name for parameter in plain]
+    graph = _trace(model, len(plain), lambda *tensors: ((), dict(zip(names, tensors))), whole)
+    return [str(node.target) for node in graph.nodes if node.op == "call_module"]
+
+
 class Untraceable(NotSupported):
     """Python needs to know more of a tensor than that it is one."""
 
 
-def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
     with unchanged(model, whole):
         try:
             with custom_functions(_proxy_of):
-                graph = _Tracer(len(inputs), join, whole).trace(model)
+                return _Tracer(inputs, join, whole).trace(model)
         except NotSupported:
             raise
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Untraceable(f"{type(model).__name__}.forward cannot be captured: {text}", hint=_HINT) from error
+
+
+def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    graph = _trace(model, len(inputs), join, whole)
     constants = {
         str(node.target): getattr(model, str(node.target))
         for node in graph.nodes
