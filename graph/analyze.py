@@ -32,6 +32,10 @@ class Value:
     producer: int
     consumers: list[int]
     trigger: bool = False
+    written: bool = False
+    """Whether somebody writes into it in place after it was made."""
+    returned: bool = False
+    """Whether it is, or is part of, the model's result: its user may write into it."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,7 @@ class _Analysis:
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.attributes: dict[str, str] = {}  # tensor name -> path
+        self.written: set[str] = set()
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -94,7 +99,7 @@ class _Analysis:
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
-                self.define(node.name, self.capture.values[node], (self.caller, 0))
+                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -103,7 +108,8 @@ class _Analysis:
                 self.use(wanted, self.caller, self.level(wanted, self.caller))
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
-                self.define(node.name, self.capture.values[node], (worker, 0 if worker == self.caller else 1))
+                home = (worker, 0 if worker == self.caller else 1)
+                self.define(node.name, self.capture.values[node], home, (node, 0) in self.capture.written)
                 self.attributes[node.name] = str(node.target)
                 self.expression[node] = Ref(node.name)
             else:
@@ -127,9 +133,9 @@ class _Analysis:
             None if not isinstance(leaf, torch.Tensor) else f"{node.name}.{at}" if structured else node.name
             for at, leaf in enumerate(leaves)
         ]
-        for name, leaf in zip(names, leaves):
+        for at, (name, leaf) in enumerate(zip(names, leaves)):
             if name is not None:
-                self.define(name, leaf, (worker, level))
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
@@ -138,9 +144,11 @@ class _Analysis:
         step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=node.meta.get("grad", True))
         self.segment(worker, level).instructions.append(step)
 
-    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool) -> None:
         self.home[name], self.uses[name] = home, {}
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        if written:
+            self.written.add(name)
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -183,11 +191,14 @@ class _Analysis:
         for at, segment in enumerate(segments):
             segment.number = at
         values = {}
+        returned = set(_names(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
                 producer = number[self.home[name]]
-                values[name] = Value(name, self.specs[name], producer, consumers)
+                values[name] = Value(
+                    name, self.specs[name], producer, consumers, written=name in self.written, returned=name in returned
+                )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

@@ -45,12 +45,14 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input. ``effects``: nodes that nothing uses, kept for what they do to buffers or generators.
-    ``how``: what made it."""
+    makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
+    its node made it. ``effects``: nodes that nothing uses, kept for what they do to buffers or generators. ``how``: what
+    made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    written: frozenset[tuple[fx.Node, int]] = frozenset()
     effects: list[fx.Node] = field(default_factory=list)
     how: str = "fx"
 
@@ -117,8 +119,9 @@ def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Cal
     effects = finish(graph, model)
     with mode_of(model), quiet():
         fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-        values = _Propagator(model, graph).propagate(fakes)
-    return Capture(graph, values, constants, effects)
+        propagator = _Propagator(model, graph)
+        values = propagator.propagate(fakes)
+    return Capture(graph, values, constants, propagator.written(), effects)
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -293,10 +296,15 @@ class _Propagator(fx.Interpreter):
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
         self._model = model
+        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
         self.run(*inputs)
         return dict(self.env) | self._outputs
+
+    def written(self) -> frozenset[tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
     _outputs: dict[fx.Node, Any]
 
@@ -304,6 +312,9 @@ class _Propagator(fx.Interpreter):
         with static(f"{n.op} {n.target!r}"), torch.set_grad_enabled(n.meta.get("grad", True)):
             result = super().run_node(n)
         check_result(f"{n.op} {n.target!r}", result)
+        for at, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self._versions.append((n, at, leaf, leaf._version))
         if n.op == "output":
             self._outputs = {n: result}
         return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,14 +121,21 @@ class Machine:
         self._module, self._attribute = module, attribute
         self._functions: dict[str, Callable[..., Any]] = {}
 
-    def run(self, instructions: list[Instruction], env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
+    def run(
+        self,
+        instructions: list[Instruction],
+        env: dict[str, Any],
+        produced: Callable[[str, torch.Tensor], None],
+        around: Callable[[int], AbstractContextManager[Any] | None] | None = None,
+    ) -> None:
         """Run them in order; tensors go into ``env`` (and leave it after their last use), ``produced(name, tensor)`` is
-        called for each as soon as it exists."""
-        for step in instructions:
-            if step.grad:
+        called for each as soon as it exists. ``around(at)`` gives what instruction ``at`` has to run in, if anything."""
+        for at, step in enumerate(instructions):
+            context = None if around is None else around(at)
+            if context is None and step.grad:
                 result = self._step(step, env)
             else:
-                with torch.no_grad():
+                with context or nullcontext(), torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                     result = self._step(step, env)
             leaves = pytree.tree_leaves(result) if step.structured else [result]
             if len(leaves) != len(step.results):

@@ -53,7 +53,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         check_result(f"{type(model).__name__}.forward", result)
         recorder.values[recorder.graph.output(recorder.arguments(result))] = result
     effects = finish(recorder.graph, model)
-    return Capture(recorder.graph, recorder.values, recorder.constants, effects, "fx, recorded")
+    return Capture(recorder.graph, recorder.values, recorder.constants, recorder.written(), effects, "fx, recorded")
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -79,6 +79,7 @@ class _Recorder(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor):
                     self._attributes.setdefault(id(tensor), f"{name}.{key}" if name else key)
         self._nodes: dict[int, fx.Node] = {}
+        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
         self._kept: list[Any] = []
         self._scope = [""]
         self._inside = False
@@ -89,6 +90,12 @@ class _Recorder(TorchFunctionMode):
         self.values[node] = value
         self._kept.append(value)
         self._define_leaves(node, value)
+        leaves = enumerate(pytree.tree_leaves(value))
+        self._versions += [(node, at, leaf, leaf._version) for at, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def written(self) -> frozenset[tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
     def _define_leaves(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -135,11 +142,9 @@ class _Recorder(TorchFunctionMode):
             target = "call_method"
         else:
             target = "call_function"
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))) and "device" in name:
-            return func(*args, **kwargs)
-        known = self.arguments((args, kwargs))
         result = func(*args, **kwargs)
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            known = self.arguments((args, kwargs))
             self.define(self.graph.create_node(target, name if target == "call_method" else func, *known), result)
         return result
 
