@@ -79,6 +79,15 @@ def capture(
         return _symbolic(model, inputs, join, whole)
 
 
+def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> Capture:
+    """One call of a module of a skeleton. Raises as ``capture``."""
+    graph = fx.Graph()
+    args, kwargs = join(*(graph.placeholder(f"input{at}") for at in range(len(inputs))))
+    graph.output(graph.call_module(path, args, kwargs))
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return _propagate(model, graph, inputs)
+
+
 def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
     """The whole modules that the forward of a skeleton calls, in order, from a symbolic trace that needs no inputs: every
     parameter without a default is one tensor. Raises ``Untraceable``."""
@@ -117,11 +126,17 @@ def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Cal
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
     effects = finish(graph, model)
+    found = _propagate(model, graph, inputs)
+    found.constants, found.effects = constants, effects
+    return found
+
+
+def _propagate(model: nn.Module, graph: fx.Graph, inputs: list[TensorSpec]) -> Capture:
     with mode_of(model), quiet():
         fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
         propagator = _Propagator(model, graph)
         values = propagator.propagate(fakes)
-    return Capture(graph, values, constants, propagator.written(), effects)
+    return Capture(graph, values, {}, propagator.written())
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -242,6 +257,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode:
+    """The mode of a skeleton's tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, "fake_mode"):
             return tensor.fake_mode

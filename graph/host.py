@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..transport import RdmaError
+from .capture import TensorSpec, check_result
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
@@ -125,6 +128,23 @@ class Host:
     def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
         self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
+
+    def probe(self, path: str, mode: int, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> Any:
+        """Run a copy of a part, under these flags, on real inputs: what it gives, with a ``TensorSpec`` for every tensor. The part,
+        its buffers and the generator stay as they are."""
+
+        def spec(leaf: Any) -> Any:
+            return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+        def run() -> Any:
+            self.executor.use_mode(mode)
+            part = deepcopy(self.root.get_submodule(path))
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                result = part(*args, **kwargs)
+            check_result(f"part {path!r}", result)
+            return pytree.tree_map(spec, result)
+
+        return self._on_executor(run, commands)
 
     # -- optimizers
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from torch import nn
 
 from ..transport import NotSupported
-from .capture import Capture, Join, TensorSpec, Untraceable, capture
+from .capture import Capture, Join, TensorSpec, capture
 from .record import record
 
-METHODS = ("fx",)
+METHODS = {"auto": ("fx",), "fx": ("fx",), "eager": ()}
+"""What each ``capture=`` of ``wrap`` tries, in order."""
 
 
 def capture_by(
     methods: tuple[str, ...], model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]
 ) -> tuple[Capture, list[str]]:
     """The first of these methods that works, and why those before it did not, one line each. See ``capture``; if none works,
-    ``NotSupported`` of the last with all reasons."""
+    ``Uncaptured``."""
     refused: list[str] = []
     error: NotSupported | None = None
     for method in methods:
@@ -26,8 +27,16 @@ def capture_by(
         except NotSupported as raised:
             refused.append(f"{method}: {first_line(raised)}")
             error = raised
-    assert error is not None
-    raise NotSupported("\n".join(refused), hint=error.hint) from error
+    raise Uncaptured(refused, error)
+
+
+class Uncaptured(NotSupported):
+    """No method worked. ``refused`` has the reasons."""
+
+    def __init__(self, refused: list[str], error: NotSupported | None) -> None:
+        self.refused = refused
+        super().__init__("\n".join(refused) or "the forward is not captured", hint=error.hint if error else "")
+        self.__cause__ = error
 
 
 def first_line(error: BaseException) -> str:
@@ -38,7 +47,7 @@ def first_line(error: BaseException) -> str:
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
     try:
         return capture(model, inputs, join, whole)
-    except Untraceable:
+    except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
         return record(model, inputs, join, whole)
 
 

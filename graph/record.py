@@ -7,6 +7,7 @@ Modules that are not cut stay one operation, as in a symbolic trace, and the res
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +55,9 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         recorder.values[recorder.graph.output(recorder.arguments(result))] = result
     effects = finish(recorder.graph, model)
     return Capture(recorder.graph, recorder.values, recorder.constants, recorder.written(), effects, "fx, recorded")
+
+
+_constants = itertools.count()  # names are unique in a process: models keep the constants of all their captures
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -117,7 +121,7 @@ class _Recorder(TorchFunctionMode):
             if path is None:
                 if isinstance(tensor, FakeTensor):
                     raise NotSupported("the forward uses a tensor that comes from no operation that was seen")
-                path = f"_tensor_constant{len(self.constants)}"
+                path = f"_tensor_constant_{next(_constants)}"
                 self.constants[path] = tensor
             node = self.graph.get_attr(path)
             self.values[node] = tensor

@@ -169,7 +169,7 @@ def _calls(
                 left = iter(given)
                 return pytree.tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], tree)
 
-            found, _ = capture_by(METHODS[:1], shape, specs, fill, is_whole)
+            found, _ = capture_by(METHODS["fx"], shape, specs, fill, is_whole)
             called = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
     except NotSupported:
         return None

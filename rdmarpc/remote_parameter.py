@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .graph.command import TO_NONE, TO_ZERO
 from .transport import NotSupported
@@ -21,6 +22,9 @@ class Owner(Protocol):
     @property
     def backwards(self) -> int:
         """How many backwards have begun."""
+
+    eager: Any
+    """Runs the model's own forward at the moment (``eager.Eager``), or ``None``."""
 
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
@@ -117,6 +121,10 @@ class RemoteParameter(nn.Parameter):
                     args[0]._left = args[0]._cleared != args[0]._owner.backwards
                 return func(*args, **(kwargs or {}))
         found = _find(RemoteParameter, (args, kwargs))
+        if found.owner.eager is not None:
+            # The forward of a cut module computes with it.
+            given = pytree.tree_map(_value, (args, kwargs or {}))
+            return func(*given[0], **given[1])
         raise found._refuse(f"{getattr(func, '__name__', func)} cannot run on it here")
 
 
@@ -161,8 +169,12 @@ class RemoteGrad(torch.Tensor):
 
 
 def _find(kind: type[Any], arguments: Any) -> Any:
-    leaves = torch.utils._pytree.tree_leaves(arguments)
+    leaves = pytree.tree_leaves(arguments)
     return next(leaf for leaf in leaves if isinstance(leaf, kind))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.owner.eager.value(leaf) if isinstance(leaf, RemoteParameter) else leaf
 
 
 def _harmless() -> frozenset[Any]:

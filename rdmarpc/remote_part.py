@@ -29,7 +29,9 @@ class RemotePart(nn.Module):
         self._entries = entries_of(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refuse("call the whole model; a single part cannot be called from here")
+        if self._session.eager is None:
+            raise self._refuse("call the whole model; a single part cannot be called from here")
+        return self._session.eager.call(self._path, args, kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The owner's values, as of all the steps before."""

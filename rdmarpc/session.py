@@ -15,11 +15,12 @@ from . import agent as _agent
 from . import parts as _parts
 from . import remote_optimizer
 from .agent import Agent
+from .eager import Eager, Miss
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, skeleton
 from .graph.host import Mode, Tree
-from .graph.methods import METHODS, capture_by
+from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
@@ -35,6 +36,7 @@ def wrap(
     timeout: float = 60.0,
     plans: int = 16,
     staging: str = "traced",
+    capture: str = "auto",
 ) -> WrappedModel:
     """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
@@ -47,8 +49,10 @@ def wrap(
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
-    new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
-    worker's generator.
+    new input shapes. Dropout and other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the
+    forward, where its Python looks at shapes on tensors without data; ``"eager"`` runs it here in every step, for forwards whose
+    way depends on values, and every remote part that it calls is a set of prepared writes of its own. ``"auto"`` takes the first
+    of them that works, and ``model.captured`` says which.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.
@@ -57,8 +61,10 @@ def wrap(
     places = resolve(net, placement, agent.name, agent.worker_names())
     if staging not in ("traced", "always"):
         raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
+    if capture not in METHODS:
+        raise ValueError(f"capture is one of {', '.join(map(repr, METHODS))}, got {capture!r}")
     remote_optimizer.install()
-    return WrappedModel(net, Session(net, places, agent, depth, timeout, plans, staging == "always"))
+    return WrappedModel(net, Session(net, places, agent, depth, timeout, plans, staging == "always"), capture)
 
 
 class Session:
@@ -70,6 +76,8 @@ class Session:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
         self.in_step = False
+        self.eager: Eager | None = None
+        self.runner: Eager | None = None
         self.closed = False
         self.places = places
         self._uncounted = 0
@@ -207,6 +215,8 @@ class Session:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
         totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        if self.runner is not None:
+            totals["steps"] += self.runner.steps - self.runner.calls
         if everywhere and not self.closed:
             before = self.agent.counters()["rpc_messages"]
             for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
@@ -226,14 +236,14 @@ class WrappedModel(nn.Module):
     """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
     ``named_parameters`` and ``state_dict`` have the same keys."""
 
-    def __init__(self, net: nn.Module, session: Session) -> None:
+    def __init__(self, net: nn.Module, session: Session, capture: str) -> None:
         super().__init__()
         self.training = net.training
         # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
         self.__dict__["_rdmarpc"] = session
         self.__dict__["_original"] = net
         self.__dict__["_shape"] = skeleton(net)
-        self.__dict__["_captured"] = ""
+        self.__dict__["_capture"], self.__dict__["_captured"] = capture, ""
         top = session.stand_in
         self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
         self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
@@ -246,6 +256,8 @@ class WrappedModel(nn.Module):
         session.in_step = False
         if torch.is_autocast_enabled("cpu"):
             raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        if session.runner is not None:
+            return self._eagerly(args, kwargs)
         if kwargs or not all(type(arg) is torch.Tensor for arg in args):
             leaves, tree = pytree.tree_flatten((args, kwargs))
         else:
@@ -265,14 +277,26 @@ class WrappedModel(nn.Module):
             )
         try:
             plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+        except Uncaptured as error:
+            if self.__dict__["_capture"] not in ("auto", "eager"):
+                raise
+            self.__dict__["_captured"] = "\n".join(["eager", *error.refused])
+            session.runner = Eager(session, session.stand_in, self._skeleton)
+            return self._eagerly(args, kwargs)
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
         return session.caller.forward(plan, tensors, mode)
 
-    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+    def _eagerly(self, args: Any, kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
+        assert session.runner is not None
+        session.stand_in.training = self.training
+        return session.runner.forward(args, kwargs)
+
+    def _skeleton(self) -> nn.Module:
+        """The model without data, under the present flags."""
         shape: nn.Module = self.__dict__["_shape"]
         here = dict(self.named_modules(remove_duplicate=False))
         for name, module in shape.named_modules(remove_duplicate=False):
@@ -280,6 +304,10 @@ class WrappedModel(nn.Module):
         flags = dict(self.named_parameters(remove_duplicate=False))
         for name, parameter in shape.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(flags[name].requires_grad)
+        return shape
+
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+        session: Session = self.__dict__["_rdmarpc"]
 
         def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             left = iter(given)
@@ -287,7 +315,8 @@ class WrappedModel(nn.Module):
             return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        found, refused = capture_by(METHODS, shape, specs, join, session.places.whole)
+        methods = METHODS[self.__dict__["_capture"]]
+        found, refused = capture_by(methods, self._skeleton(), specs, join, session.places.whole)
         self.__dict__["_captured"] = "\n".join([found.how, *refused])
         session._constants.update(found.constants)
         graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
@@ -299,6 +328,11 @@ class WrappedModel(nn.Module):
         """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each. Empty
         before the first step."""
         return self.__dict__["_captured"]
+
+    def misses(self) -> list[Miss]:
+        """Calls of remote parts that were new after the first forward of a model that runs eagerly, the most frequent first."""
+        session: Session = self.__dict__["_rdmarpc"]
+        return session.runner.missed() if session.runner is not None else []
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up; empty before the first step."""
