@@ -103,8 +103,7 @@ class _Analysis:
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
-                # Effects too: when the caller has them, what comes later cannot overtake them.
-                wanted = (output, [self.expression[effect] for effect in self.capture.effects])
+                wanted = (output, self.effects())
                 self.use(wanted, self.caller, self.level(wanted, self.caller))
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
@@ -115,6 +114,18 @@ class _Analysis:
             else:
                 self.operation(node)
         return self.assemble(inputs, output)
+
+    def effects(self) -> list[Any]:
+        """What the caller has to wait for although it does not need it, so that nothing later overtakes it: effects of segments
+        that give nothing else away."""
+        giving = {self.home[name] for name, uses in self.uses.items() if any(key != self.home[name] for key in uses)}
+        found = []
+        for effect in self.capture.effects:
+            names = _names(self.expression[effect])
+            if names and self.home[names[0]] not in giving and self.home[names[0]][0] != self.caller:
+                giving.add(self.home[names[0]])
+                found.append(Ref(names[0]))
+        return found
 
     def operation(self, node: fx.Node) -> None:
         value = self.capture.values[node]

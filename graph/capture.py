@@ -1,8 +1,8 @@
 """Which operations, on which tensors, in which order: the model's forward, traced without computing anything.
 
-The model is a skeleton (no weights: see ``skeleton``). Its forward is traced with ``torch.fx``; every module that it calls stays
-one operation, unless it is cut: then it is traced through. Shapes, dtypes and who needs a gradient come from running the
-trace once on fake tensors.
+The model is a skeleton (no weights: see ``skeleton``). Its forward is traced with ``torch.fx``; every module that it calls
+stays one operation, unless it is cut: then it is traced through. Shapes, dtypes and who needs a gradient come from running
+the trace once on fake tensors.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ Join = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 def capture(
     model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True
 ) -> Capture:
-    """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone. ``whole(path)``
-    says whether a module is one operation.
+    """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone,
+    ``whole(path)`` says whether a module is one operation.
 
-    Raises ``Untraceable`` where the forward needs more than the names of its tensors, ``NotSupported`` with the reason where a
-    part depends on the values of tensors; errors of the model itself (wrong shapes) come as they are. What contributes to no output is not part of the capture.
+    Raises ``Untraceable`` where the forward needs more than the names of its tensors, ``NotSupported`` with the reason
+    where a part depends on the values of tensors, or the forward writes in place what others use; errors of the model
+    itself (wrong shapes) come as they are. What contributes to no output and changes nothing is not part of the capture.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         return _symbolic(model, inputs, join, whole)
@@ -85,7 +86,7 @@ def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Jo
     args, kwargs = join(*(graph.placeholder(f"input{at}") for at in range(len(inputs))))
     graph.output(graph.call_module(path, args, kwargs))
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return _propagate(model, graph, inputs)
+        return propagate(model, graph, inputs)
 
 
 def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
@@ -100,6 +101,11 @@ def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_module"]
 
 
+def first_line(error: BaseException) -> str:
+    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    return message.strip().splitlines()[0]
+
+
 class Untraceable(NotSupported):
     """Python needs to know more of a tensor than that it is one."""
 
@@ -112,8 +118,7 @@ def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], boo
         except NotSupported:
             raise
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Untraceable(f"{type(model).__name__}.forward cannot be captured: {text}", hint=_HINT) from error
+            raise Untraceable(f"{type(model).__name__}.forward cannot be traced: {first_line(error)}", hint=_HINT) from error
 
 
 def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
@@ -126,29 +131,32 @@ def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Cal
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
     effects = finish(graph, model)
-    found = _propagate(model, graph, inputs)
-    found.constants, found.effects = constants, effects
+    found = propagate(model, graph, inputs, constants)
+    found.effects = effects
     return found
 
 
-def _propagate(model: nn.Module, graph: fx.Graph, inputs: list[TensorSpec]) -> Capture:
+def propagate(
+    model: nn.Module, graph: fx.Graph, inputs: list[TensorSpec], constants: dict[str, torch.Tensor] | None = None
+) -> Capture:
+    """Run a graph on fake tensors."""
     with mode_of(model), quiet():
         fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-        propagator = _Propagator(model, graph)
+        propagator = _Propagator(model, graph, constants or {})
         values = propagator.propagate(fakes)
-    return Capture(graph, values, {}, propagator.written())
+    check_writes(graph, values)
+    return Capture(graph, values, constants or {}, propagator.written())
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
-    """Check the writes of a traced graph and drop what does nothing; the effects that are kept though nothing uses them."""
-    _refuse_shared_writes(graph)
+    """Drop what does nothing; the effects that are kept though nothing uses them."""
 
     def impure(node: fx.Node) -> bool:
         if node.op == "call_module":
             return _has_effects(model.get_submodule(str(node.target)))
-        return node.op in ("placeholder", "output") or (
-            _writes(node) and isinstance(_written(node), fx.Node) and _written(node).op == "get_attr"
-        )
+        if node.op == "call_function" and any(word in getattr(node.target, "__name__", "") for word in _ACTING):
+            return True
+        return node.op in ("placeholder", "output") or _writes(node)
 
     graph.eliminate_dead_code(is_impure_node=impure)
     return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
@@ -192,8 +200,8 @@ def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see the
-    function, not the operations of its forward."""
+    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see
+    the function, not the operations of its forward."""
     thread, original = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
 
     @classmethod  # type: ignore[misc]
@@ -201,7 +209,7 @@ def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict
         plain = original.__get__(None, cls)
         return handle(plain, args, kwargs) if threading.get_ident() == thread else plain(*args, **kwargs)
 
-    torch.autograd.Function.apply = apply  # type: ignore[assignment, method-assign]
+    torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -228,17 +236,27 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _refuse_shared_writes(graph: fx.Graph) -> None:
-    # Once a value is sent, a write into it here would not be seen there; with one user it has no other reader.
+def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+    """Refuse writes in place that somebody else could see, or miss: what is sent, is sent as it was. Allowed are those into a
+    tensor, or a view of it, that was used for nothing else before, and whose result is what is used afterwards; and into
+    buffers, under the same condition."""
+    aliases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if not _writes(node):
-            continue
-        target = _written(node)
-        if "out" in node.kwargs or (isinstance(target, fx.Node) and len(target.users) > 1):
-            raise NotSupported(
-                f"the forward writes into a tensor that is used again: {node.format_node()}",
-                hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
-            )
+        storages = {
+            leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)
+        }
+        if _writes(node):
+            target = _written(node)
+            tensor = values.get(target) if isinstance(target, fx.Node) else None
+            before = aliases.get(tensor.untyped_storage()._cdata, []) if isinstance(tensor, torch.Tensor) else []
+            lost = not node.users and not (before and before[0].op == "get_attr")
+            if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
+                raise NotSupported(
+                    f"the forward writes into a tensor that is used again: {node.format_node()}",
+                    hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
+                )
+        for storage in storages:
+            aliases.setdefault(storage, []).append(node)
 
 
 def _written(node: fx.Node) -> Any:
@@ -249,6 +267,8 @@ def _writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in _IN_PLACE
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         inplace = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
@@ -283,7 +303,7 @@ class _Tracer(fx.Tracer):
         if not isinstance(attr_val, torch.Tensor) or isinstance(attr_val, nn.Parameter):
             return super().getattr(attr, attr_val, parameter_proxy_cache)
         # Left alone, what a forward computes from buffers would be computed now, once, from no data.
-        for name, buffer in self.root.named_buffers():  # type: ignore[union-attr]
+        for name, buffer in self.root.named_buffers():
             if buffer is attr_val:
                 if name not in parameter_proxy_cache:
                     parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
@@ -308,11 +328,14 @@ class _Tracer(fx.Tracer):
 
 
 class _Propagator(fx.Interpreter):
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self._model = model
+        self._constants = constants
         self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._constants[target] if target in self._constants else super().fetch_attr(target)
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
         self.run(*inputs)
@@ -360,8 +383,11 @@ def check_result(what: str, result: Any) -> None:
 
 
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+_ACTING = ("batch_norm", "instance_norm", "dropout", "rand", "normal", "bernoulli", "multinomial")
+"""Functions that change buffers or draw random numbers: they run though nothing uses their result."""
 _IN_PLACE = frozenset(
     [
+        "set_item",
         "setitem",
         "iadd",
         "isub",

@@ -130,8 +130,8 @@ class Host:
         self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
 
     def probe(self, path: str, mode: int, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> Any:
-        """Run a copy of a part, under these flags, on real inputs: what it gives, with a ``TensorSpec`` for every tensor. The part,
-        its buffers and the generator stay as they are."""
+        """Run a copy of a part, under these flags, on real inputs: what it gives, with a ``TensorSpec`` for every tensor. The
+        part, its buffers and the generator stay as they are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -243,5 +243,5 @@ class Tree(nn.Module):
             at: nn.Module = self
             for step in above:
                 at = at._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
-            table: Any = at._modules if isinstance(part, nn.Module) else at._buffers
-            (at._parameters if isinstance(part, nn.Parameter) else table)[name] = part
+            tensors: Any = at._parameters if isinstance(part, nn.Parameter) else at._buffers
+            (at._modules if isinstance(part, nn.Module) else tensors)[name] = part

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from ..transport import NotSupported
-from .capture import Capture, Join, TensorSpec, capture
+from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import record
 
-METHODS = {"auto": ("fx",), "fx": ("fx",), "eager": ()}
+METHODS = {"auto": ("fx", "export"), "fx": ("fx",), "export": ("export",), "eager": ()}
 """What each ``capture=`` of ``wrap`` tries, in order."""
 
 
@@ -39,11 +39,6 @@ class Uncaptured(NotSupported):
         self.__cause__ = error
 
 
-def first_line(error: BaseException) -> str:
-    message = getattr(error, "message", None) or str(error) or type(error).__name__
-    return message.strip().splitlines()[0]
-
-
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
     try:
         return capture(model, inputs, join, whole)
@@ -51,4 +46,10 @@ def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[
         return record(model, inputs, join, whole)
 
 
-_METHODS: dict[str, Callable[..., Capture]] = {"fx": _fx}
+def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    from .export import export  # imports of torch.export take seconds
+
+    return export(model, inputs, join, whole)
+
+
+_METHODS: dict[str, Callable[..., Capture]] = {"fx": _fx, "export": _export}

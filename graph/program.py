@@ -28,8 +28,8 @@ class Instruction:
 
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
     ``results`` names the tensors among the leaves of the result (``None``: a leaf that is not a tensor). ``last`` names
-    the tensors that nobody in this segment uses afterwards. ``grad``: whether autograd may see it; it does not where the forward
-    says ``torch.no_grad()``.
+    the tensors that nobody in this segment uses afterwards. ``grad``: whether autograd may see it; it may not where the
+    forward says ``torch.no_grad()``.
     """
 
     kind: str
@@ -63,6 +63,8 @@ class Segment:
 
 def function_path(function: Callable[..., Any]) -> str:
     """Where every worker can import this function from. ``NotSupported`` for lambdas and closures."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch:ops.{function!s}"
     for name in (getattr(function, "__qualname__", ""), getattr(function, "__name__", "")):
         module = getattr(function, "__module__", None)
         if module and name and _look_up(module, name) is function:

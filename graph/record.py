@@ -26,6 +26,7 @@ from .capture import (
     TensorSpec,
     annotate,
     check_result,
+    check_writes,
     custom_functions,
     finish,
     mode_of,
@@ -48,12 +49,12 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         for at, fake in enumerate(fakes):
             recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
         args, kwargs = join(*fakes)
-        with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply):
-            with recorder:
-                result = model.forward(*args, **kwargs)
+        with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply), recorder:
+            result = model.forward(*args, **kwargs)
         check_result(f"{type(model).__name__}.forward", result)
         recorder.values[recorder.graph.output(recorder.arguments(result))] = result
     effects = finish(recorder.graph, model)
+    check_writes(recorder.graph, recorder.values)
     return Capture(recorder.graph, recorder.values, recorder.constants, recorder.written(), effects, "fx, recorded")
 
 

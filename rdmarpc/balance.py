@@ -76,8 +76,8 @@ def auto_placement(
 
 
 def partition(weights: Sequence[float], count: int) -> list[slice]:
-    """Cut a sequence into at most ``count`` contiguous runs with the least possible largest sum; among those, with the least sum
-    of squares that the recurrence meets."""
+    """Cut a sequence into at most ``count`` contiguous runs with the least possible largest sum; among those, with the least
+    sum of squares that the recurrence meets."""
     if not weights:
         return [slice(0, 0)]
     sums = [0.0]
@@ -115,8 +115,8 @@ def partition(weights: Sequence[float], count: int) -> list[slice]:
 def _units(
     net: nn.Module, shape: nn.Module, opened: set[str], inputs: Sequence[Any] | None, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], set[str]]:
-    """The modules that are distributed, in order, and which ones are open: those of ``opened`` whose forward can be traced through
-    and calls their children."""
+    """The modules that are distributed, in order, and which ones are open: those of ``opened`` whose forward can be traced
+    through and calls their children."""
     units = _frontier(net, opened)
     order = _calls(shape, units, inputs, kwargs)
     if order is None:

@@ -1,9 +1,9 @@
 """Models whose forward nobody can trace: it runs here, in Python, and every remote part that it calls is a small plan.
 
 A call is known by its part, how often that part was called before in this forward, and the shapes and flags of its inputs.
-When it is new it is captured (on fake tensors; where the part itself looks at values, on the real ones: a *probe*) and set up; from
-then on it is prepared writes, as in a captured model. So every turn of a loop has slots of its own, and the turns that a
-forward does not take cost nothing.
+When it is new it is captured (on fake tensors; where the part itself looks at values, on the real ones: a *probe*) and set
+up; from then on it is prepared writes, as in a captured model. So every turn of a loop has slots of its own, and the turns
+that a forward does not take cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Miss(NamedTuple):
     """``count`` calls that were captured and set up in the middle of the training, because of ``what``."""
 
     what: str
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class Eager:

@@ -41,18 +41,19 @@ def wrap(
     """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
     ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
-    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as does
-    what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its own
-    control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
+    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as
+    does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
+    own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
     ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
     seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
     new input shapes. Dropout and other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the
-    forward, where its Python looks at shapes on tensors without data; ``"eager"`` runs it here in every step, for forwards whose
-    way depends on values, and every remote part that it calls is a set of prepared writes of its own. ``"auto"`` takes the first
-    of them that works, and ``model.captured`` says which.
+    forward, where its Python looks at shapes on tensors without data; ``"export"`` takes the operations that ``torch.export``
+    finds, also inside of parts; ``"eager"`` runs the forward here in every step, also where its way depends on values, and
+    every remote part that it calls is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and
+    ``model.captured`` says which.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.
@@ -325,8 +326,8 @@ class WrappedModel(nn.Module):
 
     @property
     def captured(self) -> str:
-        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each. Empty
-        before the first step."""
+        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each.
+        Empty before the first step."""
         return self.__dict__["_captured"]
 
     def misses(self) -> list[Miss]:

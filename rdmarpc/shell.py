@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def stand_in(original: nn.Module, session: Session, places: Places, path: str, made: dict[int, Any]) -> nn.Module:
-    """The module that the wrapped model has at this path: the original where all of it stays here, a ``RemotePart`` where all of
-    it is at one other worker, else a copy of the module over the stand-ins of its children. ``made`` as in ``mirror``."""
+    """The module that the wrapped model has at this path: the original where all of it stays here, a ``RemotePart`` where all
+    of it is at one other worker, else a copy of the module over the stand-ins of its children. ``made`` as in ``mirror``."""
     if id(original) in made:
         return made[id(original)]
     home = places.owner(path)

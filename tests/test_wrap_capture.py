@@ -82,7 +82,7 @@ def experts() -> None:
     train_both(model, twin, data, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
     first, *reasons = model.captured.splitlines()
     assert first == "eager"
-    assert [line.split(":")[0] for line in reasons] == ["fx"]
+    assert [line.split(":")[0] for line in reasons] == ["fx", "export"]
     assert "depends on data" in reasons[0]
     # Other routings are other shapes: each was new once, and is named.
     assert all("experts." in miss.what for miss in model.misses())
@@ -186,7 +186,7 @@ def shapes() -> None:
 
 
 def choices() -> None:
-    with pytest.raises(ValueError, match="'auto', 'fx'.*got 'magic'"):
+    with pytest.raises(ValueError, match=r"'auto', 'fx'.*got 'magic'"):
         wrap(Looks(), {"part": "worker1"}, capture="magic")
     model = wrap(models.Branching(), {"a": "worker1"}, capture="fx")
     with pytest.raises(rpc.NotSupported, match=r"fx: .*depends on data"):

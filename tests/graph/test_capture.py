@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from rdmarpc.graph.analyze import TransferGraph, analyze
 from rdmarpc.graph.capture import Capture, TensorSpec, Untraceable, capture, skeleton
+from rdmarpc.graph.export import export
 from rdmarpc.graph.program import Machine, fill
 from rdmarpc.graph.record import record
 from rdmarpc.placing import Places, resolve
@@ -73,6 +74,36 @@ class Shapes(nn.Module):
         z, (h, c) = self.lstm(y.unsqueeze(0) * weight[:, None])
         largest = z.max(2)
         return {"z": z, "state": (h, c), "largest": largest.values, "at": largest.indices, "size": x.shape[0]}
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, *tensors):
+        y = torch.stack([self.layer(row) for row in tensors[0]])
+        self.calls[0].add_(1)
+        y *= 2
+        return y.t(), [y.shape[0], {"n": len(tensors)}]
+
+
+class Views(nn.Module):
+    """Writes into a part of a tensor, of which others know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.late = nn.Linear(8, 8), False
+
+    def forward(self, x):
+        y = torch.relu(x)
+        view = y.view(-1)
+        if self.late:
+            view.mul_(2)
+            return self.layer(y)
+        view = view.mul_(2)
+        return self.layer(y) + view.sum()
 
 
 class Twice(torch.autograd.Function):
@@ -166,7 +197,7 @@ def check(
             torch.manual_seed(3)
             theirs = twin(*inputs, **kwargs)
             same(ours, theirs)
-            for result, model in ((ours, net), (theirs, twin)):
+            for result in (ours, theirs):
                 roots = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) * 0.5 for t in roots])
         for (name, mine), other in zip(net.named_parameters(), twin.parameters()):
@@ -204,6 +235,42 @@ def test_shapes_are_known_when_the_forward_is_recorded():
     with pytest.raises(Untraceable):
         capture(skeleton(net), specs_of([x]), lambda *t: (t, {}), places.whole)
     check(record, net, {"layers.1": "w0", "lstm": "w1"}, x, scale=2.0)
+    check(record, Counting(), {"layer": "w0"}, x)
+
+
+def test_an_export_runs_where_the_modules_are():
+    torch.manual_seed(0)
+    net = Nested()
+    net.head.append(nn.Dropout(0.3))
+    graph = check(export, net, NESTED, torch.randn(5, 8))
+    at = {worker: [] for worker in WORKERS}
+    for segment in graph.segments:
+        at[segment.worker] += [step.target.removeprefix("torch:ops.aten.") for step in segment.instructions]
+    # ``start``, block 0 twice, half of block 1; its other half and two blocks; the norm and what is left of the head.
+    assert at["w0"].count("linear.default") == 1 + 2 * 2 + 1
+    assert at["w1"].count("linear.default") == 1 + 2 * 2 + 1
+    assert at["me"].count("linear.default") == 1
+    assert {"batch_norm.default", "dropout.default", "add_.Tensor"} <= set(at["me"])
+    assert not [name for name in at["w0"] + at["w1"] if name.startswith("batch_norm")]
+
+
+def test_an_export_of_what_asks_for_shapes():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(NotSupported, match="used again"):
+        check(export, Shapes(), {"layers.1": "w0", "lstm": "w1"}, x, scale=2.0)
+    check(export, Counting(), {"layer": "w0"}, x)
+    with pytest.raises(NotSupported, match="Twice has a backward of its own"):
+        check(export, Custom(), {"a": "w0"}, torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("method", [capture, record, export])
+@pytest.mark.parametrize("late", [False, True])
+def test_writes_through_views_are_refused(method, late):
+    net = Views()
+    net.late = late
+    with pytest.raises(NotSupported, match=r"used again(.|\n)*x = x \+ y"):
+        check(method, net, {"layer": "w0"}, torch.randn(3, 8))
 
 
 @pytest.mark.parametrize("method", [capture, record])
@@ -211,9 +278,11 @@ def test_functions_with_a_backward_of_their_own(method):
     check(method, Custom(), {"a": "w0", "b": "w1"}, torch.randn(3, 8))
 
 
-def test_a_transformer_with_tied_weights():
+@pytest.mark.parametrize("method", [export, record])
+def test_a_transformer_with_tied_weights(method):
     torch.manual_seed(0)
     tokens = torch.randint(0, 11, (3, 6))
-    graph = check(record, Gpt(), {"tokens": "w0", "head": "w0", "body.layers.0": "w0", "body.layers.1": "w1"}, tokens)
+    graph = check(method, Gpt(), {"tokens": "w0", "head": "w0", "body.layers.0": "w0", "body.layers.1": "w1"}, tokens)
     targets = [step.target for segment in graph.segments for step in segment.instructions]
-    assert {"body.layers.0", "body.layers.1"} <= set(targets)
+    if method is record:
+        assert {"body.layers.0", "body.layers.1"} <= set(targets)
