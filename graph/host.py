@@ -243,5 +243,9 @@ class Tree(nn.Module):
             at: nn.Module = self
             for step in above:
                 at = at._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
-            tensors: Any = at._parameters if isinstance(part, nn.Parameter) else at._buffers
-            (at._modules if isinstance(part, nn.Module) else tensors)[name] = part
+            tables: list[tuple[type, Any]] = [
+                (nn.Module, at._modules),
+                (nn.Parameter, at._parameters),
+                (torch.Tensor, at._buffers),
+            ]
+            next(table for kind, table in tables if isinstance(part, kind))[name] = part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .graph.capture import TensorSpec, module_calls, skeleton
 from .graph.methods import METHODS, capture_by
-from .placing import join, own_tensors
+from .placing import Places, join, own_tensors
 from .transport import NotSupported
 
 _PASSES = 8
@@ -40,8 +41,8 @@ def auto_placement(
     ``by="bytes"``: parameters and buffers. ``by="time"``: seconds of forward and backward, measured here on ``inputs`` and
     ``kwargs`` with a copy of the model (median of 5). The order is that in which the forward calls the modules; of the
     registration where no trace can tell. Large modules are opened and their children distributed, as long as that makes
-    the heaviest run lighter by 5 %. Modules that share parameters stay together, where the first of them is. What lies
-    directly in an opened module stays with the caller, as ``wrap`` has it.
+    the heaviest run lighter by 5 %; what lies directly in an opened module goes with the first of them. Modules that share
+    parameters stay together, where the first of them is.
 
     The runs are found by dynamic programming over the linear partition problem. Raises ``ValueError`` for no workers, another
     ``by``, or ``by="time"`` without inputs.
@@ -72,7 +73,7 @@ def auto_placement(
             break
     least = min(heaviest for heaviest, _, _ in passes)
     _, homes, opened = next(found for found in passes if found[0] <= least * _GAIN)
-    return _compact(net, homes)
+    return _compact(net, _with_own_tensors(net, homes, opened))
 
 
 def partition(weights: Sequence[float], count: int) -> list[slice]:
@@ -273,6 +274,20 @@ def _fresh(leaf: Any) -> Any:
 
 
 # -- short keys
+
+
+def _with_own_tensors(net: nn.Module, homes: dict[str, str], opened: set[str]) -> dict[str, str]:
+    """Entries for opened modules that have tensors of their own, unless others share these."""
+    uses = Counter(id(t) for _, module in net.named_modules() for t in own_tensors(module).values())
+    for path in sorted(opened, key=lambda path: path.count(".")):
+        tensors = own_tensors(net.get_submodule(path)).values()
+        below = [unit for unit in homes if unit.startswith(path + ".")]
+        if tensors and below and all(uses[id(tensor)] == 1 for tensor in tensors):
+            entries = list(homes.items())
+            entries.insert(list(homes).index(below[0]), (path, homes[below[0]]))
+            homes = dict(entries)
+    # What lies below an entry goes with it.
+    return {unit: worker for unit, worker in homes.items() if Places(homes, "").placed(unit.rpartition(".")[0]) != worker}
 
 
 def _compact(net: nn.Module, homes: dict[str, str]) -> dict[str, str]:
