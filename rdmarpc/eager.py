@@ -44,7 +44,7 @@ class Eager:
         self.misses: Counter[str] = Counter()
         self._session, self._top, self._shape = session, top, shape
         self._seen: Counter[str] = Counter()
-        self._fetched: dict[int, torch.Tensor] = {}
+        self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
         session.caller.keep(PLANS)
 
@@ -54,6 +54,7 @@ class Eager:
         session.eager = self
         try:
             result = self._top.forward(*args, **kwargs)
+            self._check_fetched()
             self.steps += 1
             return result
         finally:
@@ -66,8 +67,10 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called by the forward that runs."""
+        if torch.is_autocast_enabled("cpu"):
+            raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        leaves = [self.value(leaf) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
+        leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
 
@@ -83,12 +86,22 @@ class Eager:
 
         return self._run(path, tensors, (constants, tree), build)
 
-    def value(self, parameter: RemoteParameter) -> torch.Tensor:
-        """A parameter that lies elsewhere in a cut module, as this forward computes with it."""
-        if id(parameter) not in self._fetched:
-            build = lambda: _attribute(self._shape(), parameter.path)  # noqa: E731
-            self._fetched[id(parameter)] = self._run(parameter.path, [], (), build)
-        return self._fetched[id(parameter)]
+    def fetch(self, path: str) -> torch.Tensor:
+        """A parameter or buffer that lies elsewhere, as this forward computes with it: its gradient goes back."""
+        if path not in self._fetched:
+            tensor = self._run(path, [], (), lambda: _attribute(self._shape(), path))
+            self._fetched[path] = (tensor, tensor._version)
+        return self._fetched[path][0]
+
+    def _check_fetched(self) -> None:
+        for path, (tensor, version) in self._fetched.items():
+            if tensor._version != version:
+                worker = self._session.places.owner(path)
+                raise NotSupported(
+                    f"the forward writes into {path!r}, which lives on worker {worker!r}; here it has a copy",
+                    peer=worker,
+                    hint="place the module whose forward writes as a whole",
+                )
 
     def _run(self, path: str, tensors: Sequence[torch.Tensor], rest: Any, build: Callable[[], Capture]) -> Any:
         caller = self._session.caller
@@ -142,5 +155,7 @@ def _attribute(model: nn.Module, path: str) -> Capture:
     graph = fx.Graph()
     node = graph.get_attr(path)
     output = graph.output(node)
-    value = model.get_parameter(path)
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name)
     return Capture(graph, {node: value, output: value}, {})

@@ -174,7 +174,7 @@ def _find(kind: type[Any], arguments: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf.owner.eager.value(leaf) if isinstance(leaf, RemoteParameter) else leaf
+    return leaf.owner.eager.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf
 
 
 def _harmless() -> frozenset[Any]:

@@ -46,21 +46,28 @@ def _give_away(shell: nn.Module, original: nn.Module, session: Session, home: st
         if name not in shell._parameters:
             shell._buffers.pop(name, None)
             vars(shell).pop(name, None)
-    vars(shell)["_away"] = Away(session, home, path, entries_of(original))
+    vars(shell)["_away"] = Away(session, home, path, original)
     shell.__class__ = type(type(original).__name__, (Shell, type(original)), {"__module__": type(original).__module__})
 
 
 class Away:
-    """Where the tensors of a shell are, and what they contribute to ``state_dict``."""
+    """Where the tensors of a shell are, their names, and what they contribute to ``state_dict``."""
 
-    def __init__(self, session: Session, worker: str, path: str, entries: dict[str, tuple[int, ...]]) -> None:
-        self.session, self.worker, self.path, self.entries = session, worker, path, entries
+    def __init__(self, session: Session, worker: str, path: str, original: nn.Module) -> None:
+        self.session, self.worker, self.path = session, worker, path
+        self.names, self.entries = frozenset(own_tensors(original)), entries_of(original)
 
 
 class Shell(nn.Module):
     """Mixed into the class of a cut module whose own tensors are at another worker."""
 
     _away: Away
+
+    def __getattr__(self, name: str) -> Any:
+        away = vars(self)["_away"]
+        if name in away.names and away.session.eager is not None:
+            return away.session.eager.fetch(join(away.path, name))
+        return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         away = self._away

@@ -58,9 +58,13 @@ class Body(nn.Module):
         super().__init__()
         self.cell, self.norm = nn.GRUCell(20, 20), nn.BatchNorm1d(20)
         self.gain = nn.Parameter(torch.ones(20))
+        self.register_buffer("start", torch.full((20,), 0.1))
+        self.writing = False
 
     def forward(self, x):
-        h, turns = torch.zeros_like(x), int(x[0, 0].abs() * 3) % 4 + 1
+        if self.writing:
+            self.start.add_(1)
+        h, turns = self.start.expand_as(x), int(x[0, 0].abs() * 3) % 4 + 1
         for _ in range(turns):
             h = self.norm(self.cell(x, h)) * self.gain
         return h + F.linear(x, self.cell.weight_hh[:20])
@@ -124,6 +128,12 @@ def loop() -> None:
             model(torch.zeros(0, 20))
     with pytest.raises(rpc.NotSupported, match="call the whole model"):
         model.head(x)
+    model.body.writing = True
+    with pytest.raises(rpc.NotSupported, match=r"writes into 'body.start', which lives on worker 'worker1'"):
+        model(x)
+    model.body.writing = False
+    with torch.autocast("cpu"), pytest.raises(rpc.NotSupported, match="autocast"):
+        model(x)
     assert_same_state(model, twin)
     model.close()
 

@@ -92,6 +92,38 @@ def transformers() -> None:
     model.close()
 
 
+class LanguageModel(nn.Module):
+    """State goes in and comes out, as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm, self.head = nn.Embedding(11, 8), nn.LSTM(8, 8, 2, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, tokens, state=None):
+        x, state = self.lstm(self.words(tokens), state)
+        return self.head(x), state
+
+
+def language() -> None:
+    model, twin = both(LanguageModel, {"words": "worker1", "lstm": "worker2", "head": "worker1"})
+    optimizers = [torch.optim.Adam(network.parameters(), 1e-2) for network in (model, twin)]
+    states: list[Any] = [None, None]
+    for tokens in torch.randint(0, 11, (4, 3, 7)):
+        losses = []
+        for at, (network, optimizer) in enumerate(zip((model, twin), optimizers)):
+            optimizer.zero_grad()
+            output, state = network(tokens[:, :-1], states[at])
+            states[at] = tuple(part.detach() for part in state)
+            losses.append(F.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item()
+    assert model.captured == "fx"
+    assert model.counters()["plans"] == 2
+    assert_same_state(model, twin)
+    model.close()
+
+
 class Dropping(nn.Module):
     """Dropout inside a cut module: as a module at one worker, and as a function where its input is."""
 
@@ -170,7 +202,7 @@ def sharing() -> None:
 
 
 def everything() -> None:
-    for scenario in (refusals, nested, sharing, dropout, transformers):
+    for scenario in (refusals, nested, sharing, dropout, language, transformers):
         torch.manual_seed(0)
         scenario()
 
