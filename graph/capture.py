@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
+from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -46,13 +47,14 @@ class TensorSpec:
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
     makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
-    its node made it. ``effects``: nodes that nothing uses, kept for what they do to buffers or generators. ``how``: what
-    made it."""
+    its node made it, ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what
+    they do to buffers or generators. ``how``: what made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
     written: frozenset[tuple[fx.Node, int]] = frozenset()
+    sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
     how: str = "fx"
 
@@ -142,10 +144,10 @@ def propagate(
     """Run a graph on fake tensors."""
     with mode_of(model), quiet():
         fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-        propagator = _Propagator(model, graph, constants or {})
+        propagator = _Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
     check_writes(graph, values)
-    return Capture(graph, values, constants or {}, propagator.written())
+    return Capture(graph, values, constants or {}, propagator.written(), propagator.sites())
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -242,13 +244,11 @@ def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
     buffers, under the same condition."""
     aliases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        storages = {
-            leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)
-        }
+        storages = {_storage(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
         if _writes(node):
             target = _written(node)
             tensor = values.get(target) if isinstance(target, fx.Node) else None
-            before = aliases.get(tensor.untyped_storage()._cdata, []) if isinstance(tensor, torch.Tensor) else []
+            before = aliases.get(_storage(tensor), []) if isinstance(tensor, torch.Tensor) else []
             lost = not node.users and not (before and before[0].op == "get_attr")
             if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
                 raise NotSupported(
@@ -257,6 +257,10 @@ def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
                 )
         for storage in storages:
             aliases.setdefault(storage, []).append(node)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
 def _written(node: fx.Node) -> Any:
@@ -328,32 +332,42 @@ class _Tracer(fx.Tracer):
 
 
 class _Propagator(fx.Interpreter):
-    def __init__(self, model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self._constants = constants
+        self._constants = constants or {}
+        self.allocations = Allocations(model)
         self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def fetch_attr(self, target: str) -> Any:
         return self._constants[target] if target in self._constants else super().fetch_attr(target)
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
-        self.run(*inputs)
+        with self.allocations:
+            self.run(*inputs)
         return dict(self.env) | self._outputs
 
     def written(self) -> frozenset[tuple[fx.Node, int]]:
         """See ``Capture``."""
         return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
+    def sites(self) -> dict[tuple[fx.Node, int], Site]:
+        """See ``Capture``."""
+        known = {(node, at): self.allocations.of(tensor) for node, at, tensor, _ in self._versions}
+        return {where: site for where, site in known.items() if site is not None}
+
     _outputs: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
+        self.allocations.at(n.name, place_of(n))
         with static(f"{n.op} {n.target!r}"), torch.set_grad_enabled(n.meta.get("grad", True)):
             result = super().run_node(n)
         check_result(f"{n.op} {n.target!r}", result)
         for at, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, torch.Tensor):
                 self._versions.append((n, at, leaf, leaf._version))
+        if n.op in ("placeholder", "get_attr") and isinstance(result, torch.Tensor):
+            self.allocations.note(result, Site(INPUT if n.op == "placeholder" else CONSTANT, str(n.target)))
         if n.op == "output":
             self._outputs = {n: result}
         return result

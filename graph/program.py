@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
@@ -114,6 +115,13 @@ def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     if isinstance(arguments, slice):
         return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
     return arguments
+
+
+def names_in(arguments: Any) -> list[str]:
+    """The names of all ``Ref`` among the arguments."""
+    names: list[str] = []
+    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
+    return names
 
 
 class Machine:

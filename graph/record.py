@@ -26,10 +26,10 @@ from .capture import (
     TensorSpec,
     annotate,
     check_result,
-    check_writes,
     custom_functions,
     finish,
     mode_of,
+    propagate,
     quiet,
     static,
     unchanged,
@@ -52,10 +52,11 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply), recorder:
             result = model.forward(*args, **kwargs)
         check_result(f"{type(model).__name__}.forward", result)
-        recorder.values[recorder.graph.output(recorder.arguments(result))] = result
+        recorder.graph.output(recorder.arguments(result))
     effects = finish(recorder.graph, model)
-    check_writes(recorder.graph, recorder.values)
-    return Capture(recorder.graph, recorder.values, recorder.constants, recorder.written(), effects, "fx, recorded")
+    found = propagate(model, recorder.graph, inputs, recorder.constants)
+    found.effects, found.how = effects, "fx, recorded"
+    return found
 
 
 _constants = itertools.count()  # names are unique in a process: models keep the constants of all their captures
@@ -68,12 +69,11 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 
 
 class _Recorder(TorchFunctionMode):
-    """``values`` and ``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive."""
+    """``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive."""
 
     def __init__(self, model: nn.Module, whole: Callable[[str], bool]) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.values: dict[fx.Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self._whole = whole
         self._paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
@@ -84,7 +84,6 @@ class _Recorder(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor):
                     self._attributes.setdefault(id(tensor), f"{name}.{key}" if name else key)
         self._nodes: dict[int, fx.Node] = {}
-        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
         self._kept: list[Any] = []
         self._scope = [""]
         self._inside = False
@@ -92,15 +91,8 @@ class _Recorder(TorchFunctionMode):
     def define(self, node: fx.Node, value: Any) -> None:
         """What this node gives, and all tensors in it."""
         annotate(node, self._scope[-1])
-        self.values[node] = value
         self._kept.append(value)
         self._define_leaves(node, value)
-        leaves = enumerate(pytree.tree_leaves(value))
-        self._versions += [(node, at, leaf, leaf._version) for at, leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def written(self) -> frozenset[tuple[fx.Node, int]]:
-        """See ``Capture``."""
-        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
     def _define_leaves(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -110,7 +102,6 @@ class _Recorder(TorchFunctionMode):
                 if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item)):
                     picked = self.graph.call_function(operator.getitem, (node, key))
                     annotate(picked, self._scope[-1])
-                    self.values[picked] = item
                     self._define_leaves(picked, item)
 
     def arguments(self, arguments: Any) -> Any:
@@ -125,7 +116,6 @@ class _Recorder(TorchFunctionMode):
                 path = f"_tensor_constant_{next(_constants)}"
                 self.constants[path] = tensor
             node = self.graph.get_attr(path)
-            self.values[node] = tensor
             self._kept.append(tensor)
             self._nodes[id(tensor)] = node
         return self._nodes[id(tensor)]

@@ -19,9 +19,11 @@ from .eager import Eager, Miss
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, skeleton
+from .graph.describe import Transfers, describe
 from .graph.host import Mode, Tree
 from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
+from .graph.sites import input_names, name_inputs
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_in
@@ -316,8 +318,9 @@ class WrappedModel(nn.Module):
             return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        methods = METHODS[self.__dict__["_capture"]]
-        found, refused = capture_by(methods, self._skeleton(), specs, join, session.places.whole)
+        methods, shape = METHODS[self.__dict__["_capture"]], self._skeleton()
+        found, refused = capture_by(methods, shape, specs, join, session.places.whole)
+        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         self.__dict__["_captured"] = "\n".join([found.how, *refused])
         session._constants.update(found.constants)
         graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
@@ -337,7 +340,17 @@ class WrappedModel(nn.Module):
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up; empty before the first step."""
-        return "\n\n".join(str(placement) for placement in self.__dict__["_rdmarpc"].caller.placements())
+        return "\n\n".join(plan.table() for plan in self.transfers())
+
+    def transfers(self) -> list[Transfers]:
+        """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
+        session: Session = self.__dict__["_rdmarpc"]
+        parameters: dict[str, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters():
+                home = parameter.worker if isinstance(parameter, RemoteParameter) else session.agent.name
+                parameters[home] = parameters.get(home, 0) + parameter.numel() * parameter.element_size()
+        return [describe(placement, parameters) for placement in session.caller.placements()]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
