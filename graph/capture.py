@@ -165,39 +165,45 @@ def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
 
 
 def _has_effects(module: nn.Module) -> bool:
-    return any(
-        part.training and (part._buffers or getattr(part, "p", 0) or getattr(part, "dropout", 0)) for part in module.modules()
-    )
+    def acts(part: nn.Module) -> bool:
+        chances = (getattr(part, "p", 0), getattr(part, "dropout", 0))
+        return part.training and bool(part._buffers or any(isinstance(chance, float) and chance for chance in chances))
+
+    return any(map(acts, module.modules()))
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
-    """Refuse a forward that sets attributes of the modules that are traced through: a trace sets them once, and to nothing."""
+    """Refuse a forward that sets attributes of the modules that are traced through: a trace sets them once, and to nothing.
+    They get what they had back."""
     cut = [(name, module) for name, module in model.named_modules() if not name or not whole(name)]
-    before = [(dict(vars(m)), dict(m._buffers), dict(m._parameters)) for _, m in cut]
+    before = [(dict(vars(m)), dict(m._buffers), dict(m._parameters), dict(m._modules)) for _, m in cut]
     changed = None
     try:
         yield
     finally:
-        for (name, module), (attributes, buffers, parameters) in zip(cut, before):
-            now = {**vars(module), **module._buffers, **module._parameters}
-            then = {**attributes, **buffers, **parameters}
+        for (name, module), (attributes, *tables) in zip(cut, before):
+            now, then = dict(vars(module)), dict(attributes)
+            for table, old in zip((module._buffers, module._parameters, module._modules), tables):
+                now.update(table)
+                then.update(old)
+                table.clear()
+                table.update(old)
             for key, value in now.items():
-                if then.get(key, module) is not value and not key.startswith("_tensor_constant"):
+                own = key.startswith("_tensor_constant") or (key == "_flat_weights" and isinstance(module, nn.RNNBase))
+                if then.get(key, module) is not value and not own:
                     changed = changed or (name, key)
-            constants = {key: value for key, value in vars(module).items() if key.startswith("_tensor_constant")}
             vars(module).clear()
-            vars(module).update(attributes | constants)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._parameters.clear()
-            module._parameters.update(parameters)
+            vars(module).update(attributes | {key: now[key] for key in now if key.startswith("_tensor_constant")})
     if changed:
-        where = changed[0] or type(model).__name__
-        raise NotSupported(
-            f"the forward of {where} sets its attribute {changed[1]!r}, which is cut between workers",
-            hint="keep what changes inside of a part that lies at one worker",
-        )
+        raise sets_attribute(changed[0] or type(model).__name__, changed[1])
+
+
+def sets_attribute(where: str, name: str) -> NotSupported:
+    return NotSupported(
+        f"the forward of {where} sets its attribute {name!r}, which a trace would do once and for all",
+        hint="keep what changes inside of a part that lies at one worker",
+    )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from .capture import (
     mode_of,
     propagate,
     quiet,
+    sets_attribute,
     unchanged,
 )
 
@@ -41,7 +43,7 @@ def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
         with mode_of(model):
             fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
         args, kwargs = join(*fakes)
-        program = _exported(model, args, kwargs, whole)
+        program = _exported(model, args, kwargs)
         lowered = _Lowered(program, pytree.tree_leaves((args, kwargs)))
         effects = finish(lowered.graph, model)
         found = propagate(model, lowered.graph, inputs, lowered.constants)
@@ -49,15 +51,38 @@ def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
         return found
 
 
-def _exported(model: nn.Module, args: Any, kwargs: Any, whole: Callable[[str], bool]) -> ExportedProgram:
+def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
     reasons = []
     for strict in (False, True):
         try:
-            with unchanged(model, whole), custom_functions(_refuse), _silent():
-                return torch.export.export(model, args, kwargs, strict=strict)
+            with unchanged(model, lambda path: False), custom_functions(_refuse), _silent(), _assignments(model) as assigned:
+                program = torch.export.export(model, args, kwargs, strict=strict)
+            if assigned:
+                raise sets_attribute(*assigned[0])
+            return program
         except Exception as error:  # it raises whatever its parts do
             reasons.append(f"{'strict' if strict else 'not strict'}: {first_line(error)}")
     raise NotSupported(f"torch.export of {type(model).__name__} failed, " + "; ".join(reasons))
+
+
+@contextlib.contextmanager
+def _assignments(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Attributes (module, name) that the forward sets to anything but tensors; an export puts back what they were."""
+    thread, original = threading.get_ident(), nn.Module.__setattr__
+    paths = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    found: list[tuple[str, str]] = []
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        plain = not isinstance(value, (torch.Tensor, nn.Module)) and name != "_flat_weights"
+        if threading.get_ident() == thread and plain and module in paths and vars(module).get(name, module) is not value:
+            found.append((paths[module], name))
+        original(module, name, value)
+
+    nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

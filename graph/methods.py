@@ -18,25 +18,24 @@ def capture_by(
     methods: tuple[str, ...], model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]
 ) -> tuple[Capture, list[str]]:
     """The first of these methods that works, and why those before it did not, one line each. See ``capture``; if none works,
-    ``Uncaptured``."""
+    ``Uncaptured``, also where that is the model's own fault: some of what fake tensors cannot do looks the same."""
     refused: list[str] = []
-    error: NotSupported | None = None
+    error: Exception | None = None
     for method in methods:
         try:
             return _METHODS[method](model, inputs, join, whole), refused
-        except NotSupported as raised:
+        except Exception as raised:
             refused.append(f"{method}: {first_line(raised)}")
             error = raised
-    raise Uncaptured(refused, error)
+    raise Uncaptured(refused, error) from error
 
 
 class Uncaptured(NotSupported):
-    """No method worked. ``refused`` has the reasons."""
+    """No method worked. ``refused`` has the reasons, ``error`` is the last."""
 
-    def __init__(self, refused: list[str], error: NotSupported | None) -> None:
-        self.refused = refused
-        super().__init__("\n".join(refused) or "the forward is not captured", hint=error.hint if error else "")
-        self.__cause__ = error
+    def __init__(self, refused: list[str], error: Exception | None) -> None:
+        self.refused, self.error = refused, error
+        super().__init__("\n".join(refused) or "the forward is not captured", hint=getattr(error, "hint", ""))
 
 
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:

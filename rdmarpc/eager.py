@@ -24,7 +24,7 @@ from .transport import NotSupported
 if TYPE_CHECKING:
     from .session import Session
 
-PLANS = 256
+PLANS = 128
 """How many calls are kept set up, at least."""
 
 
@@ -81,7 +81,7 @@ class Eager:
         def build() -> Capture:
             try:
                 return capture_call(self._shape(), path, specs_of(tensors), join)
-            except NotSupported:
+            except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
 
         return self._run(path, tensors, (constants, tree), build)
@@ -105,9 +105,10 @@ class Eager:
 
     def _run(self, path: str, tensors: Sequence[torch.Tensor], rest: Any, build: Callable[[], Capture]) -> Any:
         caller = self._session.caller
-        nth = self._seen[path]
-        self._seen[path] += 1
         grads = torch.is_grad_enabled()
+        # Without a backward a call is over when it returns, and the next one may use its slots.
+        nth = self._seen[path] if grads else 0
+        self._seen[path] += 1
         given = tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors])
 
         def new() -> TransferGraph:

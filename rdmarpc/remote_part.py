@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,9 @@ from .transport import NotSupported
 
 if TYPE_CHECKING:
     from .session import Session
+
+
+_SETTINGS = (bool, int, float, str, torch.dtype)
 
 
 class RemotePart(nn.Module):
@@ -27,11 +30,20 @@ class RemotePart(nn.Module):
         self._version = original._version
         self._kind, self._session, self._worker, self._path = type(original).__name__, session, worker, path
         self._entries = entries_of(original)
+        # Settings, for an eager forward that asks for them.
+        plain = {k: v for k, v in vars(original).items() if isinstance(v, _SETTINGS) and not k.startswith("_")}
+        self.__dict__.update({key: value for key, value in plain.items() if key not in self.__dict__})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._session.eager is None:
             raise self._refuse("call the whole model; a single part cannot be called from here")
         return self._session.eager.call(self._path, args, kwargs)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
+
+    def __getitem__(self, at: int) -> nn.Module:
+        return list(self.children())[at]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The owner's values, as of all the steps before."""
@@ -130,6 +142,6 @@ def mirror(original: nn.Module, session: Session, worker: str, path: str, made: 
         if child is None:
             part._modules[name] = None
         else:
-            found = made.get(id(child)) or mirror(child, session, worker, f"{path}.{name}", made)
-            part._modules[name] = found
+            known = id(child) in made
+            part._modules[name] = made[id(child)] if known else mirror(child, session, worker, f"{path}.{name}", made)
     return part

@@ -26,7 +26,7 @@ from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
-from .shell import stand_in
+from .shell import stand_ins
 from .transport import NotSupported, RdmaError
 
 
@@ -88,8 +88,7 @@ class Session:
         packed = {worker: _parts.Packed(parts) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
-        made: dict[int, Any] = {}
-        self.stand_in = stand_in(net, self, places, "", made)
+        self.stand_in, made = stand_ins(net, self, places)
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
         for worker, parts in remote.items():
@@ -282,21 +281,26 @@ class WrappedModel(nn.Module):
             plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
         except Uncaptured as error:
             if self.__dict__["_capture"] not in ("auto", "eager"):
-                raise
-            self.__dict__["_captured"] = "\n".join(["eager", *error.refused])
-            session.runner = Eager(session, session.stand_in, self._skeleton)
-            return self._eagerly(args, kwargs)
+                raise error if error.error is None or isinstance(error.error, NotSupported) else error.error from None
+            refused = error.refused
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
-        return session.caller.forward(plan, tensors, mode)
+        else:
+            return session.caller.forward(plan, tensors, mode)
+        return self._eagerly(args, kwargs, refused)
 
-    def _eagerly(self, args: Any, kwargs: Any) -> Any:
+    def _eagerly(self, args: Any, kwargs: Any, refused: Sequence[str] = ()) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
-        assert session.runner is not None
         session.stand_in.training = self.training
-        return session.runner.forward(args, kwargs)
+        if session.runner is not None:
+            return session.runner.forward(args, kwargs)
+        # If this fails, it was the input that was wrong: the next one may be captured.
+        runner = Eager(session, session.stand_in, self._skeleton)
+        result = runner.forward(args, kwargs)
+        session.runner, self.__dict__["_captured"] = runner, "\n".join(["eager", *refused])
+        return result
 
     def _skeleton(self) -> nn.Module:
         """The model without data, under the present flags."""

@@ -8,12 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .placing import Places, join, own_tensors
-from .remote_part import entries_of, mirror, take_entries
+from .remote_part import RemotePart, entries_of, mirror, take_entries
 
 if TYPE_CHECKING:
     from .session import Session
+
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Never called: what uses them looks inside."""
+
+
+def stand_ins(net: nn.Module, session: Session, places: Places) -> tuple[nn.Module, dict[int, Any]]:
+    """The stand-in of a whole model, and those of all its modules and parameters by ``id`` of the originals."""
+    made: dict[int, Any] = {}
+    top = stand_in(net, session, places, "", made)
+    for module in net.modules():
+        shell = made.get(id(module), module)
+        if shell is not module and not isinstance(shell, RemotePart):
+            # Modules that it also keeps in a list of its own, say.
+            for key, value in vars(shell).items():
+                if key not in _TABLES and isinstance(value, (nn.Module, list, tuple, dict)):
+                    vars(shell)[key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+    return top, made
 
 
 def stand_in(original: nn.Module, session: Session, places: Places, path: str, made: dict[int, Any]) -> nn.Module:
@@ -22,7 +42,7 @@ def stand_in(original: nn.Module, session: Session, places: Places, path: str, m
     if id(original) in made:
         return made[id(original)]
     home = places.owner(path)
-    if path and places.whole(path):
+    if path and places.whole(path) and not (isinstance(original, _LISTS) and home != places.caller):
         if home != places.caller:
             return mirror(original, session, home, path, made)
         made[id(original)] = original

@@ -105,6 +105,55 @@ def experts() -> None:
     model.close()
 
 
+class Listing(nn.Module):
+    """A list of modules that are in no list of torch's, a whole list at one worker, a sequence that is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.many = nn.Linear(20, 20), nn.ModuleList([nn.Linear(20, 20), nn.Tanh()])
+        self.row, self.gains = nn.Sequential(nn.Linear(20, 4), nn.Tanh()), nn.ParameterList([torch.ones(20)])
+        self.order = [self.a, {"row": self.row}]
+
+    def forward(self, x):
+        x = self.order[0](x) * self.gains[0]
+        for module in self.many if x.sum() > -1e9 else []:
+            x = module(x)
+        assert self.a.in_features == 20
+        return self.order[1]["row"][1](self.order[1]["row"][0](x))
+
+
+def listing() -> None:
+    placement = {"a": "worker1", "many": "worker2", "row": "worker1", "gains": "worker2"}
+    model, twin = both(Listing, placement)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    train_both(model, twin, batches(3, 6, 20), lambda p: torch.optim.SGD(p, 0.1))
+    assert model.captured.startswith("eager")
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 20)), twin(torch.ones(2, 20)))
+    model.close()
+
+
+class Numpy(nn.Module):
+    """Leaves torch, in a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 4)
+
+    def forward(self, x):
+        return self.layer(x) * float(x.detach().numpy().mean())
+
+
+def numpy() -> None:
+    model, twin = both(lambda: nn.Sequential(Numpy(), nn.Linear(4, 4)), {"0": "worker1"})
+    with pytest.raises((RuntimeError, rpc.NotSupported), match=r"cannot be multiplied|reduction dim"):
+        model(torch.zeros(2, 3))
+    assert model.captured == ""
+    train_both(model, twin, batches(3, 6, 20), lambda p: torch.optim.SGD(p, 0.1))
+    assert model.captured.startswith("eager")
+    model.close()
+
+
 def loop() -> None:
     model, twin = both(Loop, {"body": "worker1", "body.norm": "worker2", "head": "worker2"}, capture="eager")
     data = batches(8, 6, 20)
@@ -213,7 +262,7 @@ def choices() -> None:
 
 
 def everything() -> None:
-    for scenario in (choices, shapes, looking, experts, loop):
+    for scenario in (choices, shapes, looking, experts, listing, numpy, loop):
         torch.manual_seed(0)
         scenario()
 

@@ -264,6 +264,41 @@ def test_an_export_of_what_asks_for_shapes():
         check(export, Custom(), {"a": "w0"}, torch.randn(3, 8))
 
 
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = Counted(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_forwards_that_set_attributes_are_refused():
+    for method in (capture, record, export):
+        net = Remembering()
+        shape = skeleton(net)
+        for _ in range(2):
+            with pytest.raises(NotSupported, match="attribute 'calls'"):
+                method(shape, [TensorSpec((2, 8), torch.float32)], lambda x: ((x,), {}))
+            assert shape.calls == 0
+    # Inside of a whole part only an export would not see it.
+    net = nn.Sequential(Counted(), nn.Linear(8, 8))
+    check(capture, net, {"0": "w0"}, torch.randn(2, 8))
+    with pytest.raises(NotSupported, match="forward of 0 sets its attribute 'calls'"):
+        check(export, net, {"0": "w0"}, torch.randn(2, 8))
+
+
 @pytest.mark.parametrize("method", [capture, record, export])
 @pytest.mark.parametrize("late", [False, True])
 def test_writes_through_views_are_refused(method, late):
