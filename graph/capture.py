@@ -30,13 +30,14 @@ from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
+from .sizes import Number, Sizes, depends_on_data
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before the step."""
+    """What is known of a tensor before the step; unknown dimensions are ``FREE``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,13 +47,14 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
-    its node made it, ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what
-    they do to buffers or generators. ``how``: what made it."""
+    makes without any input. ``sizes`` says which sizes in ``values`` are for good. ``written`` has (node, number of the leaf)
+    of every tensor that is written in place after its node made it, ``sites`` who allocated the storage of that leaf.
+    ``effects``: nodes that nothing uses, kept for what they do to buffers or generators. ``how``: what made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    sizes: Sizes
     written: frozenset[tuple[fx.Node, int]] = frozenset()
     sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
@@ -69,7 +71,11 @@ Join = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def capture(
-    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Join,
+    sizes: Sizes | None = None,
+    whole: Callable[[str], bool] = lambda path: True,
 ) -> Capture:
     """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone,
     ``whole(path)`` says whether a module is one operation.
@@ -79,7 +85,7 @@ def capture(
     itself (wrong shapes) come as they are. What contributes to no output and changes nothing is not part of the capture.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return _symbolic(model, inputs, join, whole)
+        return _symbolic(model, inputs, join, sizes, whole)
 
 
 def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> Capture:
@@ -123,7 +129,9 @@ def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], boo
             raise Untraceable(f"{type(model).__name__}.forward cannot be traced: {first_line(error)}", hint=_HINT) from error
 
 
-def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+def _symbolic(
+    model: nn.Module, inputs: list[TensorSpec], join: Join, sizes: Sizes | None, whole: Callable[[str], bool]
+) -> Capture:
     graph = _trace(model, len(inputs), join, whole)
     constants = {
         str(node.target): getattr(model, str(node.target))
@@ -133,21 +141,28 @@ def _symbolic(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Cal
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
     effects = finish(graph, model)
-    found = propagate(model, graph, inputs, constants)
+    found = propagate(model, graph, inputs, constants, sizes)
     found.effects = effects
     return found
 
 
 def propagate(
-    model: nn.Module, graph: fx.Graph, inputs: list[TensorSpec], constants: dict[str, torch.Tensor] | None = None
+    model: nn.Module,
+    graph: fx.Graph,
+    inputs: list[TensorSpec],
+    constants: dict[str, torch.Tensor] | None = None,
+    sizes: Sizes | None = None,
 ) -> Capture:
     """Run a graph on fake tensors."""
-    with mode_of(model), quiet():
-        fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
+    sizes = sizes or Sizes()
+    with sizes.under(mode_of(model)), quiet():
+        fakes = sizes.inputs([spec.shape for spec in inputs], [spec.dtype for spec in inputs])
+        for fake, spec in zip(fakes, inputs):
+            fake.requires_grad_(spec.requires_grad)
         propagator = _Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
     check_writes(graph, values)
-    return Capture(graph, values, constants or {}, propagator.written(), propagator.sites())
+    return Capture(graph, values, constants or {}, sizes, propagator.written(), propagator.sites())
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -384,9 +399,14 @@ def static(what: str) -> Iterator[None]:
     """``NotSupported`` instead of what fake tensors say when they are asked for their values."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+        depends_on_data(),
+    ) as error:
         raise NotSupported(
-            f"{what} cannot be captured, its result's shape or control flow depends on data: {error}",
+            f"{what} cannot be captured, its result's shape or control flow depends on data: {first_line(error)}",
             hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
             "choosing by value",
         ) from error
@@ -395,7 +415,7 @@ def static(what: str) -> Iterator[None]:
 def check_result(what: str, result: Any) -> None:
     """``NotSupported`` for a result that is made of more than tensors and constants."""
     for leaf in pytree.tree_leaves(result):
-        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
+        if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS)) and leaf is not None:
             raise NotSupported(
                 f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",
                 hint="tensors in tuples, lists and dicts can",

@@ -87,8 +87,11 @@ def _assignments(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    # An export that fails prints its graph so far, to the standard streams.
+    import torch._dynamo.config  # takes long
+
+    # An export that fails prints its graph so far, to the standard streams. What it makes of numpy has other bits.
     with (
+        torch._dynamo.config.patch(trace_numpy=False),
         quiet(),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),

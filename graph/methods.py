@@ -30,17 +30,17 @@ def capture_by(
     raise Uncaptured(refused, error) from error
 
 
-class Uncaptured(NotSupported):
+class Uncaptured(Exception):
     """No method worked. ``refused`` has the reasons, ``error`` is the last."""
 
     def __init__(self, refused: list[str], error: Exception | None) -> None:
         self.refused, self.error = refused, error
-        super().__init__("\n".join(refused) or "the forward is not captured", hint=getattr(error, "hint", ""))
+        super().__init__("\n".join(refused) or "the forward is not captured")
 
 
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
     try:
-        return capture(model, inputs, join, whole)
+        return capture(model, inputs, join, whole=whole)
     except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
         return record(model, inputs, join, whole)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from .graph.analyze import TransferGraph, analyze
 from .graph.capture import Capture, TensorSpec, capture_call, mode_of
+from .graph.sizes import Sizes
 from .remote_parameter import RemoteParameter
+from .signature import Miss
 from .transport import NotSupported
 
 if TYPE_CHECKING:
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
 
 PLANS = 128
 """How many calls are kept set up, at least."""
-
-
-class Miss(NamedTuple):
-    """``count`` calls that were captured and set up in the middle of the training, because of ``what``."""
-
-    what: str
-    count: int  # type: ignore[assignment]
 
 
 class Eager:
@@ -141,7 +136,7 @@ class Eager:
         with mode_of(self._shape()):
             fakes = [_fake(spec) for spec in specs_of(tensors)]
             result = pytree.tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, TensorSpec) else leaf, found)
-        return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, how="probe")
+        return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, Sizes(), how="probe")
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
@@ -159,4 +154,4 @@ def _attribute(model: nn.Module, path: str) -> Capture:
     value: Any = model
     for name in path.split("."):
         value = getattr(value, name)
-    return Capture(graph, {node: value, output: value}, {})
+    return Capture(graph, {node: value, output: value}, {}, Sizes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,20 @@ from . import agent as _agent
 from . import parts as _parts
 from . import remote_optimizer
 from .agent import Agent
-from .eager import Eager, Miss
+from .eager import Eager
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
-from .graph.capture import TensorSpec, skeleton
+from .graph.capture import TensorSpec, capture, skeleton
 from .graph.describe import Transfers, describe
 from .graph.host import Mode, Tree
 from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
+from .graph.sizes import Sizes
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_ins
+from .signature import Miss, Signatures
 from .transport import NotSupported, RdmaError
 
 
@@ -47,15 +49,15 @@ def wrap(
     does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
     own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
     ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
-    seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
+    seconds that a step may wait for a worker; ``plans``: captures kept set up.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
-    new input shapes. Dropout and other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the
-    forward, where its Python looks at shapes on tensors without data; ``"export"`` takes the operations that ``torch.export``
-    finds, also inside of parts; ``"eager"`` runs the forward here in every step, also where its way depends on values, and
-    every remote part that it calls is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and
-    ``model.captured`` says which.
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
+    input shapes are captured again once for all, or each for itself when they come again (``model.misses()``). Dropout and
+    other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the forward, where its Python looks at
+    shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
+    ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
+    is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.
@@ -99,7 +101,7 @@ class Session:
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
-        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path))
+        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path), list(net.parameters()))
         self._constants: dict[str, torch.Tensor] = {}
         try:
             self._caller = Caller(
@@ -117,6 +119,7 @@ class Session:
         except BaseException:
             self._close_parts()
             raise
+        self.signatures = Signatures(self._caller)
         station = weakref.WeakMethod(self._caller.station.lost)  # the agent outlives the model
 
         def lost(worker: str, error: RdmaError) -> None:
@@ -217,8 +220,11 @@ class Session:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
         totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        totals["misses"], totals["dynamic_reads"] = self.signatures.misses, 0
+        totals.update(self.caller.station.counts)
         if self.runner is not None:
             totals["steps"] += self.runner.steps - self.runner.calls
+            totals["misses"] += self.runner.misses.total()
         if everywhere and not self.closed:
             before = self.agent.counters()["rpc_messages"]
             for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
@@ -269,19 +275,25 @@ class WrappedModel(nn.Module):
         mode = session.mode()
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            signature = (
+            shapes = tuple([t.shape for t in tensors])
+            family = (
                 self.training,
                 tuple([module.training for module in self.__dict__["_cut"]]),
-                tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors]),
+                tuple([(t.dim(), t.dtype, t.requires_grad and grads) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
                 tree,
             )
         try:
-            plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+            plan = session.signatures.plan(
+                family,
+                shapes,
+                lambda sizes: self._build(tensors, leaves, tree, sizes),
+                lambda: input_names(self.__dict__["_original"], _joined(leaves, tree), len(tensors)),
+            )
         except Uncaptured as error:
             if self.__dict__["_capture"] not in ("auto", "eager"):
-                raise error if error.error is None or isinstance(error.error, NotSupported) else error.error from None
+                raise error.error or error from None
             refused = error.refused
         except TypeError as error:
             if "unhashable" not in str(error):
@@ -313,19 +325,20 @@ class WrappedModel(nn.Module):
             parameter.requires_grad_(flags[name].requires_grad)
         return shape
 
-    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, sizes: Sizes) -> TransferGraph:
         session: Session = self.__dict__["_rdmarpc"]
 
-        def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            left = iter(given)
-            filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
-
+        join = _joined(leaves, tree)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        methods, shape = METHODS[self.__dict__["_capture"]], self._skeleton()
-        found, refused = capture_by(methods, shape, specs, join, session.places.whole)
+        methods, shape, whole = METHODS[self.__dict__["_capture"]], self._skeleton(), session.places.whole
+        if sizes.varying or not sizes.known:
+            if "fx" not in methods:
+                raise NotSupported("an export knows sizes only as numbers")
+            found = capture(shape, specs, join, sizes, whole)
+        else:
+            found, refused = capture_by(methods, shape, specs, join, whole)
+            self.__dict__["_captured"] = "\n".join([found.how, *refused])
         found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
-        self.__dict__["_captured"] = "\n".join([found.how, *refused])
         session._constants.update(found.constants)
         graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
         graph.constants = {}  # they stay here
@@ -337,13 +350,8 @@ class WrappedModel(nn.Module):
         Empty before the first step."""
         return self.__dict__["_captured"]
 
-    def misses(self) -> list[Miss]:
-        """Calls of remote parts that were new after the first forward of a model that runs eagerly, the most frequent first."""
-        session: Session = self.__dict__["_rdmarpc"]
-        return session.runner.missed() if session.runner is not None else []
-
     def placement_table(self) -> str:
-        """What crosses, for each set of input shapes that is set up; empty before the first step."""
+        """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
         return "\n\n".join(plan.table() for plan in self.transfers())
 
     def transfers(self) -> list[Transfers]:
@@ -358,8 +366,15 @@ class WrappedModel(nn.Module):
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
-        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``."""
+        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``,
+        ``misses`` (see there), ``dynamic_reads`` and, per value that dynamic edges had to copy, ``bytes_staged[NAME]``."""
         return self.__dict__["_rdmarpc"].counters(everywhere)
+
+    def misses(self) -> list[Miss]:
+        """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
+        they ran over dynamic edges. In a model that runs eagerly, calls of parts that were new after the first forward."""
+        session: Session = self.__dict__["_rdmarpc"]
+        return session.signatures.missed() + (session.runner.missed() if session.runner is not None else [])
 
     def production(self) -> dict[str, str]:
         """For each large tensor that other workers make and send: the operation that writes it straight into its slot at the
@@ -376,6 +391,17 @@ class WrappedModel(nn.Module):
     def close(self) -> None:
         """Free the parts and slots at every worker. Idempotent."""
         self.__dict__["_rdmarpc"].close()
+
+
+def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """See ``capture``: what gives the arguments of the forward, with other tensors in the place of those among ``leaves``."""
+
+    def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+
+    return join
 
 
 def _attribute(constants: Mapping[str, torch.Tensor], net: nn.Module, path: str) -> Any:

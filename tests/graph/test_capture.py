@@ -189,7 +189,7 @@ def check(
     for training in (False, True):
         net.train(training)
         twin = copy.deepcopy(net)
-        found = method(skeleton(net), specs_of(list(inputs)), lambda *t: (t, kwargs), places.whole)
+        found = method(skeleton(net), specs_of(list(inputs)), lambda *t: (t, kwargs), whole=places.whole)
         graph = cut(found, places)
         for _ in range(2):
             torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_shapes_are_known_when_the_forward_is_recorded():
     net, x = Shapes(), torch.randn(4, 8, requires_grad=True)
     places = resolve(net, {"layers.1": "w0", "lstm": "w1"}, "me", WORKERS)
     with pytest.raises(Untraceable):
-        capture(skeleton(net), specs_of([x]), lambda *t: (t, {}), places.whole)
+        capture(skeleton(net), specs_of([x]), lambda *t: (t, {}), whole=places.whole)
     check(record, net, {"layers.1": "w0", "lstm": "w1"}, x, scale=2.0)
     check(record, Counting(), {"layer": "w0"}, x)
 
