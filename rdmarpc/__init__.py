@@ -34,6 +34,7 @@ from .transport import (
 )
 
 if TYPE_CHECKING:
+    from .balance import auto_placement
     from .session import wrap
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "api",
+    "auto_placement",
     "autograd",
     "constants",
     "counters",
@@ -82,9 +84,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Wrapping models needs all of ``graph``; a program that only calls need not wait for it.
-    if name != "wrap":
+    if name not in ("auto_placement", "wrap"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .balance import auto_placement
     from .session import wrap
 
-    globals()["wrap"] = wrap
-    return wrap
+    globals().update(wrap=wrap, auto_placement=auto_placement)
+    return globals()[name]
