@@ -34,6 +34,7 @@ from .transport import (
 )
 
 if TYPE_CHECKING:
+    from .served import serve
     from .session import wrap
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "timeline",
     "transport",
@@ -81,10 +83,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Wrapping models needs all of ``graph``; a program that only calls need not wait for it.
-    if name != "wrap":
+    # Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it.
+    if name == "wrap":
+        from .session import wrap as found
+    elif name == "serve":
+        from .served import serve as found  # type: ignore[assignment]
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .session import wrap
-
-    globals()["wrap"] = wrap
-    return wrap
+    globals()[name] = found
+    return found
