@@ -196,6 +196,8 @@ class Transformer(nn.Module):
     def __init__(self, symbols: int = 8192, width: int = 256, blocks: int = 12) -> None:
         super().__init__()
         self.symbol, self.place = nn.Embedding(symbols, width), nn.Embedding(256, width)
+        for table in (self.symbol, self.place):
+            nn.init.normal_(table.weight, std=0.02)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, blocks, nn.LayerNorm(width), enable_nested_tensor=False)
         self.output = nn.Linear(width, symbols, bias=False)
