@@ -21,7 +21,7 @@ import torch
 from ..transport import PeerLost, RdmaError
 from .command import DISCARD, Command, WorkerError, unpadded
 from .flow import Flow
-from .header import DONE, ERROR, NONE, Header
+from .header import DONE, ERROR, NONE, SHARED, Header
 from .outlet import Outlet
 from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
 from .program import Machine
@@ -183,7 +183,7 @@ class Executor(threading.Thread):
             self._runs[header.sequence] = run
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
-        run.arrived(inlet.edge.value, take(slot, header), header.commands)
+        run.arrived(inlet.edge.value, take(slot, header), header.commands, bool(header.flags & SHARED))
 
     def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         run = self._runs.get(header.sequence)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
+from .production import MIN_BYTES, Production
 from .program import Segment
 from .station import Fittings
 
@@ -40,6 +41,7 @@ class Flow:
         self.segments = {segment.number: segment for segment in graph.segments if segment.worker == worker}
         self.backwards = sum(segment.backward for segment in self.segments.values())
         self.routes: dict[str, Route] = {}
+        self._productions: dict[tuple[int, int, bool], Production | None] = {}
         for name, value in graph.values.items():
             users = [self.segments[number] for number in value.consumers if number in self.segments]
             producer = self.segments.get(value.producer)
@@ -63,6 +65,29 @@ class Flow:
                 users = [at for at in consumers if self.graph.segments[at].worker == inlet.edge.source]
                 sources.append((max(users), number))
         return sources
+
+    def production(self, segment: Segment, mode: int, grad: bool) -> Production | None:
+        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place."""
+        key = (segment.number, mode, grad)
+        if key not in self._productions:
+            outlets = {}
+            for name in segment.outputs:
+                sends = [outlet for outlet in self.routes[name].sends if outlet.mapped]
+                value = self.graph.values[name]
+                if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
+                    outlets[name] = sends[0]
+            self._productions[key] = Production(outlets, hooks=True) if outlets else None
+        return self._productions[key]
+
+    def notes(self) -> dict[str, str]:
+        """Value -> where it is made, or why it is copied (see ``Production``)."""
+        return {name: note for made in self._productions.values() if made for name, note in made.notes.items()}
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for production in self._productions.values():
+            if production is not None:
+                production.close()
 
     def source_of(self, name: str, edge: int) -> Source:
         """The contribution that a gradient edge brings."""

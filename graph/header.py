@@ -17,6 +17,9 @@ ERROR = 4
 DONE = 8
 """A report: this worker has finished the backward of ``sequence``."""
 
+SHARED = 16
+"""The sender still reads the payload where it landed (for its backward): nobody may write into it."""
+
 
 class Header(NamedTuple):
     edge: int

@@ -71,6 +71,7 @@ class Run:
         self.commands = header.commands
         self._values: dict[str, torch.Tensor] = {}
         self._users_left: dict[str, int] = {}
+        self._shared: set[str] = set()
         self._stages: dict[int, _Stage] = {}
         self._parts: dict[str, dict[Source, torch.Tensor | None]] = {}
         for number, segment in flow.segments.items():
@@ -93,9 +94,11 @@ class Run:
 
     # -- forward
 
-    def arrived(self, name: str, tensor: torch.Tensor | None, commands: int) -> None:
-        """An activation is here; ``None`` for a trigger."""
+    def arrived(self, name: str, tensor: torch.Tensor | None, commands: int, shared: bool = False) -> None:
+        """An activation is here; ``None`` for a trigger. ``shared``: its sender still reads it, see ``header.SHARED``."""
         self.commands = max(self.commands, commands)
+        if shared:
+            self._shared.add(name)
         if tensor is not None:
             self._values[name] = tensor
         for segment in self.flow.routes[name].users:
@@ -115,9 +118,18 @@ class Run:
                 if route is not None and route.producer is segment:
                     stage.outputs[name] = tensor
                     versions.append((name, tensor, tensor._version))
+                    if production is not None:
+                        production.made(name, tensor)
                     self._emit(name, tensor, route)
 
-            self.machine.run(segment.instructions, env, produced)
+            production = self.flow.production(segment, self.mode, torch.is_grad_enabled())
+            if production is None:
+                self.machine.run(segment.instructions, env, produced)
+            else:
+                try:
+                    self.machine.run(segment.instructions, env, produced, production.around)
+                finally:
+                    production.finish()
         for name, tensor, version in [*versions, *landed]:
             if tensor._version != version:
                 raise NotSupported(
@@ -140,7 +152,7 @@ class Run:
             route = self.flow.routes[name]
             left = self._users_left[name] = self._users_left.get(name, len(route.users)) - 1
             tensor = self._values.pop(name) if left == 0 else self._values[name].detach()
-            if route.producer is not None or len(route.users) > 1:
+            if route.producer is not None or len(route.users) > 1 or name in self._shared:
                 watched.append((name, tensor, tensor._version))
             if torch.is_grad_enabled() and value.spec.requires_grad and tensor.is_floating_point() | tensor.is_complex():
                 stage.undelivered.add(name)
