@@ -1,11 +1,11 @@
-"""What a mini-batch costs when one parameter server keeps the model: all weights there and all gradients back, beside the floor,
-and beside torch RPC and gRPC.
+"""What a mini-batch costs when one parameter server keeps the model: all gradients there and all weights back, beside the
+floor, and beside torch RPC and gRPC.
 
     python -m experiments.minibatch
     python -m experiments.minibatch models='[GRU,LSTM]' rounds=3   # everything in conf/minibatch.yaml can be overridden
     python -m experiments.minibatch --json
 
-The four ways take turns, model by model and round by round, in one run. The run's folder receives minibatch.json and minibatch.png.
+The ways take turns, model by model and round by round, in one run, whose folder receives minibatch.json and minibatch.png.
 """
 
 import importlib.util

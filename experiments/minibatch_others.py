@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def measure(what: str, exchange: Exchange, keep: Callable[[str], None], job: dic
         for parameter, gradient in zip(net.parameters(), gradients(net)):
             parameter.grad = gradient
         exchange(net)
-        samples.add(name, nbytes, what, per_iteration(lambda: exchange(net), max(3, iterations(nbytes) // 10)))
+        samples.add(name, nbytes, what, per_iteration(partial(exchange, net), max(3, iterations(nbytes) // 10)))
         net.zero_grad()
         if number == job["rounds"] - 1:
             keep("")

@@ -61,7 +61,18 @@ def print_table(result: dict[str, Any]) -> None:
     config = result["config"]
     table = Table(title=f"a mini-batch over {config['device']}: medians of {config['rounds']} rounds, ms", box=SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
-    columns = ("MiB", "tensors", "average KiB", "computation", "floor", *WAYS.values(), "× floor", "× staging", "× torch", "× gRPC")
+    columns = (
+        "MiB",
+        "tensors",
+        "average KiB",
+        "computation",
+        "floor",
+        *WAYS.values(),
+        "× floor",
+        "× staging",
+        "× torch",
+        "× gRPC",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for row in result["rows"]:
@@ -83,6 +94,8 @@ def print_table(result: dict[str, Any]) -> None:
         console.print(f"   [red]✗[/] {target['model']}: {target['measured']:.2f} {target['what']} {target['asked']}")
 
 
-LEGEND = """ a mini-batch: all gradients to one parameter server, all weights back, no step; computation: forward and backward, one thread
+LEGEND = """
+ a mini-batch: all gradients to one parameter server, all weights back, no step
+ computation: forward and backward, one thread
  floor: as many bytes by two warm memcpys; staging: every payload is copied aside once; × floor: of rdmarpc
  torch RPC, gRPC: one call with all gradients, answered with all weights"""

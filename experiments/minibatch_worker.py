@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,10 @@ def gradients(net: nn.Module) -> list[torch.Tensor]:
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A worker from its first line to its last; worker0 tells ("progress", text) and ("measured", records)."""
     options = rpc.RpcBackendOptions(
-        init_method=f"file://{job['meeting_place']}/rdmarpc", transport=job["device"], arena_limit=8 << 30, rpc_timeout=TIMEOUT_S
+        init_method=f"file://{job['meeting_place']}/rdmarpc",
+        transport=job["device"],
+        arena_limit=8 << 30,
+        rpc_timeout=TIMEOUT_S,
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
@@ -81,7 +85,7 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
             served.staging = staging
             exchange(served)  # the first one finds out where the gradients lie, or makes the memory for the copies
             before = served.counters()["bytes_staged"]
-            samples.add(name, nbytes, staging, per_iteration(lambda: exchange(served), iterations(nbytes)))
+            samples.add(name, nbytes, staging, per_iteration(partial(exchange, served), iterations(nbytes)))
             steps = iterations(nbytes) + 1
             samples.add(name, nbytes, f"{staging}_staged", (served.counters()["bytes_staged"] - before) / steps)
         served.optimizer.zero_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +51,15 @@ def vgg16() -> nn.Module:
 def fcn5() -> nn.Module:
     """Images (n, 784) to logits (n, 10)."""
     widths = [784, 4096, 4096, 4096, 4096]
-    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(4096, CLASSES))
 
 
 class Convolution(nn.Module):
     """Convolution, batch normalisation that shifts and does not scale, ReLU."""
+
+    mean: Tensor
+    variance: Tensor
 
     def __init__(self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, same: bool = True) -> None:
         super().__init__()
@@ -120,7 +124,8 @@ class InceptionV3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            Convolution(3, 32, 3, 2, same=False), Convolution(32, 32, 3, same=False), Convolution(32, 64, 3), nn.MaxPool2d(3, 2),
+            Convolution(3, 32, 3, 2, same=False), Convolution(32, 32, 3, same=False), Convolution(32, 64, 3),
+            nn.MaxPool2d(3, 2),
             Convolution(64, 80, 1), Convolution(80, 192, 3, same=False), nn.MaxPool2d(3, 2),
         )  # fmt: skip
         to17 = nn.Sequential(*chain(288, (64, 1), (96, 3)), Convolution(96, 96, 3, 2, same=False))

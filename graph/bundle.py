@@ -4,10 +4,10 @@ A slot is a header (``header``), a note (a few bytes that describe the write), t
 Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles that
 answer each other are each other's credit (see ``server``).
 
-What is sent is either a ``Room``, memory that is laid out as the slot is, of which neighbouring tensors go as one copy; or loose
-tensors where somebody's operation left them, a copy each. Loose tensors are *traced*: the first time they are copied into a
-room (``bytes_staged``) and their memory order is recorded, from then on they are written from where they lie. One that turns
-up in another order is copied again, and counted.
+What is sent is either a ``Room``, memory that is laid out as the slot is, of which neighbouring tensors go as one copy; or
+loose tensors where somebody's operation left them, a copy each. Loose tensors are *traced*: the first time they are copied into
+a room (``bytes_staged``) and a write from wherever they will lie is prepared, which every later time uses. One that turns up in
+another memory order is copied again, and counted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer, Work
     from .station import Station
 
-WEIGHT, GRADIENT = "weight", "gradient"
+WEIGHT = "weight"
 ALWAYS, TRACED = "always", "traced"
+"""How loose tensors travel: copied aside every time, or only until they are traced."""
 NUMBERS = 2048
 """So many float64 find room in the note of a gradient bundle: the hyperparameters of an optimizer's groups."""
 _ALIGN = 64
@@ -149,8 +150,8 @@ class BundleOutlet:
     def send_loose(
         self, header: Header, note: bytes, present: tuple[int, ...], tensors: Sequence[torch.Tensor], staging: str
     ) -> None:
-        """Write loose tensors (of the shapes and dtypes of the edges ``present``, in their order) and a note. They stay unchanged
-        until ``finish``. Raises ``NotSupported`` for one that is not dense memory of this process."""
+        """Write loose tensors (of the shapes and dtypes of the edges ``present``, in their order) and a note. They stay
+        unchanged until ``finish``. Raises ``NotSupported`` for one that is not dense."""
         self._head_of(header, note)
         loose = self._loose.get((present, len(note))) if staging == TRACED else None
         if loose is not None:

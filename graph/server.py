@@ -1,14 +1,14 @@
 """A parameter server: it keeps some parameters of one model, adds up the workers' gradients, and steps.
 
-Every worker has two bundles with every server: *gradients* there (one slot at the server), *weights* back (one slot at the worker,
-which is the memory of the worker's parameters). They take turns, and each is the other's credit:
+Every worker has two bundles with every server: *gradients* there (one slot at the server), *weights* back (one slot at the
+worker, which is the memory of the worker's parameters). They take turns, and each is the other's credit:
 
 1. A worker writes its gradients only after the weights of the step before have landed. From then until it has seen the next
-   weights land it does not touch the gradient slot; it does not read its parameters either, unless it waits for that.
-2. The server writes weights to a worker only after the gradients of this step have landed, from that worker and all others. From
-   the landing until that write it alone reads and writes the gradient slot; afterwards it does not touch it.
-3. So each slot belongs to one side at any time, whatever is fast or slow: the worker's while weights k have landed and gradients
-   k + 1 have not been sent, the server's in between. A header of another step than the next is an error, never data.
+   weights land it touches neither the gradient slot nor its parameters.
+2. The server writes weights to a worker only after the gradients of this step have landed, from that worker and all others.
+   From the landing until that write it alone reads and writes the gradient slot; afterwards it does not touch it.
+3. So each slot belongs to one side at any time, whatever is fast or slow: both are the worker's while weights k have landed and
+   gradients k + 1 have not been sent, the server's else. A header of another step than the next is an error, never data.
 4. Gradients are added in the order of the workers' list, whatever order they came in.
 5. The parameters change only between the landing of the last worker's gradients and the first write of weights; every write
    of the step before is over by then, because its worker would not have sent gradients otherwise.
@@ -31,15 +31,13 @@ from torch import nn
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
-from .header import Header
+from .header import STAGED, Header
 from .remote_update import build_optimizer, read_numbers
 from .station import Station
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer
 
-STAGED = 16
-"""Flag of a gradient bundle: the sender staged it, and asks for weights that are staged too (the ablation)."""
 PRESENT, ABSENT = 1, 0
 """Marks of a gradient bundle, a byte a tensor: whether there is a gradient. All others leave the parameter alone."""
 
@@ -71,11 +69,15 @@ class Server(threading.Thread):
     """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
     times out. Everything but ``ask``, ``why``, ``lost`` and ``close`` belongs to its thread."""
 
-    def __init__(self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float) -> None:
+    def __init__(
+        self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
+    ) -> None:
         super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
         self.station = Station(name, device, channels, timeout)
         self.workers = workers
         self.error: BaseException | None = None
+        self.gone: set[str] = set()
+        """Workers that are lost or closed the model, as far as whoever keeps this server heard of it."""
         self.steps = -1
         """Of the weights that the workers have; -1 before those of the start."""
         self._clients: dict[str, _Client] = {}
@@ -103,6 +105,11 @@ class Server(threading.Thread):
             self.station.poller.kick()
         return future.result(self.station.timeout)
 
+    @property
+    def forsaken(self) -> bool:
+        """Whether all workers that ever came are gone: nobody writes here any more."""
+        return self.gone >= set(self._clients)
+
     def why(self) -> tuple[Any, ...] | None:
         """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
         return None if self.error is None else tuple(WorkerError.of(self.error))
@@ -126,7 +133,9 @@ class Server(threading.Thread):
         (``gradients`` is ``None`` where nothing does). Returns where its gradients land: descriptor and notification number.
         Raises ``ValueError`` for other tensors."""
         if worker in self._clients or worker not in self.workers:
-            raise ValueError(f"worker {worker!r} is not expected; this model's workers are {self.workers}, each once")
+            raise ValueError(
+                f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
+            )
         if self._store is None:
             self._store = Room(self.station.device, weights)
             learns = 0 if gradients is None else len(gradients)
@@ -152,10 +161,10 @@ class Server(threading.Thread):
             place.copy_(value)
         self._filled = True
 
-    def leave(self, worker: str) -> bool:
-        """A worker is done with the model. Whether it was the last."""
+    def leave(self, worker: str) -> None:
+        """A worker is done with the model: nothing is written to it any more."""
         self._left.add(worker)
-        return self._left >= set(self.workers)
+        self.station.peers.pop(worker, None)
 
     # -- optimizers and state
 
@@ -221,6 +230,8 @@ class Server(threading.Thread):
             self._step()
 
     def _begin(self) -> None:
+        if self._left:
+            raise RdmaError(f"worker {min(self._left)!r} gave up before all others had come")
         clients = [self._clients.get(worker) for worker in self.workers]
         if self._filled and all(client is not None and client.outlet is not None for client in clients):
             assert self._store is not None
@@ -233,7 +244,7 @@ class Server(threading.Thread):
         if header.sequence != self.steps + 1 or client.arrived is not None:
             raise RdmaError(f"gradients {header.sequence} came when {self.steps + 1} were due", peer=worker)
         if self._left:
-            raise RdmaError(f"worker {sorted(self._left)[0]!r} has closed the model, {worker!r} goes on")
+            raise RdmaError(f"worker {min(self._left)!r} has closed the model, {worker!r} goes on")
         client.arrived = header
 
     def _step(self) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room
-from .header import Header
-from .server import STAGED, note_bytes, note_of
+from .header import STAGED, Header
+from .server import note_bytes, note_of
 from .station import Station
 
 if TYPE_CHECKING:
@@ -53,7 +53,13 @@ class Half:
             self._outlet = BundleOutlet(self._station.device, channel, self.gradients, remote, slot[1])
 
     def send(
-        self, optimizer: int, marks: bytes, present: tuple[int, ...], grads: Sequence[torch.Tensor], numbers: list[float], staging: str
+        self,
+        optimizer: int,
+        marks: bytes,
+        present: tuple[int, ...],
+        grads: Sequence[torch.Tensor],
+        numbers: list[float],
+        staging: str,
     ) -> None:
         """Gradients of the next step. They belong to the write until ``finish``."""
         assert self._outlet is not None
@@ -100,8 +106,8 @@ class Trainer:
         return half
 
     def pull(self) -> None:
-        """Return when the weights of the last step have landed from every server. Raises ``PeerLost``, ``TransferTimeout`` (they
-        may still come: call it again), what ended a server."""
+        """Return when the weights of the last step have landed from every server. Raises ``PeerLost``, ``TransferTimeout``
+        (they may still come: call it again), what ended a server."""
         if not self.waiting:
             return
         if self.station.closed:
@@ -127,10 +133,14 @@ class Trainer:
         self.pull()
         self._raise_alarm()
         self.station.check()
+        self._finish()  # a wait that timed out may have left something
 
     def finish(self) -> None:
         """Return when the gradients that were sent are the caller's again."""
         self.waiting = True
+        self._finish()
+
+    def _finish(self) -> None:
         for half in self.halves.values():
             half.finish(self.timeout)
 

@@ -14,14 +14,17 @@ from torch import nn
 from . import agent as _agent
 from . import served_optimizer, serving
 from .agent import Agent
-from .graph.bundle import ALWAYS, GRADIENT, TRACED, WEIGHT, Bundle
+from .graph.bundle import ALWAYS, TRACED, WEIGHT, Bundle
 from .graph.command import WorkerError
 from .graph.layout import dense
-from .graph.place import Edge, Placement
+from .graph.place import GRADIENT, Edge, Placement
 from .graph.trainer import Half, Trainer, gradient_note
-from .transport import NotSupported, PeerLost, RdmaError
+from .transport import NotSupported, RdmaError
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
+_LEAVE_TIMEOUT_S = 10.0
+_open: set[Trainer] = set()
+"""Servers may write into their landing places: these must not go, whatever becomes of the models."""
 
 
 def serve(
@@ -42,12 +45,12 @@ def serve(
     waits for. From a step until then the parameters are not to be read from elsewhere (``model.pull()`` waits, too).
 
     ``workers``: the names of all who train this model, each of whom calls ``serve`` with the same arguments (``None``: this one
-    alone); their gradients are summed up in that order, so divide the loss by their number for the mean. The values of the start
-    are those of the first one. ``name`` tells apart several models of the same workers.
-    ``placement``: ``"round_robin"`` by tensor, ``"balanced"`` by bytes (the largest first), or server by name of a parameter or
-    of a module that has it. ``staging``: ``"traced"`` (gradients are copied aside once, then written from where autograd left
-    them) or ``"always"`` (gradients and weights are copied aside every time: the ablation). ``timeout``: seconds that a step may
-    wait.
+    alone); their gradients are summed up in that order, so divide the loss by their number for the mean. The values of the
+    start are those of the first one. ``name`` tells apart several models of the same workers.
+    ``placement``: ``"round_robin"`` by tensor, ``"balanced"`` by bytes (the largest first), or server by name of a parameter
+    or of a module that has it (``""``: everything else). ``staging``: ``"traced"`` (gradients are copied aside once, then
+    written from where autograd left them) or ``"always"`` (gradients and weights are copied aside every time: the ablation).
+    ``timeout``: seconds that a step may wait.
 
     Returns when all workers have come and the weights are here. Buffers stay at their worker. Raises ``ValueError`` for an
     unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
@@ -55,14 +58,18 @@ def serve(
     agent = _agent.current()
     everybody = [agent.name] if workers is None else list(workers)
     _check(agent, servers, everybody, staging)
+    if optimizer is None and defaults:
+        raise ValueError(f"{', '.join(defaults)} given without an optimizer")
     model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
     home = place(net, servers, placement)
     session = Session(net, home, agent, model, everybody, timeout, staging)
     served = ServedModel(net, session)
     if optimizer is not None:
-        session.optimizer = served.new_optimizer(optimizer, **defaults)
-    elif defaults:
-        raise ValueError(f"{', '.join(defaults)} given without an optimizer")
+        try:
+            session.optimizer = served.new_optimizer(optimizer, **defaults)
+        except BaseException:
+            session.close()
+            raise
     return served
 
 
@@ -138,6 +145,8 @@ class Session:
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
         self.trainer = Trainer(agent.name, agent.device, agent.channel, self._explain, timeout)
+        _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
+        _open.add(self.trainer)
         lost = weakref.WeakMethod(self.trainer.station.lost)  # the agent outlives the model
 
         def tell(worker: str, error: RdmaError) -> None:
@@ -149,7 +158,7 @@ class Session:
         try:
             self._set_up()
         except BaseException:
-            self.close()
+            self._leave()
             raise
 
     def _set_up(self) -> None:
@@ -189,8 +198,8 @@ class Session:
         """A method of a ``Server``."""
         return self._call(server, serving.ask, (self.model, method, args))
 
-    def _call(self, server: str, function: Any, args: tuple[Any, ...]) -> Any:
-        return self.agent.call(self.agent.resolve(server), function, args, None, self.timeout)
+    def _call(self, server: str, function: Any, args: tuple[Any, ...], timeout: float = 0.0) -> Any:
+        return self.agent.call(self.agent.resolve(server), function, args, None, max(timeout, self.timeout))
 
     def _explain(self, server: str) -> BaseException:
         try:
@@ -216,17 +225,25 @@ class Session:
     def close(self) -> None:
         if self.closed:
             return
-        self.closed = True
         try:
             self.trainer.pull()
         except Exception:
-            pass  # a server may still write: the parameters keep that memory, so it is nobody else's
+            pass  # said where the weights were wanted
+        self._leave()
+
+    def _leave(self) -> None:
+        self.closed = True
+        safe = True
         for server in self.names:
             try:
-                self._call(server, serving.leave, (self.model, self.agent.name))
+                self._call(server, serving.leave, (self.model, self.agent.name), _LEAVE_TIMEOUT_S)
             except RuntimeError:
-                continue  # lost, or shut down: nothing of ours is left there
+                # Lost, or shut down: nothing of ours is left there. If it only does not answer, it may still write here.
+                channel = self.trainer.station.peers.get(server)
+                safe &= channel is None or channel.error is not None
         self.trainer.close()
+        if safe:
+            _open.discard(self.trainer)
 
 
 class ServedModel(nn.Module):
@@ -259,9 +276,9 @@ class ServedModel(nn.Module):
     def new_optimizer(
         self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer of this class whose steps are made by the servers, over ``params`` (parameters or groups; all by default).
-        Works with schedulers and state dicts as any other. With several workers every one of them makes the same ones in
-        the same order, and steps them so."""
+        """An optimizer of this class whose steps are made by the servers, over ``params`` (parameters or groups; all by
+        default). Works with schedulers and state dicts as any other. With several workers every one of them makes the same
+        ones in the same order, and steps them so."""
         session: Session = self.__dict__["_rdmarpc"]
         return served_optimizer.make(session, kind, list(self.parameters()) if params is None else params, defaults)
 
@@ -334,6 +351,3 @@ class ServedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
-
-
-__all__ = ["PeerLost", "ServedModel", "Session", "place", "serve"]

@@ -6,7 +6,6 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +79,9 @@ class ServedOptimizer(torch.optim.Optimizer):
         if self._session is not None:
             self._share_out()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients; returns when they may be changed again. The new weights come by themselves: the next forward
-        waits for them. Raises ``PeerLost``, ``TransferTimeout``, what a server raised, ``NotSupported`` (then nothing was sent)."""
+        waits for them. Raises ``PeerLost``, ``TransferTimeout``, what a server raised, ``NotSupported`` (nothing was sent)."""
         session = self._session
         assert session is not None
         loss = None
@@ -95,9 +94,13 @@ class ServedOptimizer(torch.optim.Optimizer):
             numbers, rest = self._numbers(share)
             if self._told.get(share.half.server) != rest:
                 self._tell(share, numbers, rest)
-            writes.append((share.half, *_gradients(share), numbers))
-        for half, marks, present, grads, numbers in writes:
-            half.send(self._number, marks, present, grads, numbers, staging)
+            write = _gradients(share)
+            if share.half.gradients is not None:
+                writes.append((share, *write, numbers))
+        for share, marks, present, grads, numbers in writes:
+            share.half.send(self._number, marks, present, grads, numbers, staging)
+            # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
+            torch.autograd.graph.increment_version(share.parameters)
         session.trainer.finish()
         session.steps += 1
         return loss
@@ -157,7 +160,9 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
     grads = [grad for grad in given if grad is not None]
     for grad in grads:
         if grad.layout is not torch.strided:
-            raise NotSupported(f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served")
+            raise NotSupported(
+                f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served"
+            )
     if share.full and len(grads) == len(given):
         return share.full, share.at, grads
     present = tuple(at for at, grad in zip(share.at, given) if grad is not None)
@@ -169,9 +174,13 @@ def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor
     return share.marks(present), present, grads
 
 
-@functools.cache
+_classes: dict[type[torch.optim.Optimizer], type[ServedOptimizer]] = {}
+
+
 def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
-    return type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
+    if kind not in _classes:
+        _classes[kind] = type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
+    return _classes[kind]
 
 
 def make(session: Session, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:

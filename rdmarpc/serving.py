@@ -17,15 +17,32 @@ _lock = threading.Lock()
 
 
 def _table(agent: Agent) -> dict[str, Server]:
-    if agent not in _servers:
-        table = _servers[agent] = {}
+    with _lock:
+        if agent in _servers:
+            return _servers[agent]
+        table: dict[str, Server] = {}
+        _servers[agent] = table
 
-        def lost(worker: str, error: RdmaError) -> None:
-            for server in list(table.values()):
+    def lost(worker: str, error: RdmaError) -> None:
+        for model, server in list(table.items()):
+            if worker in server.workers:
                 server.lost(worker, error)
+                _forget(table, model, worker)
 
-        agent.on_peer_lost(lost)
-    return _servers[agent]
+    agent.on_peer_lost(lost)
+    return table
+
+
+def _forget(table: dict[str, Server], model: str, worker: str) -> Server | None:
+    """The server, if that was the last worker: it is no longer kept then. Until all are gone the slots of one that has ended
+    stay, because somebody may still write there."""
+    with _lock:
+        server = table.get(model)
+        if server is not None:
+            server.gone.add(worker)
+            if server.forsaken:
+                return table.pop(model)
+    return None
 
 
 def enter(
@@ -33,12 +50,12 @@ def enter(
 ) -> tuple[bytes, int] | None:
     """Called at a server by each worker of a model; the first one makes it. See ``Server.enter``."""
     agent = _agent.current()
+    table = _table(agent)
     with _lock:
-        table = _table(agent)
-        if model not in table or table[model].error is not None:
-            table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
-            table[model].start()
-        server = table[model]
+        server = table.get(model)
+        if server is None:
+            server = table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
+            server.start()
     return server.ask("enter", worker, weights, gradients)
 
 
@@ -53,12 +70,19 @@ def why(model: str) -> tuple[Any, ...] | None:
 
 
 def leave(model: str, worker: str) -> None:
-    """Called at a server: this worker is done; the last one ends it. Idempotent."""
+    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. Idempotent."""
     table = _table(_agent.current())
     server = table.get(model)
-    if server is not None and (server.error is not None or server.ask("leave", worker)):
-        table.pop(model, None)
-        server.close()
+    if server is None:
+        return
+    if server.error is None:
+        try:
+            server.ask("leave", worker)
+        except RdmaError:
+            pass  # it has ended this moment
+    last = _forget(table, model, worker)
+    if last is not None:
+        last.close()
 
 
 def _find(model: str) -> Server:

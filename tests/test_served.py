@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.served import place
+from rdmarpc import serving
+from rdmarpc.served import _open, place
 from rdmarpc.transport import PeerLost
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
@@ -84,6 +86,11 @@ def assert_same_optimizer(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, (index, key)
 
 
+def kept() -> int:
+    """How many models this server keeps."""
+    return sum(len(table) for table in serving._servers.values())
+
+
 # -- one worker
 
 
@@ -115,12 +122,13 @@ def train_alone(rank: int) -> None:
 
     for number in range(8):
         step(number)
-    staged = [after["bytes_staged"] - before["bytes_staged"] for before, after in zip(counts, counts[1:])]
+    staged = [after["bytes_staged"] - before["bytes_staged"] for before, after in pairwise(counts)]
     assert staged == [gradients - rare] + [0] * 7
     steady = [{key: count[key] for key in ("registrations", "rpc_messages")} for count in counts[1:]]
     assert steady == [steady[0]] * 8
-    posts = [after["posts"] - before["posts"] for before, after in zip(counts, counts[1:])]
-    assert posts[1:] == [4 * len(SERVERS)] * 7, posts  # a write there and one back, and to ask for the counters a call there and back
+    posts = [after["posts"] - before["posts"] for before, after in pairwise(counts)]
+    # A write there and one back; and to ask for the counters, a call there and back.
+    assert posts[1:] == [4 * len(SERVERS)] * 7, posts
     before = served.counters(everywhere=False)["posts"]
     mine.step()
     theirs.step()
@@ -188,8 +196,10 @@ def train_alone(rank: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step(lambda model=model: model(batch(0)[0]).sum().detach())
     assert_same(served.state_dict(), twin.state_dict())
+    assert _open and all(rpc.rpc_sync(server, kept) == 1 for server in SERVERS)
     served.close()
     served.close()
+    assert not _open and not any(rpc.rpc_sync(server, kept) for server in SERVERS)
     assert_same(net.state_dict(), twin.state_dict())
     with pytest.raises(rpc.RdmaError, match="closed"):
         mine.step()
@@ -289,7 +299,7 @@ def some_end(what: str, rank: int) -> float:
     if what == "server" and rank == 1:
         rpc.rpc_async("worker2", die)
     start = time.monotonic()
-    with pytest.raises(ZeroDivisionError if what == "step" else PeerLost, match="no step" if what == "step" else "worker[12]"):
+    with pytest.raises(ZeroDivisionError if what == "step" else PeerLost, match="no step" if what == "step" else "is lost"):
         for _ in range(1000):
             one_step(served)
     took = time.monotonic() - start
@@ -323,9 +333,12 @@ def refusals(rank: int) -> None:
     refused("placement='best'", net, ["worker1"], placement="best")
     refused("staging='never'", net, ["worker1"], staging="never")
     refused("without an optimizer", net, ["worker1"], lr=0.1)
+    refused("Invalid learning rate", net, ["worker1"], torch.optim.SGD, lr=-1.0)
     refused("no parameters", nn.ReLU(), ["worker1"])
     refused("no shape yet", nn.LazyLinear(3), ["worker1"], kind=rpc.NotSupported)
-    refused("did not come", net, ["worker1"], workers=["worker0", "worker2"], timeout=0.3, kind=rpc.TransferTimeout)
+    for _ in range(2):
+        refused("did not come", net, ["worker1"], workers=["worker0", "worker2"], timeout=1.0, kind=rpc.TransferTimeout)
+    assert not _open and rpc.rpc_sync("worker1", kept) == 0
 
     embedding = nn.Embedding(10, 4, sparse=True)
     served = rpc.serve(embedding, ["worker1"], torch.optim.SGD, lr=0.1)
@@ -350,6 +363,19 @@ def refusals(rank: int) -> None:
     served.requires_grad_(True)
     with pytest.raises(rpc.NotSupported, match=r"freeze parameters after serve\(\)"):
         one_step(served)
+    frozen.weight.requires_grad_(False)
+    served.optimizer.zero_grad()
+    bias = frozen.bias.detach().clone()
+    one_step(served)
+    assert torch.equal(served.state_dict()["bias"], bias - 0.1)
+    served.close()
+
+    deep = nn.Sequential(linear(), linear())
+    served = rpc.serve(deep, ["worker1"], torch.optim.SGD, lr=0.1)
+    kept_graph = served(torch.ones(1, 4)).sum()
+    one_step(served)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept_graph.backward()
     served.close()
 
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdmarpc.graph.bundle import ALWAYS, GRADIENT, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
+from rdmarpc.graph.bundle import ALWAYS, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
 from rdmarpc.graph.command import WorkerError
 from rdmarpc.graph.header import Header
 from rdmarpc.graph.layout import dense
-from rdmarpc.graph.place import Edge
+from rdmarpc.graph.place import GRADIENT, Edge
 from rdmarpc.graph.server import PRESENT, Server
 from rdmarpc.graph.station import Station
 from rdmarpc.graph.trainer import Trainer, gradient_note
@@ -319,9 +319,9 @@ def test_a_write_out_of_turn_is_an_error_of_everybody(world: Callable[..., World
     send(first)
     send(first)  # without waiting for the weights: the server still has to read the gradients
     send(second)
-    with pytest.raises(RdmaError, match="at once|were due"):
+    with pytest.raises(RdmaError, match=r"at once|were due"):
         second.pull()
-    with pytest.raises(RdmaError, match="at once|were due"):
+    with pytest.raises(RdmaError, match=r"at once|were due"):
         first.pull()
     with pytest.raises(RdmaError, match="has ended"):
         made.server.ask("counters")
