@@ -120,7 +120,7 @@ class Trainer:
                 raise TransferTimeout(
                     f"the weights of {names} did not come within {self.timeout} s",
                     device=self.station.device.name,
-                    hint="every worker of the model has to make every step; serve(..., timeout=) sets the limit",
+                    hint="every worker of the model has to call serve() and make every step; timeout= sets the limit",
                 )
             self.station.poll(left)
             self._raise_alarm()
