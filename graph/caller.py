@@ -111,12 +111,20 @@ class Caller:
             raise
         return fittings, offers
 
+    def known(self, signature: Any) -> Plan | None:
+        """The plan for this signature, if there is one."""
+        with self._lock:
+            plan = self._plans.get(signature)
+            if plan is not None:
+                self._plans.move_to_end(signature)
+            return plan
+
     def plan(self, signature: Any, build: Callable[[], TransferGraph]) -> Plan:
         """The plan for inputs of this signature; built, and set up at every worker, when it is new."""
         with self._lock:
-            if signature in self._plans:
-                self._plans.move_to_end(signature)
-                return self._plans[signature]
+            found = self.known(signature)
+            if found is not None:
+                return found
             self._ready()
             self._make_room()
             placement = place(build(), next(self._plan_numbers), self.depth, self._edge_numbers)

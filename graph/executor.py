@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..transport import PeerLost, RdmaError
+from ..transport import ArenaFull, PeerLost, RdmaError
 from .command import DISCARD, Command, WorkerError, unpadded
 from .flow import Flow
 from .header import DONE, ERROR, NONE, SHARED, Header
@@ -161,8 +161,7 @@ class Executor(threading.Thread):
         except PeerLost:
             raise
         except Exception as error:
-            self._drop(run.sequence)
-            self._send_error(run.sequence, error)
+            self._fail(run.sequence, error)
             return
         if run.finished:
             del self._runs[run.sequence]
@@ -183,7 +182,12 @@ class Executor(threading.Thread):
             self._runs[header.sequence] = run
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
-        run.arrived(inlet.edge.value, take(slot, header), header.commands, bool(header.flags & SHARED))
+        try:
+            tensor = take(slot, header)
+        except ArenaFull as error:
+            self._fail(header.sequence, error)
+            return
+        run.arrived(inlet.edge.value, tensor, header.commands, bool(header.flags & SHARED))
 
     def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         run = self._runs.get(header.sequence)
@@ -193,7 +197,12 @@ class Executor(threading.Thread):
                 raise RdmaError(f"a gradient for forward {header.sequence}, which is not under way", peer=inlet.edge.source)
             return
         edge = inlet.edge
-        run.gradient(edge.value, run.flow.source_of(edge.value, edge.number), take(slot, header), header.commands)
+        try:
+            tensor = take(slot, header)
+        except ArenaFull as error:
+            self._fail(header.sequence, error)
+            return
+        run.gradient(edge.value, run.flow.source_of(edge.value, edge.number), tensor, header.commands)
 
     def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         payload = b"" if header.flags & NONE else unpadded(slot.payload)
@@ -204,6 +213,10 @@ class Executor(threading.Thread):
         self._commands[header.sequence] = (command, header.backward)
 
     # -- the ends
+
+    def _fail(self, sequence: int, error: Exception) -> None:
+        self._drop(sequence)
+        self._send_error(sequence, error)
 
     def _drop(self, sequence: int) -> None:
         self._remember(self._dropped, sequence)

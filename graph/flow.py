@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .dynamic import DynamicOutlet
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
 from .production import MIN_BYTES, Production
@@ -38,6 +39,8 @@ class Flow:
         graph = fittings.placement.graph
         assert graph is not None
         self.fittings, self.worker, self.graph = fittings, worker, graph
+        self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT and isinstance(o, DynamicOutlet)]
+        """Where gradients of this worker lie until they are read."""
         self.segments = {segment.number: segment for segment in graph.segments if segment.worker == worker}
         self.backwards = sum(segment.backward for segment in self.segments.values())
         self.routes: dict[str, Route] = {}
@@ -76,7 +79,7 @@ class Flow:
                 value = self.graph.values[name]
                 if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
                     outlets[name] = sends[0]
-            self._productions[key] = Production(outlets, hooks=True) if outlets else None
+            self._productions[key] = Production(outlets, modules=True) if outlets else None
         return self._productions[key]
 
     def notes(self) -> dict[str, str]:

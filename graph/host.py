@@ -47,7 +47,7 @@ class Host:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
         self.station = Station(name, device, channels, timeout)
-        machine = Machine(self.root.get_submodule, self._attribute)
+        machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply)
 
     # -- plans
@@ -162,7 +162,7 @@ class Host:
         return {name: note for flow in flows for name, note in flow.notes().items()}
 
     def counters(self) -> dict[str, int]:
-        return self.station.device.counters()
+        return {**self.station.device.counters(), **self.station.counts}
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -160,7 +160,7 @@ class Outlet:
         self.device: Device = station.device
         self._station, self.staging = station, staging
         self._channel: Channel = station.channel(edge.target)
-        self._targets: list[Target] = []
+        self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
         self._reserved: Target | None = None
         self.numbers = [station.ports.take(self._channel, self._credited(at)) for at in range(edge.depth)]

@@ -9,7 +9,8 @@ from math import prod
 import torch
 
 from .analyze import TransferGraph
-from .header import HEADER_BYTES
+from .metadata import metadata_bytes
+from .sizes import FREE
 
 ACTIVATION, GRADIENT, COMMAND, REPORT = "activation", "gradient", "command", "report"
 CONTROL_DEPTH = 8
@@ -20,7 +21,8 @@ REPORT_BYTES = 32 << 10
 class Edge:
     """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
 
-    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph.
+    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph. With a ``FREE`` dimension in
+    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``).
     """
 
     number: int
@@ -31,12 +33,16 @@ class Edge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     depth: int
-    static: bool = True
+
+    @property
+    def static(self) -> bool:
+        """Whether the shape is known before the step."""
+        return FREE not in self.shape
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of one slot."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Payload bytes of one slot: of the tensor, or of its metadata if the edge is dynamic."""
+        return prod(self.shape) * self.dtype.itemsize if self.static else metadata_bytes(len(self.shape))
 
 
 @dataclass(slots=True)
@@ -53,31 +59,9 @@ class Placement:
     """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
 
     def __str__(self) -> str:
-        head = ("edge", "kind", "from", "to", "shape", "dtype", "bytes", "depth", "static")
-        rows = [
-            (
-                edge.value,
-                edge.kind,
-                edge.source,
-                edge.target,
-                "x".join(map(str, edge.shape)) or "scalar",
-                str(edge.dtype).removeprefix("torch."),
-                f"{edge.nbytes:,}",
-                str(edge.depth),
-                "yes" if edge.static else "no",
-            )
-            for edge in self.edges
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        right = {6, 7}
-        lines = [
-            "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
-            for row in (head, tuple("-" * width for width in widths), *rows)
-        ]
-        step = sum(edge.nbytes for edge in self.edges)
-        slots = sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in self.edges)
-        total = f"{len(self.edges)} edges, {step:,} bytes cross in a training step, {slots:,} bytes of slots"
-        return "\n".join((*(line.rstrip() for line in lines), total))
+        from .describe import describe  # it stands on this module
+
+        return describe(self).table()
 
 
 def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:

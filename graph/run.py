@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..transport import NotSupported
+from .dynamic import keep_apart
 from .flow import Flow, Route, Source
 from .header import GRAD, Header
 from .program import Machine, Segment
@@ -205,6 +206,7 @@ class Run:
         stage.outputs, stage.grads = {}, {}
         if roots:
             torch.autograd.backward(roots, grads)
+            keep_apart(self.flow.unread, self.machine.parameters)
         for name in sorted(stage.undelivered):
             self.gradient(name, (segment.number, 0), None, self.commands)
         stage.undelivered.clear()

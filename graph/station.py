@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..transport import PeerLost, Poller, RdmaError
+from .dynamic import DynamicInlet, DynamicOutlet
 from .header import Header
 from .outlet import Outlet, Target
 from .place import Edge, Placement
@@ -64,6 +65,8 @@ class Station:
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
         self.closed = False
+        self.counts: Counter[str] = Counter()
+        """``dynamic_reads``, and the bytes that dynamic edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
 
     def channel(self, worker: str) -> Channel:
         if worker not in self.peers:
@@ -77,13 +80,13 @@ class Station:
         fittings, offer = Fittings(placement), Offer()
         for edge in placement.edges:
             if edge.target == self.name:
-                inlet = Inlet(self, edge, arrived(edge))
+                inlet = (Inlet if edge.static else DynamicInlet)(self, edge, arrived(edge))
                 for slot in inlet.slots:
                     self._inlet_of[slot] = inlet
                 fittings.inlets[edge.number] = inlet
                 offer.slots[edge.number] = inlet.offer()
             elif edge.source == self.name:
-                outlet = Outlet(self, edge, placement.staging)
+                outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
                 fittings.outlets[edge.number] = outlet
                 offer.credits[edge.number] = outlet.numbers
         return fittings, offer

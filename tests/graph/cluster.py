@@ -47,6 +47,9 @@ def serve(rank: int, size: int, kind: str, pipe: Connection) -> None:
             if method == "open":
                 host = Host(f"w{rank}", device, channels.__getitem__, args[0], TIMEOUT)
                 answer = None
+            elif method == "gradients":
+                assert host is not None
+                answer = {name: parameter.grad for name, parameter in host.root.named_parameters()}
             else:
                 answer = getattr(host, method)(*args)
             pipe.send((True, answer))
