@@ -16,6 +16,7 @@ from . import served_optimizer, serving
 from .agent import Agent
 from .graph.bundle import ALWAYS, TRACED, WEIGHT, Bundle
 from .graph.command import WorkerError
+from .graph.describe import Transfers, describe
 from .graph.layout import dense
 from .graph.place import GRADIENT, Edge, Placement
 from .graph.trainer import Half, Trainer, gradient_note
@@ -293,14 +294,15 @@ class ServedModel(nn.Module):
             raise ValueError(f"staging={value!r} must be {TRACED!r} or {ALWAYS!r}")
         self.__dict__["_rdmarpc"].staging = value
 
-    @property
-    def placement(self) -> Placement:
-        """All tensors that cross between this worker and the servers in a step."""
-        return self.__dict__["_rdmarpc"].placement
+    def transfers(self) -> list[Transfers]:
+        """What crosses between this worker and the servers in a step, as one entry: to print, ``save``, ``draw``."""
+        session: Session = self.__dict__["_rdmarpc"]
+        kept = {server: sum(p.nbytes for p in parameters) for server, parameters in session.parameters.items()}
+        return [describe(session.placement, kept)]
 
     def placement_table(self) -> str:
-        """The same for people."""
-        return str(self.placement)
+        """A line for each of these tensors, and their sum."""
+        return self.transfers()[0].table()
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the servers added (``everywhere``); ``rpc_messages``

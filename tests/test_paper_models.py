@@ -12,6 +12,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc.experiments.paper_models import MODELS, Convolution, loss_of
+from rdmarpc.graph import describe as transfers
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import results, run_group
@@ -62,16 +63,17 @@ def step(name: str) -> None:
         x, y = SMALLEST[name], y[: len(SMALLEST[name])]
     served = rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.01)
 
-    placed = [(edge.value, edge.kind, edge.source, edge.target) for edge in served.placement.edges]
+    [plan] = served.transfers()
+    placed = [(crossing.name, crossing.kind, crossing.source, crossing.target) for crossing in plan.crossings]
     expected = set()
     for number, (parameter, _) in enumerate(net.named_parameters()):
         server = SERVERS[number % 2]
         expected |= {(parameter, "weight", server, "worker0"), (parameter, "gradient", "worker0", server)}
     assert set(placed) == expected and len(placed) == 2 * model.tensors
-    assert all(edge.static for edge in served.placement.edges)
-    assert sum(edge.nbytes for edge in served.placement.edges) == 8 * model.parameters
-    table = served.placement_table()
-    assert f"{2 * model.tensors} edges, {8 * model.parameters:,} bytes cross in a training step" in table
+    assert all(crossing.static for crossing in plan.crossings) and plan.nbytes == 8 * model.parameters
+    total = f"{2 * model.tensors} edges, {8 * model.parameters:,} bytes cross in a training step"
+    assert total in served.placement_table() and transfers.from_json(plan.to_json()) == [plan]
+    assert sum(worker.parameter_bytes for worker in plan.workers) == 4 * model.parameters
 
     loss_of(served(x), y).backward()
     before = [parameter.detach().clone() for parameter in net.parameters()]
