@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
@@ -35,6 +36,7 @@ from .transport import (
 
 if TYPE_CHECKING:
     from .balance import auto_placement
+    from .served import serve
     from .session import wrap
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "timeline",
     "transport",
@@ -82,12 +85,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Wrapping models needs all of ``graph``; a program that only calls need not wait for it.
-    if name not in ("auto_placement", "wrap"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .balance import auto_placement
-    from .session import wrap
+_LATE = {"auto_placement": ".balance", "serve": ".served", "wrap": ".session"}
 
-    globals().update(wrap=wrap, auto_placement=auto_placement)
-    return globals()[name]
+
+def __getattr__(name: str) -> Any:
+    # Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it.
+    home = _LATE.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(home, __name__), name)
+    return found
