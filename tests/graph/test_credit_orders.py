@@ -12,6 +12,7 @@ SMALL = {
     "depth 1": {"edges": [(0, 1, 1)], "messages": 2},
     "depth 2": {"edges": [(0, 1, 2)], "messages": 2},
     "produced in the slot": {"edges": [(0, 1, 2)], "messages": 2, "mapped": True},
+    "dynamic": {"edges": [(0, 1, 2)], "messages": 2, "static": False, "drops": ((0, 1),)},
     "discarded": {"edges": [(0, 1, 1)], "messages": 2, "drops": ((0, 1),)},
     "two plans": {"edges": [(0, 1, 1)], "messages": 1, "plans": 2},
     "two plans, discarded": {"edges": [(0, 1, 1)], "messages": 1, "plans": 2, "drops": ((0, 1),)},
@@ -20,6 +21,7 @@ LARGE = {
     "one edge, depth 3": {"edges": [(0, 1, 3)], "messages": 12},
     "produced in the slots": {"edges": [(0, 1, 3), (1, 0, 2)], "messages": 8, "mapped": True},
     "a circle of three": {"edges": [(0, 1, 1), (1, 2, 2), (2, 0, 3)], "messages": 5, "drops": ((0, 2), (1, 2), (2, 2))},
+    "dynamic, a circle of three": {"edges": [(0, 1, 1), (1, 2, 2), (2, 0, 3)], "messages": 5, "static": False, "plans": 2},
     "plans, discarded": {"edges": [(0, 1, 2), (1, 0, 1)], "messages": 3, "plans": 4, "drops": ((0, 1), (1, 1), (0, 3))},
     "plans, produced": {"edges": [(0, 1, 3), (1, 0, 2)], "messages": 4, "plans": 3, "mapped": True, "drops": ((0, 1),)},
 }
