@@ -134,6 +134,10 @@ class Caller:
             self.plans_made += 1
             return plan
 
+    def keep(self, plans: int) -> None:
+        """Keep at least so many plans from now on."""
+        self._limit = max(self._limit, plans)
+
     def placements(self) -> list[Placement]:
         """Of the plans that are kept, the last used last."""
         return [plan.placement for plan in self._plans.values()]

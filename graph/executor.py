@@ -149,14 +149,18 @@ class Executor(threading.Thread):
                 return True
         return False
 
+    def use_mode(self, number: int) -> None:
+        """Put the parts under these flags. On this thread."""
+        if number != self._mode:
+            self._set_mode(number)
+            self._mode = number
+
     def _start(self, task: Task) -> None:
         run = task.run
         if self._runs.get(run.sequence) is not run:
             return
         try:
-            if run.mode != self._mode:
-                self._set_mode(run.mode)
-                self._mode = run.mode
+            self.use_mode(run.mode)
             task.start()
         except PeerLost:
             raise

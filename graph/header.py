@@ -19,6 +19,8 @@ DONE = 8
 
 SHARED = 16
 """The sender still reads the payload where it landed (for its backward): nobody may write into it."""
+STAGED = 32
+"""Gradient bundles: the sender copied all of it aside first, and asks for weights that are copied aside too (the ablation)."""
 
 
 class Header(NamedTuple):
@@ -28,7 +30,8 @@ class Header(NamedTuple):
     """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command."""
     flags: int = 0
     mode: int = 0
-    """Which table of training and requires_grad flags the parts run under; commands: their kind."""
+    """Which table of training and requires_grad flags the parts run under; commands: their kind; gradient bundles: how many
+    bytes their note has."""
     commands: int = 0
     """How many commands must have been applied before this may be used."""
     order: int = 0
@@ -36,7 +39,8 @@ class Header(NamedTuple):
     backward: int = 0
     """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
     argument: int = 0
-    """Commands: what they are about (an optimizer, a forward). Reports of an error: 1 = the executor has ended."""
+    """Commands: what they are about (an optimizer, a forward); gradient bundles: the optimizer. Reports of an error: 1 = the
+    executor has ended."""
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)
