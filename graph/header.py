@@ -16,6 +16,29 @@ ERROR = 4
 """A report: the payload is a pickled ``WorkerError``."""
 DONE = 8
 """A report: this worker has finished the backward of ``sequence``."""
+CLEAR = 16
+"""A gradient: before this backward the gradients of all parameters that are trainable in ``mode`` become ``None``. Rides in
+every gradient of a backward, so that each worker learns of it before its first segment runs."""
+
+
+class MicroBatch(NamedTuple):
+    """Which part of a batch a forward is: ``index`` of ``count``, with consecutive sequences; ``window``: so many of them may
+    be between forward and backward at level 0. Each below 2**16; a forward of its own has count 0."""
+
+    index: int
+    count: int
+    window: int
+
+    def pack(self) -> int:
+        return self.index | self.count << 16 | self.window << 32
+
+    @staticmethod
+    def unpack(word: int) -> MicroBatch:
+        return MicroBatch(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32)
+
+    @property
+    def last(self) -> bool:
+        return self.index + 1 >= self.count
 
 
 class Header(NamedTuple):
@@ -33,7 +56,8 @@ class Header(NamedTuple):
     backward: int = 0
     """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
     argument: int = 0
-    """Commands: what they are about (an optimizer, a forward). Reports of an error: 1 = the executor has ended."""
+    """Commands: what they are about (an optimizer, a forward). Activations: a packed ``MicroBatch``, or 0. Reports of an error:
+    1 = the executor has ended."""
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)

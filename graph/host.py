@@ -178,7 +178,11 @@ class Host:
                 parameter.requires_grad_(flag)
 
     def _apply(self, command: Command) -> None:
-        if command.kind == ZERO:
+        if command.kind == ZERO and not command.payload:
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = None
+        elif command.kind == ZERO:
             for parameter, what in zip(self.parameters, command.payload):
                 if what == TO_NONE:
                     parameter.grad = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,27 +12,29 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import agent as _agent
+from . import micro_batches, remote_optimizer
 from . import parts as _parts
-from . import remote_optimizer
 from .agent import Agent
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
 from .graph.host import Mode
 from .graph.program import Machine
+from .graph.stage import Plan
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
 from .transport import NotSupported, RdmaError
 
 
 def wrap(
-    net: nn.Module, placement: Mapping[str, str], *, depth: int = 2, timeout: float = 60.0, plans: int = 16
+    net: nn.Module, placement: Mapping[str, str], *, depth: int = 2, timeout: float = 60.0, plans: int = 16, chunks: int = 1
 ) -> WrappedModel:
     """Move the top-level parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
     ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
-    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up.
+    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up;
+    ``chunks``: micro-batches of ``model.forward_backward``, unless it is told another number.
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
     new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
@@ -44,7 +46,7 @@ def wrap(
     agent = _agent.current()
     _check(net, placement, agent)
     remote_optimizer.install()
-    return WrappedModel(net, placement, Session(net, placement, agent, depth, timeout, plans))
+    return WrappedModel(net, placement, Session(net, placement, agent, depth, timeout, plans), chunks)
 
 
 def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
@@ -218,10 +220,16 @@ class Session:
         if number is None:
             number = len(self._modes) + 1
             self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
+            self.caller.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
             self._modes[flags] = number
         return number
 
     # -- counters
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Of the parameters at each worker that has remote parts."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {worker: sum(p.numel() * p.element_size() for p in found) for worker, found in self._parameters.items()}
 
     def counters(self, everywhere: bool) -> dict[str, int]:
         totals = {"rpc_messages": 0, **self.agent.counters()}
@@ -246,12 +254,13 @@ class WrappedModel(nn.Module):
     """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
     ``named_parameters`` and ``state_dict`` have the same keys."""
 
-    def __init__(self, net: nn.Module, placement: Mapping[str, str], session: Session) -> None:
+    def __init__(self, net: nn.Module, placement: Mapping[str, str], session: Session, chunks: int) -> None:
         super().__init__()
         self.training = net.training
         # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
         self.__dict__["_rdmarpc"] = session
         self.__dict__["_original"] = net
+        self.__dict__["_chunks"] = micro_batches.checked(chunks)
         self.__dict__["_shape"] = skeleton(net)
         for name, child in net._modules.items():
             self._modules[name] = session.stand_ins.get(name, child)
@@ -265,15 +274,33 @@ class WrappedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
         session.in_step = False
+        leaves, tree = self._flatten(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        mode = session.mode()
+        return session.caller.forward(self._plan(tensors, leaves, tree), tensors, mode)
+
+    def forward_backward(
+        self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """See ``micro_batches.forward_backward``."""
+        return micro_batches.forward_backward(self, loss_fn, args, kwargs, target, chunks or self.__dict__["_chunks"])
+
+    def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> micro_batches.Prepared:
+        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` of so
+        many micro-batches. Printing the result shows what crosses and the memory that every worker needs."""
+        return micro_batches.prepare(self, args, kwargs, chunks or self.__dict__["_chunks"])
+
+    @staticmethod
+    def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         if torch.is_autocast_enabled("cpu"):
             raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
         if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-        else:
-            leaves, tree = list(args), None
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return pytree.tree_flatten((args, kwargs))
+        return list(args), None
+
+    def _plan(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> Plan:
+        session: Session = self.__dict__["_rdmarpc"]
         constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-        mode = session.mode()
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             signature = (
@@ -284,12 +311,11 @@ class WrappedModel(nn.Module):
                 tree,
             )
         try:
-            plan = session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+            return session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
-        return session.caller.forward(plan, tensors, mode)
 
     def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
         session: Session = self.__dict__["_rdmarpc"]
