@@ -183,7 +183,7 @@ class Pipeline:
             f"nothing came for micro-batch {self._finished + 1} of {len(self.parts)} within {self.caller.timeout} s; "
             + chunk.missing(self._sinks - self.caller.done_by(chunk.sequence)),
             device=self.caller.station.device.name,
-            hint="a part may be slow or stuck, or keep more inputs than there are slots (depth=); wrap(..., timeout=) sets the limit",
+            hint="a part may be slow or stuck, or keep more inputs than there are slots (depth=); timeout= of wrap sets the limit",
         )
 
     def _give_up(self) -> None:

@@ -11,7 +11,8 @@ Rules 2 to 4 are the 1F1B order (PipeDream-Flush, Megatron-LM), driven by what a
 ``window`` of as many micro-batches as the pipeline has levels, the last level alternates, and level l first runs window - l
 forwards. None of them can block: what a task waits for under 2 and 3 belongs to an earlier micro-batch, and so does what holds
 a slot that a message of this one waits for, as every edge carries the micro-batches in their order. By induction over the index
-all of them finish, however few slots an edge has.
+all of them finish, with whatever number of slots; the second one is for what outlives its micro-batch: an input that a part
+keeps until the next one, a gradient that stays some parameter's ``.grad``.
 """
 
 from __future__ import annotations

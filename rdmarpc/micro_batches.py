@@ -96,6 +96,8 @@ class _Split:
         for leaf in targets:
             if isinstance(leaf, torch.Tensor) and leaf.shape[:1] != (self.batch,):
                 raise ValueError(f"target has a tensor of shape {tuple(leaf.shape)}, the batch has {self.batch} samples")
+        if self._tensors and not any(tensor.shape[:1] == (self.batch,) for tensor in self._tensors):
+            raise ValueError(f"target has {self.batch} samples, and none of the inputs has")
         self.sizes = [len(part) for part in torch.empty(self.batch, device="meta").chunk(chunks)]
         # Gradients of inputs are collected in leaves, and go on into the graph that they come from at the end.
         self._whole = [self._leaf(t) for t in self._tensors]
@@ -185,8 +187,8 @@ class Prepared:
         ]
         sizes = f"{self.sizes[0]} samples" + (f", the last one {self.sizes[-1]}" if self.sizes[-1] != self.sizes[0] else "")
         said = (
-            f"depth={self.depth} chunks={len(self.sizes)} ({sizes}), {self.levels} levels; in flight: micro-batches between the "
-            "forward and the backward of a segment at most; everything else in bytes"
+            f"depth={self.depth} chunks={len(self.sizes)} ({sizes}), {self.levels} levels; in flight: at most so many "
+            "micro-batches are between the forward and the backward of a segment; all else is in bytes"
         )
         return "\n\n".join([*map(str, self.placements), "\n".join((*lines, said))])
 
