@@ -32,6 +32,10 @@ class Value:
     producer: int
     consumers: list[int]
     trigger: bool = False
+    written: bool = False
+    """Whether somebody writes into it in place after it was made."""
+    returned: bool = False
+    """Whether it is, or is part of, the model's result: its user may write into it."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ class _Analysis:
         self.specs: dict[str, TensorSpec] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.written: set[str] = set()
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -90,7 +95,7 @@ class _Analysis:
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
-                self.define(node.name, self.capture.values[node], (self.caller, 0))
+                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -116,9 +121,9 @@ class _Analysis:
             None if not isinstance(leaf, torch.Tensor) else f"{node.name}.{at}" if structured else node.name
             for at, leaf in enumerate(leaves)
         ]
-        for name, leaf in zip(names, leaves):
+        for at, (name, leaf) in enumerate(zip(names, leaves)):
             if name is not None:
-                self.define(name, leaf, (worker, level))
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
@@ -126,9 +131,11 @@ class _Analysis:
         target = function_path(node.target) if callable(node.target) else str(node.target)
         self.segment(worker, level).instructions.append(Instruction(kind, target, args, kwargs, tuple(names), structured))
 
-    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int]) -> None:
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool) -> None:
         self.home[name], self.uses[name] = home, {}
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        if written:
+            self.written.add(name)
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -157,11 +164,14 @@ class _Analysis:
         for at, segment in enumerate(segments):
             segment.number = at
         values = {}
+        returned = set(_names(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
                 producer = number[self.home[name]]
-                values[name] = Value(name, self.specs[name], producer, consumers)
+                values[name] = Value(
+                    name, self.specs[name], producer, consumers, written=name in self.written, returned=name in returned
+                )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

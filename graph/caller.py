@@ -48,7 +48,8 @@ class Ask(Protocol):
 
 class Caller:
     """``parameters`` counts the parameters that live at each worker; ``machine`` runs the caller's own segments. ``depth``:
-    forwards that may wait for their backward; ``timeout``: seconds that one wait may take; ``plans``: how many are kept."""
+    forwards that may wait for their backward; ``timeout``: seconds that one wait may take; ``plans``: how many are kept;
+    ``staging``: see ``Placement``."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class Caller:
         depth: int = 2,
         timeout: float = 60.0,
         plans: int = 16,
+        staging: bool = False,
     ) -> None:
-        self.name, self.depth, self.timeout = name, depth, timeout
+        self.name, self.depth, self.timeout, self.staging = name, depth, timeout, staging
         self.workers = list(parameters)
         self.station = Station(name, device, channels, timeout)
         self.commands = 0
@@ -124,6 +126,7 @@ class Caller:
             self._ready()
             self._make_room()
             placement = place(build(), next(self._plan_numbers), self.depth, self._edge_numbers)
+            placement.staging = self.staging
             fittings, _ = self._establish(placement)
             plan = self._plans[signature] = Plan(fittings, self.name)
             self.plans_made += 1

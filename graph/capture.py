@@ -42,11 +42,13 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input."""
+    makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
+    its node made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    written: frozenset[tuple[fx.Node, int]] = frozenset()
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -76,8 +78,9 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
         }
         with mode, _quiet():
             fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
-            values = _Propagator(model, graph).propagate(fakes)
-    return Capture(graph, values, constants)
+            propagator = _Propagator(model, graph)
+            values = propagator.propagate(fakes)
+    return Capture(graph, values, constants, propagator.written())
 
 
 @contextlib.contextmanager
@@ -148,10 +151,15 @@ class _Propagator(fx.Interpreter):
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
         self._model = model
+        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
         self.run(*inputs)
         return dict(self.env) | self._outputs
+
+    def written(self) -> frozenset[tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
     _outputs: dict[fx.Node, Any]
 
@@ -164,12 +172,14 @@ class _Propagator(fx.Interpreter):
                 hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
                 "choosing by value",
             ) from error
-        for leaf in pytree.tree_leaves(result):
+        for at, leaf in enumerate(pytree.tree_leaves(result)):
             if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
                 raise NotSupported(
                     f"{n.op} {n.target!r} gives a {type(leaf).__name__}, which cannot cross between workers",
                     hint="tensors in tuples, lists and dicts can",
                 )
+            if isinstance(leaf, torch.Tensor):
+                self._versions.append((n, at, leaf, leaf._version))
         if n.op == "output":
             self._outputs = {n: result}
         return result

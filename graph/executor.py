@@ -22,7 +22,7 @@ import torch
 from ..transport import PeerLost, RdmaError
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
-from .header import DONE, ERROR, NONE, Header, MicroBatch
+from .header import DONE, ERROR, NONE, SHARED, Header, MicroBatch
 from .outlet import Outlet
 from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
 from .program import Machine
@@ -199,13 +199,13 @@ class Executor(threading.Thread):
             run = self._runs[header.sequence] = Run(flow, header, self.machine, self._agenda, batch)
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
-        run.arrived(inlet.edge.value, take(slot, header), header.commands)
+        run.arrived(inlet.edge.value, take(slot, header), header.commands, bool(header.flags & SHARED))
 
     def _batch(self, header: Header, flow: Flow) -> Batch:
         micro = MicroBatch.unpack(header.argument)
-        first = header.sequence - micro.index
+        first = header.sequence - micro.number
         if first not in self._batches:
-            self._batches[first] = Batch(first, micro.count, micro.window, len(flow.duties))
+            self._batches[first] = Batch(first, micro.total, micro.window, len(flow.duties))
         return self._batches[first]
 
     def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from .analyze import TransferGraph
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
+from .production import MIN_BYTES, Production
 from .program import Segment
 from .station import Fittings
 
@@ -71,6 +72,7 @@ class Flow:
         of = {duty.segment.number: duty for duty in self.duties}
         self.routes: dict[str, Route] = {}
         self.edges: dict[int, Source] = {}
+        self._productions: dict[tuple[int, int, bool], Production | None] = {}
         for name, value in graph.values.items():
             users = [of[number] for number in value.consumers if number in of]
             producer = of.get(value.producer)
@@ -118,6 +120,32 @@ class Flow:
                 users = [at for at in consumers if self.graph.segments[at].worker == inlet.edge.source]
                 sources.append((max(users), number))
         return sources
+
+    def production(self, duty: Duty, mode: int, grad: bool) -> Production | None:
+        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place, as at the
+        caller, whose modules are the user's."""
+        if self.worker == self.graph.caller:
+            return None
+        key = (duty.at, mode, grad)
+        if key not in self._productions:
+            outlets = {}
+            for name, route in duty.outputs.items():
+                sends = [outlet for outlet in route.sends if outlet.mapped]
+                value = self.graph.values[name]
+                if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
+                    outlets[name] = sends[0]
+            self._productions[key] = Production(outlets, hooks=True) if outlets else None
+        return self._productions[key]
+
+    def notes(self) -> dict[str, str]:
+        """Value -> where it is made, or why it is copied (see ``Production``)."""
+        return {name: note for made in self._productions.values() if made for name, note in made.notes.items()}
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for production in self._productions.values():
+            if production is not None:
+                production.close()
 
 
 def levels(graph: TransferGraph) -> int:

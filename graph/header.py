@@ -16,21 +16,23 @@ ERROR = 4
 """A report: the payload is a pickled ``WorkerError``."""
 DONE = 8
 """A report: this worker has finished the backward of ``sequence``."""
-CLEAR = 16
+SHARED = 16
+"""The sender still reads the payload where it landed (for its backward): nobody may write into it."""
+CLEAR = 64
 """A gradient: before this backward the gradients of all parameters that are trainable in ``mode`` become ``None``. Rides in
 every gradient of a backward, so that each worker learns of it before its first segment runs."""
 
 
 class MicroBatch(NamedTuple):
-    """Which part of a batch a forward is: ``index`` of ``count``, with consecutive sequences; ``window``: so many of them may
-    be between forward and backward at level 0. Each below 2**16; a forward of its own has count 0."""
+    """Which part of a batch a forward is: ``number`` (from 0) of ``total``, with consecutive sequences; ``window``: so many of
+    them may be between forward and backward at level 0. Each below 2**16; a forward of its own has total 0."""
 
-    index: int
-    count: int
+    number: int
+    total: int
     window: int
 
     def pack(self) -> int:
-        return self.index | self.count << 16 | self.window << 32
+        return self.number | self.total << 16 | self.window << 32
 
     @staticmethod
     def unpack(word: int) -> MicroBatch:
@@ -38,7 +40,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def last(self) -> bool:
-        return self.index + 1 >= self.count
+        return self.number + 1 >= self.total
 
 
 class Header(NamedTuple):

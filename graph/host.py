@@ -81,7 +81,13 @@ class Host:
         fittings, flow = self._plans.pop(plan)
         if flow is not None:
             self.executor.remove(flow)
-        self._on_executor(lambda: self.station.remove(fittings), 0)
+
+        def remove() -> None:
+            self.station.remove(fittings)
+            if flow is not None:
+                flow.close()
+
+        self._on_executor(remove, 0)
 
     def add_mode(self, number: int, mode: Mode) -> None:
         self._modes[number] = mode
@@ -149,6 +155,11 @@ class Host:
         self._on_executor(load, commands)
 
     # -- the rest
+
+    def notes(self) -> dict[str, str]:
+        """Value -> where it is made, or why it is copied, of all plans."""
+        flows = [flow for _, flow in self._plans.values() if flow is not None]
+        return {name: note for flow in flows for name, note in flow.notes().items()}
 
     def counters(self) -> dict[str, int]:
         return self.station.device.counters()

@@ -1,56 +1,103 @@
-"""The sender's half of an edge: one prepared write a slot, and the credits to use it."""
+"""The sender's half of an edge: one prepared write a slot, and the credits to use it.
+
+Where the slot is mapped here (shm), what makes the payload may write it there itself (``reserve``, see ``production``): then
+``send`` only announces it. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
+registered buffer first, and counted.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..transport import NotSupported, RdmaError, RemoteRegion
-from .header import HEADER_BYTES, NONE, Header
+from .header import HEADER_BYTES, NONE, SHARED, Header
 from .layout import dense
 from .place import Edge
 
 if TYPE_CHECKING:
-    from ..transport import Channel, Transfer, Work
+    from ..transport import Channel, Device, Transfer, Work
     from .station import Station
 
 
 class Target:
     """One slot at the consumer, as the sender sees it: two prepared writes, with and without payload.
 
-    A source is let go as soon as it has been written: it may lie in a slot itself, whose credit somebody waits for.
+    A source is let go as soon as it has been written: it may lie in a slot itself, whose credit somebody waits for. ``free``
+    takes two things: the consumer's credit, and that no tensor here lies in the slot any more (``reserve``).
     """
 
-    __slots__ = ("_bare", "_full", "_head", "_header", "_idle", "_work", "free")
+    __slots__ = (
+        "_address",
+        "_bare",
+        "_credit",
+        "_full",
+        "_head",
+        "_header",
+        "_idle",
+        "_lease",
+        "_mapped",
+        "_stage",
+        "_work",
+        "_writing",
+        "outlet",
+    )
 
-    def __init__(self, station: Station, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
+    def __init__(self, outlet: Outlet, station: Station, channel: Channel, remote: RemoteRegion, number: int) -> None:
+        self.outlet = outlet
+        edge = outlet.edge
         self._header = station.device.empty(HEADER_BYTES, dtype=torch.uint8)
         self._head = memoryview(self._header.numpy())
         head = (remote[:HEADER_BYTES], self._header)
         self._bare = channel.prepare([head], notify=number)
         self._full: Transfer = self._bare
         self._idle: torch.Tensor | None = None
+        self._stage: torch.Tensor | None = None
+        self._mapped = None
         if edge.nbytes:
             # Has the right size, is never sent and never touched, so it takes no memory.
             self._idle = torch.empty(edge.nbytes, dtype=torch.uint8)
             self._full = channel.prepare([head, (remote[HEADER_BYTES:], self._idle)], notify=number)
+            if outlet.staging:
+                self._stage = station.device.empty(edge.nbytes, dtype=torch.uint8)
+            else:
+                self._mapped = channel.map(remote[HEADER_BYTES:])
         self._work: Work | None = None
-        self.free = True
+        self._credit, self._writing = True, False
+        self._lease: weakref.ref[memoryview] | None = None
+        self._address = 0
+
+    @property
+    def free(self) -> bool:
+        return self._credit and self._lease is None
+
+    @property
+    def leased(self) -> bool:
+        """Whether a tensor here lies in the slot."""
+        return self._lease is not None
+
+    @property
+    def mapped(self) -> bool:
+        return self._mapped is not None
 
     def write(self, header: Header, payload: torch.Tensor | None, timeout: float) -> None:
         if self._work is not None:
             self._work.wait(timeout)
         header.write(self._head)
-        self.free = False
+        self._credit = False
         if payload is None or payload.numel() == 0:
             self._work = self._bare.post()
-        else:
-            self._full.rebind(1, payload)
-            self._work = self._full.post()
-            self.release()
+            return
+        if self._stage is not None:
+            torch.frombuffer(memoryview(self._stage.numpy()), dtype=payload.dtype).copy_(payload.reshape(-1))
+            payload = self._stage
+        self._full.rebind(1, payload)
+        self._work = self._full.post()
+        self.release()
 
     def release(self) -> None:
         """Let go of the source, if the write is over."""
@@ -58,23 +105,71 @@ class Target:
             self._full.rebind(1, self._idle)
             self._work = None
 
+    def credited(self) -> bool:
+        """The consumer lets us use it again. ``False`` if it had never been used."""
+        if self._credit:
+            return False
+        self._credit = True
+        self.release()
+        return True
+
+    # -- production in place
+
+    def reserve(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], died: Callable[[Target], None]
+    ) -> torch.Tensor:
+        """The slot's payload as a tensor over a storage of its own, to be written from now on. ``died`` hears of the end of
+        that storage: on any thread, also from finalizers."""
+        assert self._mapped is not None
+        self._mapped.begin()
+        self._writing = True
+        view = memoryview(self._mapped.memory)
+        self._lease = weakref.ref(view, lambda _: died(self))
+        flat = torch.frombuffer(view, dtype=dtype)
+        self._address = flat.data_ptr()
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)
+
+    def holds(self, payload: torch.Tensor) -> bool:
+        """Whether the payload was written here already."""
+        return self._writing and payload.untyped_storage().data_ptr() == self._address
+
+    def announce(self, header: Header) -> None:
+        """The payload is in place: say so."""
+        self.cancel()
+        header.write(self._head)
+        self._credit = False
+        self._work = self._bare.post()
+
+    def cancel(self) -> None:
+        """Nothing is written here any more."""
+        if self._writing:
+            self._writing = False
+            assert self._mapped is not None
+            self._mapped.end()
+
+    def vacate(self) -> None:
+        """The last tensor over the slot has died."""
+        self._lease = None
+
 
 class Outlet:
     """Belongs to the thread of its station. Messages wait here, in order, when all slots are in use."""
 
-    def __init__(self, station: Station, edge: Edge) -> None:
+    def __init__(self, station: Station, edge: Edge, staging: bool) -> None:
         self.edge = edge
-        self._station = station
+        self.device: Device = station.device
+        self._station, self.staging = station, staging
         self._channel: Channel = station.channel(edge.target)
         self._targets: list[Target] = []
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
+        self._reserved: Target | None = None
         self.numbers = [station.ports.take(self._channel, self._credited(at)) for at in range(edge.depth)]
 
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         """The consumer's offer: descriptor and notification number of every slot."""
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
-            self._targets.append(Target(self._station, self._channel, self.edge, remote, number))
+            self._targets.append(Target(self, self._station, self._channel, remote, number))
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
@@ -85,8 +180,42 @@ class Outlet:
             # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
             payload, order = self._prepare(payload.detach())
             header = header._replace(edge=self.edge.number, order=order)
+            if self._reserved is not None and self._reserved.holds(payload):
+                self._reserved.announce(header._replace(flags=header.flags | SHARED))
+                self._reserved = None
+                self.device.count("bytes_produced", self.edge.nbytes)
+                return
         self._waiting.append((header, payload))
         self.flush()
+
+    def reserve(self, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor | None:
+        """Memory of a free slot for the next payload, to be written in place and then given to ``send``. ``None`` where the
+        device cannot, or while slots are short: one is always left for payloads that are copied, so a producer that keeps
+        its tensors for ever cannot block the edge."""
+        taken = sum(target.leased for target in self._targets)
+        if self._waiting or self._reserved is not None or taken + 1 >= len(self._targets):
+            return None
+        target = next((target for target in self._targets if target.free and target.mapped), None)
+        if target is None:
+            return None
+        self._reserved = target
+        return target.reserve(self.edge.dtype, shape, strides, self._station.freed)
+
+    def cancel(self) -> None:
+        """What was reserved is not sent."""
+        if self._reserved is not None:
+            self._reserved.cancel()
+            self._reserved = None
+
+    def vacated(self, target: Target) -> None:
+        """A tensor in one of our slots has died."""
+        target.vacate()
+        self.flush()
+
+    @property
+    def mapped(self) -> bool:
+        """Whether payloads can be produced in place."""
+        return any(target.mapped for target in self._targets)
 
     def flush(self) -> None:
         while self._waiting:
@@ -113,18 +242,17 @@ class Outlet:
                 hint="the shape of what crosses between workers must not depend on data",
             )
         found = dense(payload)
+        if self.staging or found is None:
+            self.device.count_staged(edge.nbytes)
         if found is None:
-            self._station.device.count_staged(edge.nbytes)
             return payload.resolve_conj().resolve_neg().contiguous(), 0
         return found
 
     def _credited(self, at: int) -> Callable[[int], None]:
         def credited(count: int) -> None:
             target = self._targets[at]
-            if count != 1 or target.free:
+            if count != 1 or not target.credited():
                 raise RdmaError(f"a credit for a slot of edge {self.edge.number} that is free", peer=self.edge.target)
-            target.free = True
-            target.release()
             self.flush()
 
         return credited

@@ -19,7 +19,7 @@ import torch
 
 from ..transport import RdmaError, TransferTimeout
 from .flow import Duty, levels, sinks
-from .header import CLEAR, GRAD, Header, MicroBatch
+from .header import CLEAR, GRAD, SHARED, Header, MicroBatch
 from .place import ACTIVATION
 from .program import fill
 from .run import Run
@@ -143,7 +143,7 @@ class Pipeline:
         name = inlet.edge.value
         if inlet.edge.kind == ACTIVATION:
             self._waiting[inlet] = self._waiting.get(inlet, 0) + 1
-            chunk.arrived(name, take(slot, header), header.commands)
+            chunk.arrived(name, take(slot, header), header.commands, bool(header.flags & SHARED))
         else:
             chunk.landed_gradient(name, chunk.flow.edges[inlet.edge.number], header, take(slot, header))
         return True
@@ -183,7 +183,7 @@ class Pipeline:
             f"nothing came for micro-batch {self._finished + 1} of {len(self.parts)} within {self.caller.timeout} s; "
             + chunk.missing(self._sinks - self.caller.done_by(chunk.sequence)),
             device=self.caller.station.device.name,
-            hint="a part may be slow or stuck, or keep more inputs than there are slots (depth=); timeout= of wrap sets the limit",
+            hint="a part may be slow or stuck, or keep more inputs than there are slots (depth=); wrap(timeout=) sets it",
         )
 
     def _give_up(self) -> None:

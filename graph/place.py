@@ -49,6 +49,8 @@ class Placement:
     graph: TransferGraph | None = None
     workers: list[str] = field(default_factory=list)
     """Everybody who takes part, the caller first."""
+    staging: bool = False
+    """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
 
     def __str__(self) -> str:
         head = ("edge", "kind", "from", "to", "shape", "dtype", "bytes", "depth", "static")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,11 +109,22 @@ class Machine:
         self._module, self._attribute = module, attribute
         self._functions: dict[str, Callable[..., Any]] = {}
 
-    def run(self, instructions: list[Instruction], env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
+    def run(
+        self,
+        instructions: list[Instruction],
+        env: dict[str, Any],
+        produced: Callable[[str, torch.Tensor], None],
+        around: Callable[[int], AbstractContextManager[Any] | None] | None = None,
+    ) -> None:
         """Run them in order; tensors go into ``env`` (and leave it after their last use), ``produced(name, tensor)`` is
-        called for each as soon as it exists."""
-        for step in instructions:
-            result = self._step(step, env)
+        called for each as soon as it exists. ``around(at)`` gives what instruction ``at`` has to run in, if anything."""
+        for at, step in enumerate(instructions):
+            context = None if around is None else around(at)
+            if context is None:
+                result = self._step(step, env)
+            else:
+                with context:
+                    result = self._step(step, env)
             leaves = pytree.tree_leaves(result) if step.structured else [result]
             if len(leaves) != len(step.results):
                 raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")

@@ -58,6 +58,7 @@ class Run:
         self.back_flags = 0
         self._values: dict[str, torch.Tensor] = {}
         self._users_left: dict[str, int] = {}
+        self._shared: set[str] = set()
         self._missing = flow.missing.copy()
         self._gradients_missing = flow.gradients_missing.copy()
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
@@ -93,10 +94,12 @@ class Run:
 
     # -- forward
 
-    def arrived(self, name: str, tensor: torch.Tensor | None, commands: int) -> None:
-        """An activation is here; ``None`` for a trigger."""
+    def arrived(self, name: str, tensor: torch.Tensor | None, commands: int, shared: bool = False) -> None:
+        """An activation is here; ``None`` for a trigger. ``shared``: its sender still reads it, see ``header.SHARED``."""
         if commands > self.commands:
             self.commands = commands
+        if shared:
+            self._shared.add(name)
         if tensor is not None:
             self._values[name] = tensor
         missing = self._missing
@@ -117,10 +120,19 @@ class Run:
                 if route is not None:
                     outputs[name] = tensor
                     watched.append((name, tensor, tensor._version))
+                    if production is not None:
+                        production.made(name, tensor)
                     self._emit(name, tensor, route)
 
+            production = self.flow.production(duty, self.mode, grad)
             self._given(duty, env, produced)
-            self.machine.run(duty.segment.instructions, env, produced)
+            if production is None:
+                self.machine.run(duty.segment.instructions, env, produced)
+            else:
+                try:
+                    self.machine.run(duty.segment.instructions, env, produced, production.around)
+                finally:
+                    production.finish()
         for name, tensor, version in watched:
             if tensor._version != version:
                 raise NotSupported(
@@ -145,7 +157,7 @@ class Run:
             else:
                 left = self._users_left[name] = self._users_left.get(name, given.users) - 1
                 tensor = self._values.pop(name) if left == 0 else self._values[name].detach()
-            if given.watched:
+            if given.watched or name in self._shared:
                 watched.append((name, tensor, tensor._version))
             if grad and given.differentiable:
                 self._undelivered.setdefault(duty.at, set()).add(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..transport import PeerLost, Poller, RdmaError
 from .header import Header
-from .outlet import Outlet
+from .outlet import Outlet, Target
 from .place import Edge, Placement
 from .ports import Ports
 from .slot import Inlet, Slot
@@ -59,7 +59,7 @@ class Station:
         self.peers: dict[str, Channel] = {}
         self.poller: Poller = device.poller()
         self.ports = Ports(self.poller)
-        self._freed: deque[Slot] = deque()
+        self._freed: deque[Slot | Target] = deque()
         self._inlet_of: dict[Slot, Inlet] = {}
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
@@ -83,7 +83,7 @@ class Station:
                 fittings.inlets[edge.number] = inlet
                 offer.slots[edge.number] = inlet.offer()
             elif edge.source == self.name:
-                outlet = Outlet(self, edge)
+                outlet = Outlet(self, edge, placement.staging)
                 fittings.outlets[edge.number] = outlet
                 offer.credits[edge.number] = outlet.numbers
         return fittings, offer
@@ -112,16 +112,19 @@ class Station:
 
     # -- the steady state
 
-    def freed(self, slot: Slot) -> None:
-        """A slot is readable by nobody any more. Any thread, any moment: only remembers it."""
-        self._freed.append(slot)
+    def freed(self, place: Slot | Target) -> None:
+        """No tensor here lies in a slot any more, one of ours or one of a peer's. Any thread, any moment: only remembers it."""
+        self._freed.append(place)
         if self._polling and self._polling != threading.get_ident() and not self.closed:
             self.poller.kick()
 
     def settle(self) -> None:
-        """Return the credits that are due."""
+        """Return the credits that are due, and use the slots that became free."""
         while self._freed:
             slot = self._freed.popleft()
+            if isinstance(slot, Target):
+                slot.outlet.vacated(slot)
+                continue
             inlet = self._inlet_of.get(slot)
             if inlet is not None:
                 inlet.credit(slot)

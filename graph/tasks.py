@@ -39,7 +39,7 @@ class Batch:
         self.backwards = [0] * duties
 
     def allows(self, task: Task) -> bool:
-        duty, index = task.duty, task.run.micro.index
+        duty, index = task.duty, task.run.micro.number
         done = self.backwards[duty.at]
         if task.backward:
             return done == index

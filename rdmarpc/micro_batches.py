@@ -52,7 +52,7 @@ def forward_backward(
 
     Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
     gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do
-    so. """
+    so."""
     session: Session = model.__dict__["_rdmarpc"]
     session.in_step = False
     with torch.enable_grad():

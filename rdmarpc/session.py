@@ -27,7 +27,14 @@ from .transport import NotSupported, RdmaError
 
 
 def wrap(
-    net: nn.Module, placement: Mapping[str, str], *, depth: int = 2, timeout: float = 60.0, plans: int = 16, chunks: int = 1
+    net: nn.Module,
+    placement: Mapping[str, str],
+    *,
+    depth: int = 2,
+    timeout: float = 60.0,
+    plans: int = 16,
+    staging: str = "traced",
+    chunks: int = 1,
 ) -> WrappedModel:
     """Move the top-level parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
@@ -35,6 +42,7 @@ def wrap(
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
     their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up;
     ``chunks``: micro-batches of ``model.forward_backward``, unless it is told another number.
+    ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
     new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
@@ -45,8 +53,11 @@ def wrap(
     """
     agent = _agent.current()
     _check(net, placement, agent)
+    if staging not in ("traced", "always"):
+        raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
     remote_optimizer.install()
-    return WrappedModel(net, placement, Session(net, placement, agent, depth, timeout, plans), chunks)
+    session = Session(net, placement, agent, depth, timeout, plans, staging == "always")
+    return WrappedModel(net, placement, session, chunks)
 
 
 def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
@@ -81,7 +92,14 @@ class Session:
     """The caller's connection to all owners of one model: what its stand-ins and optimizers talk to."""
 
     def __init__(
-        self, net: nn.Module, placement: Mapping[str, str], agent: Agent, depth: int, timeout: float, plans: int
+        self,
+        net: nn.Module,
+        placement: Mapping[str, str],
+        agent: Agent,
+        depth: int,
+        timeout: float,
+        plans: int,
+        staging: bool,
     ) -> None:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
@@ -125,6 +143,7 @@ class Session:
                 depth=depth,
                 timeout=timeout,
                 plans=plans,
+                staging=staging,
             )
         except BaseException:
             self._close_parts()
@@ -348,6 +367,13 @@ class WrappedModel(nn.Module):
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
         ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``."""
         return self.__dict__["_rdmarpc"].counters(everywhere)
+
+    def production(self) -> dict[str, str]:
+        """For each large tensor that other workers make and send: the operation that writes it straight into its slot at the
+        receiver, or why it is copied. Filled by the first step of each kind."""
+        session: Session = self.__dict__["_rdmarpc"]
+        answers = session.ask("notes", dict.fromkeys(session.workers, ()))
+        return {name: note for notes in answers.values() for name, note in notes.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""

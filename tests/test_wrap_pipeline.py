@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-from functools import partial
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import wrap_models as models
 from test_wrap import assert_same_state, batches, both, drive
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import rdmarpc as rpc
 from rdmarpc import parts as _parts
@@ -25,7 +24,9 @@ STEADY = ("registrations", "bytes_staged", "rpc_messages", "plans")
 CHAIN = {"0": "worker1", "2": "worker2", "4": "worker1"}
 
 
-def one_after_another(twin: nn.Module, loss_fn: Callable[..., Any], chunks: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def one_after_another(
+    twin: nn.Module, loss_fn: Callable[..., Any], chunks: int, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
     """What ``forward_backward`` computes."""
     total: Any = None
     for part, target in zip(x.chunk(chunks), y.chunk(chunks)):
@@ -122,8 +123,8 @@ def test_over_tcp():
 
 
 def logged(folder: str, count: int) -> None:
-    """Worker 2 finishes its first forward when worker 1 has run two, worker 1 its first backward when worker 2 has run its second
-    forward: what runs in turns would wait for ever."""
+    """Worker 2 finishes its first forward when worker 1 has run two, worker 1 its first backward when worker 2 has run its
+    second forward: what runs in turns would wait for ever."""
     torch.manual_seed(0)
     net = nn.Sequential(
         models.Logged("one", folder, {("backward", 0): ("two", "forward", 1)}),
@@ -275,7 +276,11 @@ def errors() -> None:
         return F.cross_entropy(output, y)
 
     model.forward_backward(F.cross_entropy, good, target=y, chunks=8)  # gradients for the first failure to clear
-    for code, kind, text in ((100, KeyError, "worker2.*forward of"), (200, ZeroDivisionError, "backward of"), (0, Stop, "loss")):
+    for code, kind, text in (
+        (100, KeyError, "worker2.*forward of"),
+        (200, ZeroDivisionError, "backward of"),
+        (0, Stop, "loss"),
+    ):
         bad, calls = good.clone(), 0
         bad[6, 0] = code  # the first sample of the fourth micro-batch
         model.zero_grad()

@@ -195,6 +195,99 @@ class SharedInPlace(nn.Module):
         return self.b(y)[:, :4] + self.c(y)
 
 
+class Ends(nn.Module):
+    """What crosses was made by a linear layer, and then changed in place and reshaped."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.ReLU(inplace=True), nn.Flatten())
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Fan(nn.Module):
+    """One tensor for two workers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.left, self.right = nn.Linear(width, 8), nn.Linear(width, 8)
+
+    def forward(self, x):
+        y = self.trunk(x)
+        return self.left(y) + self.right(y)
+
+
+class Joined(nn.Module):
+    """The operation between the parts makes what crosses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x) * 2.0)
+
+
+class Spoiled(nn.Module):
+    """``two`` writes into what it gets; what it gives is made by an operation that takes no ``out=``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(width, width)
+        self.two = nn.Sequential(nn.ReLU(inplace=True), nn.LayerNorm(width))
+        self.three = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x)))
+
+
+class Alternate(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(width, width), 0
+
+    def forward(self, x):
+        y = self.layer(x)
+        if isinstance(x, FakeTensor):
+            return y * 2.0
+        self.turn += 1
+        return y * 2.0 if self.turn % 2 else y + y
+
+
+class Alternating(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = Alternate(width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Hoard(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(width, width), []
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not isinstance(x, FakeTensor):
+            self.kept.append((y, y.detach().clone()))
+            assert all(torch.equal(old, copy) for old, copy in self.kept)
+        return y
+
+
+class Hoarding(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = Hoard(width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
 LOG: list[tuple[str, str, int]] = []
 """What the ``Logged`` parts of this process did, in order: name, "forward" or "backward", how many came before."""
 
@@ -207,7 +300,8 @@ def take_log() -> list[tuple[str, str, int]]:
 
 class Logged(nn.Module):
     """Notes each forward and backward in ``LOG``, and as an empty file in ``folder`` when it is over. ``after``: (name, kind,
-    number) of what has to be over before, by own (kind, number); each forward and backward takes up to ``delay`` seconds more."""
+    number) of what has to be over before, by own (kind, number); each forward and backward takes up to ``delay`` seconds
+    more."""
 
     def __init__(self, name: str, folder: str = "", after: dict | None = None, delay: float = 0.0) -> None:
         super().__init__()

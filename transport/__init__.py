@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import kernels
-from .channel import DONE, Channel, Transfer, Window, Work
+from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, host_id
 from .errors import (
     GONE,
@@ -51,6 +51,7 @@ __all__ = [
     "Channel",
     "Device",
     "Expectation",
+    "Mapped",
     "NotSupported",
     "PeerLost",
     "Poller",

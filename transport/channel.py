@@ -87,6 +87,25 @@ class Window(abc.ABC):
         bytes may be overwritten. Any thread; the caller keeps the range inside the window."""
 
 
+class Mapped(abc.ABC):
+    """Memory of the peer in place: what is written into ``memory`` needs no copy any more.
+
+    Writing stands between ``begin`` and ``end``; an abort of either side waits for it as for a copy. What was written is
+    visible to whoever receives a notification that this thread posts afterwards. Reading is good for as long as ``memory`` is
+    held, and sees what the peer writes there. One thread at a time.
+    """
+
+    __slots__ = ()
+    memory: memoryview
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Raises ``PeerLost`` when the channel has ended: then nothing may be written."""
+
+    @abc.abstractmethod
+    def end(self) -> None: ...
+
+
 class Channel(abc.ABC):
     """See the module's contract. Made by ``Device.connect`` or ``Device.accept``."""
 
@@ -130,6 +149,11 @@ class Channel(abc.ABC):
     def peer_ended(self) -> bool:
         """Whether the peer's process, and with it every tensor that it adopted, has ended."""
         return self.error is not None
+
+    def map(self, remote: RemoteRegion) -> Mapped | None:
+        """The peer's arena memory in place, or ``None`` where this device cannot reach it by plain loads and stores. Raises
+        ``RemoteAccessError`` as ``prepare``."""
+        return None
 
     @abc.abstractmethod
     def record(self, imm: int) -> int:

@@ -149,7 +149,7 @@ class Device(abc.ABC):
 
     def counters(self) -> dict[str, int]:
         """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``bytes_staged``, ``registrations`` (segments and foreign
-        regions), ``segments``, ``arena_bytes``, ``arena_used``, ``channels``."""
+        regions), ``segments``, ``arena_bytes``, ``arena_used``, ``channels``; and what was counted with ``count``."""
         with self._lock:
             totals = dict(self._counters)
             for channel in self._channels:
@@ -166,6 +166,11 @@ class Device(abc.ABC):
         """Count payload bytes that somebody above had to copy besides the transfer itself."""
         with self._lock:
             self._counters["bytes_staged"] += nbytes
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter of somebody above; it exists from then on."""
+        with self._lock:
+            self._counters[name] = self._counters.get(name, 0) + amount
 
     def close(self) -> None:
         """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held."""

@@ -165,8 +165,9 @@ def _move(dst: int, src: int, nbytes: int, state: int) -> int:
 
 
 @njit(i64(i64), nogil=True, cache=True)
-def _enter(block: int) -> int:
-    """First half of invariant 3: the address of ``inflight``, which counts us now, or 0 if no copy may start."""
+def enter(block: int) -> int:
+    """First half of invariant 3: the address of ``inflight``, which counts us now, or 0 if no copy may start. Whoever entered
+    adds -1 there when it has written."""
     inflight = load_acquire(block + 8 * WR_INFLIGHT)
     if inflight == 0:
         return 0
@@ -193,7 +194,7 @@ def _leave(block: int, inflight: int, stats: int, nbytes: int) -> int:
 def post(block: int) -> int:
     """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
     (destination, source, bytes) per copy. ``OK`` or ``CLOSED``."""
-    inflight = _enter(block)
+    inflight = enter(block)
     if inflight == 0:
         return CLOSED
     stats = load_acquire(block + 8 * WR_STATS)
@@ -207,7 +208,7 @@ def post(block: int) -> int:
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
 def put(block: int, dst: int, src: int, nbytes: int) -> int:
     """As ``post``, for one copy whose place is given now. The block is only read: threads may share it."""
-    inflight = _enter(block)
+    inflight = enter(block)
     if inflight == 0:
         return CLOSED
     stats = load_acquire(block + 8 * WR_STATS)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from . import cma, kernels
-from .channel import DONE, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
 from .notify import MAX_NOTIFY, RECORD_BYTES
@@ -164,6 +164,24 @@ class ShmWindow(_Closable, Window):
             raise self._channel._ended()
 
 
+class ShmMapped(_Closable, Mapped):
+    """A piece of the peer's arena, which is mapped here anyway."""
+
+    __slots__ = ("_inflight", "memory")
+
+    def __init__(self, channel: ShmChannel, memory: memoryview) -> None:
+        super().__init__(channel, None, ())
+        self.memory, self._inflight = memory, 0
+
+    def begin(self) -> None:
+        self._inflight = kernels.enter(self._address)
+        if self._inflight == 0:
+            raise self._channel._ended()
+
+    def end(self) -> None:
+        kernels.add(self._inflight, -1)
+
+
 class _Adoption(weakref.ref):
     """Watches adopted memory: its end is told to the peer."""
 
@@ -277,6 +295,12 @@ class ShmChannel(Channel):
         self._adoptions[id(adoption)] = adoption
         # The storage holds ``view``, and that the mapping.
         return torch.frombuffer(view, dtype=torch.uint8)
+
+    def map(self, remote: RemoteRegion) -> ShmMapped | None:
+        _, mapped = self.resolve(remote)
+        if not mapped or remote.nbytes == 0:
+            return None
+        return ShmMapped(self, self._maps[remote.region][remote.offset : remote.offset + remote.nbytes])
 
     def peer_ended(self) -> bool:
         try:

@@ -149,7 +149,7 @@ class Pipe:
         if task is None:
             return False
         self.batches[owner].ran(task)
-        level, index = task.duty.level, task.run.micro.index
+        level, index = task.duty.level, task.run.micro.number
         self.log[level].append((task.backward, index))
         if not task.backward:
             if level + 1 < self.levels:
@@ -185,9 +185,7 @@ class Pipe:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 3), st.integers(0, 1 << 32)
-)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 3), st.integers(0, 1 << 32))
 def test_no_order_of_events_blocks_or_breaks_1f1b(workers, count, slots, seed):
     pipe = Pipe([0, *workers, 0], count, slots, random.Random(seed))
     while pipe.happen():

@@ -14,6 +14,7 @@ from rdmarpc.transport import (
     ArenaFull,
     Device,
     NotSupported,
+    PeerLost,
     RegistrationError,
     RemoteAccessError,
     RemoteRegion,
@@ -269,6 +270,30 @@ def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> No
 
 
 # -- windows
+
+
+def test_mapped_memory_needs_no_copy(pair: Pair, kind: str) -> None:
+    theirs = filled(pair.b, 4096, S)
+    mapped = pair.ab.map(pair.remote(theirs)[1024:2048])
+    if mapped is None:
+        assert kind == "tcp"
+        return
+    here = torch.frombuffer(mapped.memory, dtype=torch.uint8)
+    assert all_are(here, S)
+    mapped.begin()
+    here.fill_(C)
+    mapped.end()
+    pair.ab.notify(21)
+    pair.ba.expect(21).wait(T)
+    assert all_are(theirs[1024:2048], C) and all_are(theirs[:1024], S) and all_are(theirs[2048:], S)
+    mapped.begin()
+    with pytest.raises(TransferTimeout):
+        pair.ba.abort(timeout=0.2)  # as for a copy under way
+    mapped.end()
+    pair.ba.abort(timeout=T)
+    with pytest.raises(PeerLost):
+        mapped.begin()
+    assert all_are(here, C)  # what is held stays readable
 
 
 def test_window(pair: Pair) -> None:

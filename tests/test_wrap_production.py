@@ -1,0 +1,132 @@
+"""Large tensors are made in the consumer's memory: same bits, no copy of the payload."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrap_models as models
+from test_wrap import assert_same_state, both, drive
+
+import rdmarpc as rpc
+
+sys.path.insert(0, str(Path(__file__).parent / "rpc"))
+
+WIDTH, BATCH = 1024, 512  # 2 MiB a tensor
+
+
+def steps(model, twin, count: int, kept: list | None = None) -> list[dict[str, int]]:
+    """Train both, compare every loss bit for bit; the model's counters after each step."""
+    mine, theirs = torch.optim.SGD(model.parameters(), 0.01), torch.optim.SGD(twin.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(2)
+    seen = []
+    for number in range(count):
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        losses = []
+        for net, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1], f"step {number}"
+        seen.append(model.counters())
+    assert_same_state(model, twin)
+    return seen
+
+
+def grown(seen: list[dict[str, int]], key: str) -> int:
+    """By how much a counter grew in every step from the third to the last, if it was always the same."""
+    growth = {after.get(key, 0) - before.get(key, 0) for before, after in pairwise(seen[1:])}
+    assert len(growth) == 1, growth
+    return growth.pop()
+
+
+def produced(make, placement, expected: int, notes: dict[str, str]) -> None:
+    model, twin = both(partial(make, WIDTH), placement)
+    seen = steps(model, twin, 6)
+    assert seen[0].get("bytes_produced", 0) == 0  # the first step records
+    assert grown(seen, "bytes_produced") == expected * 4 * BATCH * WIDTH
+    for key in ("bytes_staged", "registrations", "rpc_messages", "production_misses"):
+        assert grown(seen, key) == 0, key
+    found = model.production()
+    assert found.keys() == notes.keys()
+    for name, note in notes.items():
+        assert note in found[name], (name, found[name])
+    model.close()
+
+
+CASES = [
+    # made by a linear layer, then changed in place and reshaped: the storage is the linear layer's
+    (models.Ends, {"body": "worker1", "head": "worker2"}, 1, {"body": "operation 2 of Linear, aten.addmm"}),
+    # one source, two consumers: made in one's slot, written to the other
+    (models.Fan, {"trunk": "worker1", "left": "worker2", "right": "worker3"}, 1, {"trunk": "of Tanh, aten.tanh"}),
+    # the joining code belongs to nobody's module
+    (models.Joined, {"one": "worker1", "two": "worker2"}, 1, {"mul": "operation 1, aten.mul"}),
+    # a consumer that writes into what it gets, and an operation that cannot write into given memory
+    (models.Spoiled, {"one": "worker1", "two": "worker2", "three": "worker1"}, 0, {"two": "aten.native_layer_norm"}),
+]
+
+
+@pytest.mark.parametrize("make, placement, expected, notes", CASES)
+def test_made_in_place(make, placement, expected, notes):
+    drive(partial(produced, make, placement, expected, notes), 4)
+
+
+def changing() -> None:
+    # Another operation makes the value in every other step: counted, still right, and given up after some misses.
+    model, twin = both(partial(models.Alternating, WIDTH), {"one": "worker1", "two": "worker2"})
+    seen = steps(model, twin, 24)
+    assert 1 <= seen[-1]["production_misses"] <= 8
+    assert seen[-1]["production_misses"] == seen[-4]["production_misses"]
+    # A part that keeps what it made for ever gets no more slots than leave one free.
+    keeper, twin = both(partial(models.Hoarding, WIDTH), {"one": "worker1", "two": "worker2"}, depth=3)
+    steps(keeper, twin, 8)
+    keeper.close()
+    model.close()
+
+
+def test_other_operations_and_kept_tensors():
+    drive(changing, 3)
+
+
+def staging() -> None:
+    model, twin = both(partial(models.Ends, WIDTH), {"body": "worker1", "head": "worker2"}, staging="always")
+    seen = steps(model, twin, 5)
+    assert grown(seen, "bytes_produced") == 0
+    # x, body, the gradient of body; the result and its gradient
+    assert grown(seen, "bytes_staged") == 3 * 4 * BATCH * WIDTH + 2 * 4 * BATCH * 8
+    model.close()
+    with pytest.raises(ValueError, match="traced"):
+        rpc.wrap(twin, {"body": "worker1"}, staging="sometimes")
+
+
+def test_staging_always_is_the_same_path_with_a_copy():
+    drive(staging, 3)
+
+
+def modes() -> None:
+    # Training and evaluation are traced each for itself; a forward without gradients frees its slots at once.
+    model, twin = both(partial(models.Ends, WIDTH), {"body": "worker1", "head": "worker2"})
+    generator = torch.Generator().manual_seed(3)
+    for number in range(8):
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        if number % 2:
+            with torch.no_grad():
+                assert torch.equal(model.eval()(x), twin.eval()(x))
+            continue
+        ours, theirs = model.train()(x), twin.train()(x)
+        assert torch.equal(ours, theirs)
+        F.mse_loss(ours, torch.zeros_like(ours)).backward()
+        F.mse_loss(theirs, torch.zeros_like(theirs)).backward()
+    assert model.counters()["bytes_produced"] == (3 + 3) * 4 * BATCH * WIDTH
+    model.close()
+
+
+def test_training_and_evaluation():
+    drive(modes, 3)
