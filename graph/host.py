@@ -202,8 +202,9 @@ class Host:
         elif command.kind == STEP:
             optimizer = self._optimizers.get(command.argument)
             if optimizer is not None:
-                numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
-                read_numbers(optimizer.param_groups, numbers)
+                if command.payload:
+                    numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
+                    read_numbers(optimizer.param_groups, numbers)
                 optimizer.step()
 
 

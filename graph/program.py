@@ -97,8 +97,18 @@ def _look_up(module: str, name: str) -> Any:
         return None
 
 
+_PLAIN = (bool, int, float, str)
+
+
 def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     """``arguments`` with every ``Ref`` replaced."""
+    kind = type(arguments)
+    if kind is Ref:
+        return env[arguments.name]
+    if kind is tuple:
+        return tuple([fill(item, env) for item in arguments])
+    if not arguments or kind in _PLAIN:
+        return arguments
     return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
 
 

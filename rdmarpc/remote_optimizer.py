@@ -38,6 +38,7 @@ class RemoteHalves:
         self.number, self.session = next(_numbers), session
         self._optimizer = weakref.ref(optimizer)
         self._rest: dict[str, Any] = {}
+        self._sent: dict[str, list[float]] = {}
         self._members: dict[str, dict[int, list[int]]] = {}
         self.adopt()
 
@@ -47,12 +48,15 @@ class RemoteHalves:
         for at, parameter in self._parameters():
             self._members.setdefault(parameter.worker, {}).setdefault(at, []).append(parameter.position)
         self._rest.clear()
+        self._sent.clear()
 
     def step(self) -> None:
         commands = {}
         for worker, members in self._members.items():
             numbers, _ = self._tell(worker, members)
-            commands[worker] = Command(STEP, self.number, struct.pack(f"<{len(numbers)}d", *numbers))
+            changed = self._sent.get(worker) != numbers
+            commands[worker] = Command(STEP, self.number, struct.pack(f"<{len(numbers)}d", *numbers) if changed else b"")
+            self._sent[worker] = numbers
         self.session.caller.step(commands)
 
     def ensure(self) -> None:
@@ -70,6 +74,7 @@ class RemoteHalves:
             defaults = {key: value for key, value in optimizer.defaults.items() if key != "params"}
             self.session.ask_owner(worker, "optimizer", self.number, type(optimizer), defaults, described)
             self._rest[worker] = rest
+            self._sent.pop(worker, None)
         return numbers, rest
 
     # -- state
