@@ -180,12 +180,11 @@ class Outlet:
             # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
             payload, order = self._prepare(payload.detach())
         header = Header(self.edge.number, sequence, flags, mode, commands, order, backward, argument)
-        if payload is not None:
-            if self._reserved is not None and self._reserved.holds(payload):
-                self._reserved.announce(header._replace(flags=header.flags | SHARED))
-                self._reserved = None
-                self.device.count("bytes_produced", self.edge.nbytes)
-                return
+        if payload is not None and self._reserved is not None and self._reserved.holds(payload):
+            self._reserved.announce(header._replace(flags=header.flags | SHARED))
+            self._reserved = None
+            self.device.count("bytes_produced", self.edge.nbytes)
+            return
         self._waiting.append((header, payload))
         self.flush()
 

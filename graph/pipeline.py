@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..transport import RdmaError, TransferTimeout
-from .flow import Duty, levels, sinks
+from .flow import Duty
 from .header import CLEAR, GRAD, SHARED, Header, MicroBatch
 from .place import ACTIVATION
 from .program import fill
@@ -100,8 +100,8 @@ class Pipeline:
     def __init__(self, caller: Caller, parts: Sequence[Part], mode: int) -> None:
         self.caller, self.parts, self.mode = caller, parts, mode
         plan = parts[0].plan
-        self._window = levels(plan.graph)
-        self._everybody, self._sinks = set(plan.participants), sinks(plan.graph)
+        self._window = plan.levels
+        self._everybody, self._sinks = set(plan.participants), plan.sinks
         self._agenda = Agenda()
         self._chunks: dict[int, Chunk] = {}
         self._begun = self._finished = 0

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .analyze import TransferGraph
-from .flow import Flow
+from .flow import Flow, levels, sinks
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
 from .program import Segment
@@ -55,6 +55,7 @@ class Plan:
         self.schedule: list[Segment | Stage] = []
         self.stages: list[Stage] = []
         self.flow = Flow(fittings, caller)
+        self.levels, self.sinks = levels(graph), sinks(graph)
         self.landing = {i.edge.value: i for i in fittings.inlets.values() if i.edge.kind == ACTIVATION}
         self._arrange(graph, caller)
 

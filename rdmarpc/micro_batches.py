@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .graph.flow import levels
 from .graph.header import HEADER_BYTES
 from .graph.pipeline import Part, check_alike
 from .graph.place import ACTIVATION, Placement
@@ -88,7 +87,7 @@ class _Split:
         self._model = model
         self._leaves, self._tree = model._flatten(args, kwargs)
         self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        targets, self._target_tree = pytree.tree_flatten(target)
+        targets, self._target_tree = ([target], None) if isinstance(target, torch.Tensor) else pytree.tree_flatten(target)
         first = [t for t in (*targets, *self._tensors) if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not first or len(first[0]) == 0:
             raise ValueError("there is no batch to split: neither target nor the inputs have a tensor with samples in it")
@@ -98,7 +97,8 @@ class _Split:
                 raise ValueError(f"target has a tensor of shape {tuple(leaf.shape)}, the batch has {self.batch} samples")
         if self._tensors and not any(tensor.shape[:1] == (self.batch,) for tensor in self._tensors):
             raise ValueError(f"target has {self.batch} samples, and none of the inputs has")
-        self.sizes = [len(part) for part in torch.empty(self.batch, device="meta").chunk(chunks)]
+        each = -(-self.batch // chunks)
+        self.sizes = [each] * (self.batch // each) + ([self.batch % each] if self.batch % each else [])
         # Gradients of inputs are collected in leaves, and go on into the graph that they come from at the end.
         self._whole = [self._leaf(t) for t in self._tensors]
         columns = [self._pieces(t, whole) for t, whole in zip(self._tensors, self._whole)]
@@ -117,7 +117,8 @@ class _Split:
         return [self._leaf(piece) for piece in tensor.split(self.sizes)]
 
     def target(self, at: int) -> Any:
-        return pytree.tree_unflatten([column[at] for column in self._targets], self._target_tree)
+        leaves = [column[at] for column in self._targets]
+        return leaves[0] if self._target_tree is None else pytree.tree_unflatten(leaves, self._target_tree)
 
     def plans(self) -> list[Plan]:
         """Of each micro-batch: one, and another for a last one that is smaller."""
@@ -204,13 +205,13 @@ def prepare(model: WrappedModel, args: tuple[Any, ...], kwargs: dict[str, Any], 
     owned[session.agent.name] = sum(p.nbytes for p in model.parameters() if not isinstance(p, RemoteParameter))
     placements = [plan.placement for plan in plans]
     memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes)) for worker in placements[0].workers]
-    return Prepared(placements, session.caller.depth, split.sizes, levels(plans[0].graph), memory)
+    return Prepared(placements, session.caller.depth, split.sizes, plans[0].levels, memory)
 
 
 def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Memory:
     graph = plans[0].graph
     edges = [edge for plan in plans for edge in plan.placement.edges]
-    window = levels(graph)
+    window = plans[0].levels
     held = {s.number: min(chunks, max(1, window - s.level)) for s in graph.segments if s.worker == worker}
     waiting = 0
     for edge in plans[0].placement.edges:
