@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rdmarpc.transfers import Transfers
+
 SHOWN_COUNTERS = ("bytes_direct", "posts", "bytes_staged", "registrations", "rpc_messages")
 TITLES = {"single_process": "single process", "rdmarpc": "rdmarpc", "torch_rpc": "torch RPC"}
 
@@ -20,7 +22,7 @@ class TrainingDisplay:
         self.console = Console()
         self.records: dict[str, dict[str, Any]] = {}
         self.counters: dict[str, int] = {}
-        self.placement = ""
+        self.transfers: list[Transfers] = []
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -42,11 +44,11 @@ class TrainingDisplay:
         self.progress.stop()
 
     def on_event(self, group: str, event: tuple[Any, ...]) -> None:
-        """("progress", epochs done, loss, accuracy) or ("trained", records by name, and of ours counters and placement)."""
+        """("progress", epochs done, loss, accuracy) or ("trained", records by name, and of ours counters and what crosses)."""
         if event[0] == "trained":
             self.records |= event[1]
             if group == "rdmarpc":
-                _, _, self.counters, self.placement = event
+                _, _, self.counters, self.transfers = event
             return
         _, epochs, loss, accuracy = event
         state = f"loss {loss:.4f}, held-out accuracy {accuracy:.2%}"

@@ -4,7 +4,8 @@
     python -m experiments.train device=tcp workers=3 model=mlp      # everything can be overridden
     python -m experiments.train -m seed=0,1,2                       # several jobs, one after the other
 
-The run's folder receives result.json, placement.txt and comm_comp.png.
+The run's folder receives result.json and comm_comp.png, and what crosses: placement.txt, .json (`rdmarpc graph` shows it)
+and .png (of a training step).
 """
 
 import json
@@ -16,6 +17,8 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+from rdmarpc import transfers
 
 from . import data, torch_rpc, worker
 from .processes import Group, WorkerFailed, run_job
@@ -46,10 +49,12 @@ def main(cfg: DictConfig) -> None:
 
     result = result_of(display.records, display.counters) | {"config": job, "versions": versions()}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    (folder / "placement.txt").write_text(display.placement + "\n")
+    (folder / "placement.txt").write_text("\n\n\n".join(map(str, display.transfers)) + "\n")
+    transfers.save(folder / "placement.json", display.transfers)
+    display.transfers[0].draw(folder / "placement.png")
     draw_comm_comp(result, folder / "comm_comp.png")
     display.console.print(training_table(result))
-    display.console.print(f"result.json, placement.txt and comm_comp.png are in {folder}", soft_wrap=True)
+    display.console.print(f"result.json, placement.{{txt,json,png}} and comm_comp.png are in {folder}", soft_wrap=True)
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:

@@ -46,4 +46,4 @@ def train(job: dict[str, Any], launcher: Launcher) -> None:
         launcher.tell(("progress", done, spread_record.losses[-1], spread_record.accuracy))
 
     records = {"single_process": alone_record.as_dict(), "rdmarpc": spread_record.as_dict()}
-    launcher.tell(("trained", records, dict(counters), model.placement_table()))
+    launcher.tell(("trained", records, dict(counters), model.transfers()))

@@ -20,12 +20,15 @@ from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
 from .program import Instruction, Ref, Segment, function_path
+from .program import names_in as _names
+from .sites import Site
 
 
 @dataclass(slots=True)
 class Value:
     """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
-    no tensor inputs."""
+    no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
+    of the value ``slot_of``."""
 
     name: str
     spec: TensorSpec
@@ -36,6 +39,8 @@ class Value:
     """Whether somebody writes into it in place after it was made."""
     returned: bool = False
     """Whether it is, or is part of, the model's result: its user may write into it."""
+    site: Site | None = None
+    slot_of: str = ""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,8 @@ class _Analysis:
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
+        self.sites: dict[str, Site | None] = {}
+        self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.written: set[str] = set()
@@ -96,6 +103,7 @@ class _Analysis:
             if node.op == "placeholder":
                 inputs.append(node.name)
                 self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
@@ -124,6 +132,7 @@ class _Analysis:
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if name is not None:
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
+                self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
@@ -136,6 +145,14 @@ class _Analysis:
         self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         if written:
             self.written.add(name)
+
+    def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
+        """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
+        self.sites[name] = site
+        for other in _names(arguments):
+            if site is not None and self.sites.get(other) == site:
+                self.slot_of[name] = other if self.home[other][0] != worker else self.slot_of.get(other, "")
+                return
 
     def arguments(self, arguments: Any) -> Any:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
@@ -170,7 +187,14 @@ class _Analysis:
             if consumers:
                 producer = number[self.home[name]]
                 values[name] = Value(
-                    name, self.specs[name], producer, consumers, written=name in self.written, returned=name in returned
+                    name,
+                    self.specs[name],
+                    producer,
+                    consumers,
+                    written=name in self.written,
+                    returned=name in returned,
+                    site=self.sites.get(name),
+                    slot_of=self.slot_of.get(name, ""),
                 )
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
@@ -192,12 +216,6 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
-
-
-def _names(arguments: Any) -> list[str]:
-    names: list[str] = []
-    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
-    return names
 
 
 def _mark_last_uses(segment: Segment, keep: set[str]) -> None:

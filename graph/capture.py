@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
+from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -43,12 +44,13 @@ class TensorSpec:
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
     makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
-    its node made it."""
+    its node made it, ``sites`` who allocated the storage of that leaf."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
     written: frozenset[tuple[fx.Node, int]] = frozenset()
+    sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -80,7 +82,7 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
             fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
             propagator = _Propagator(model, graph)
             values = propagator.propagate(fakes)
-    return Capture(graph, values, constants, propagator.written())
+    return Capture(graph, values, constants, propagator.written(), propagator.sites())
 
 
 @contextlib.contextmanager
@@ -150,20 +152,27 @@ class _Propagator(fx.Interpreter):
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self._model = model
+        self.allocations = Allocations(model)
         self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
-        self.run(*inputs)
+        with self.allocations:
+            self.run(*inputs)
         return dict(self.env) | self._outputs
 
     def written(self) -> frozenset[tuple[fx.Node, int]]:
         """See ``Capture``."""
         return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
 
+    def sites(self) -> dict[tuple[fx.Node, int], Site]:
+        """See ``Capture``."""
+        known = {(node, at): self.allocations.of(tensor) for node, at, tensor, _ in self._versions}
+        return {where: site for where, site in known.items() if site is not None}
+
     _outputs: dict[fx.Node, Any]
 
     def run_node(self, n: fx.Node) -> Any:
+        self.allocations.at(n.name, place_of(n))
         try:
             result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -180,6 +189,8 @@ class _Propagator(fx.Interpreter):
                 )
             if isinstance(leaf, torch.Tensor):
                 self._versions.append((n, at, leaf, leaf._version))
+        if n.op in ("placeholder", "get_attr") and isinstance(result, torch.Tensor):
+            self.allocations.note(result, Site(INPUT if n.op == "placeholder" else CONSTANT, str(n.target)))
         if n.op == "output":
             self._outputs = {n: result}
         return result

@@ -134,7 +134,7 @@ class Flow:
                 value = self.graph.values[name]
                 if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
                     outlets[name] = sends[0]
-            self._productions[key] = Production(outlets, hooks=True) if outlets else None
+            self._productions[key] = Production(outlets, modules=True) if outlets else None
         return self._productions[key]
 
     def notes(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from math import prod
 import torch
 
 from .analyze import TransferGraph
-from .header import HEADER_BYTES
 
 ACTIVATION, GRADIENT, COMMAND, REPORT = "activation", "gradient", "command", "report"
 CONTROL_DEPTH = 8
@@ -53,31 +52,9 @@ class Placement:
     """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
 
     def __str__(self) -> str:
-        head = ("edge", "kind", "from", "to", "shape", "dtype", "bytes", "depth", "static")
-        rows = [
-            (
-                edge.value,
-                edge.kind,
-                edge.source,
-                edge.target,
-                "x".join(map(str, edge.shape)) or "scalar",
-                str(edge.dtype).removeprefix("torch."),
-                f"{edge.nbytes:,}",
-                str(edge.depth),
-                "yes" if edge.static else "no",
-            )
-            for edge in self.edges
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        right = {6, 7}
-        lines = [
-            "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
-            for row in (head, tuple("-" * width for width in widths), *rows)
-        ]
-        step = sum(edge.nbytes for edge in self.edges)
-        slots = sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in self.edges)
-        total = f"{len(self.edges)} edges, {step:,} bytes cross in a training step, {slots:,} bytes of slots"
-        return "\n".join((*(line.rstrip() for line in lines), total))
+        from .describe import describe  # it stands on this module
+
+        return describe(self).table()
 
 
 def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Origin:
     """The operation that allocates a storage: the ``nth`` of the ``call``-th call of ``module`` within one instruction
     (``module`` is ``None``: of the instruction itself). ``output`` is the position among its results, ``results`` their
     (shape, strides, dtype)."""
@@ -61,120 +61,151 @@ class Site:
 
 class Recorder(TorchDispatchMode):
     """Notes every allocation of a run, by address. An address that is allocated again belongs to the later operation; whatever
-    is still alive at the end is therefore attributed rightly."""
+    is still alive at the end is therefore attributed rightly. ``modules``: look for the innermost module, too."""
 
     def __init__(self, modules: bool) -> None:
         super().__init__()
-        self._modules, self._thread = modules, threading.get_ident()
-        self._sites: dict[int, Site] = {}
+        self._modules = modules
+        self._origins: dict[int, Origin] = {}
         self._instruction, self._operations = 0, 0
-        self._calls: Counter[int] = Counter()
-        self._frames: list[tuple[nn.Module | None, int, int]] = []  # module, number of its call, operations before it
+        self._calls: dict[nn.Module | None, tuple[FrameType | None, int, int]] = {}  # its last call, which, operations before
 
-    def site(self, tensor: torch.Tensor) -> Site | None:
+    def origin(self, tensor: torch.Tensor) -> Origin | None:
         """Who allocated its storage; ``None`` if that was before the run."""
-        return self._sites.get(tensor.untyped_storage().data_ptr())
+        return self._origins.get(tensor.untyped_storage().data_ptr())
 
     @contextlib.contextmanager
     def around(self, instruction: int) -> Iterator[None]:
         self._instruction, self._operations = instruction, 0
-        self._calls.clear()
-        self._frames = [(None, 1, 0)]
-        hooks = []
-        if self._modules:
-            hooks.append(register_module_forward_pre_hook(self._enter_module))
-            hooks.append(register_module_forward_hook(self._leave_module, always_call=True))
+        self._calls = {None: (None, 1, 0)}
         try:
             with self:
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._calls.clear()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == self._thread:  # the hooks are everybody's
-            self._calls[id(module)] += 1
-            self._frames.append((module, self._calls[id(module)], self._operations))
-
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._frames.pop()
+    def _innermost(self) -> nn.Module | None:
+        # From the stack: global hooks would be seen by other threads, and some modules take another way when they have hooks.
+        found = []
+        frame: FrameType | None = sys._getframe(2) if self._modules else None
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                found.append((frame.f_locals["self"], frame))
+            frame = frame.f_back
+        for module, call in found:
+            known, number, _ = self._calls.get(module, (None, 0, 0))
+            if known is not call:
+                self._calls[module] = (call, number + 1, self._operations)
+        return found[0][0] if found else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        module = self._innermost()
         result = func(*args, **(kwargs or {}))
         self._operations += 1
         results = result if isinstance(result, (tuple, list)) else (result,)
         if all(isinstance(made, torch.Tensor) and made.layout is torch.strided for made in results):
             given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            module, call, before = self._frames[-1]
+            _, call, before = self._calls[module]
             described = tuple((tuple(made.shape), made.stride(), made.dtype) for made in results)
             for output, made in enumerate(results):
                 address = made.untyped_storage().data_ptr()
                 if address not in given:
-                    self._sites[address] = Site(
+                    self._origins[address] = Origin(
                         self._instruction, module, call, self._operations - before, func, output, described
                     )
         return result
 
 
+class _Tap:
+    """Stands in for a module's ``forward``, to know when it runs. No hooks: some modules compute in another way when they, or
+    modules inside them, have hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.makings: list[Making] = []
+        self._module, self._forward = module, module.forward
+        self._before = module.__dict__.get("forward")
+        module.forward = self
+
+    @staticmethod
+    def of(module: nn.Module) -> _Tap:
+        found = module.__dict__.get("forward")
+        return found if isinstance(found, _Tap) else _Tap(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        entered = [making for making in self.makings if making.called()]
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for making in entered:
+                making.leave()
+
+    def remove(self, making: Making) -> None:
+        self.makings.remove(making)
+        if not self.makings:
+            del self._module.forward
+            if self._before is not None:
+                self._module.forward = self._before
+
+
 class Making:
     """One value that its producer writes into the slot. ``outlet`` is the one whose slot it is; other consumers get copies."""
 
-    def __init__(self, site: Site, outlet: Outlet, missed: Callable[[Making], None]) -> None:
-        self.site, self.outlet = site, outlet
+    def __init__(self, origin: Origin, outlet: Outlet, missed: Callable[[Making], None]) -> None:
+        self.origin, self.outlet = origin, outlet
         self._missed = missed
-        self._variant = out_variant(site.op)
+        self._variant = out_variant(origin.op)
         self._window = _Window(self)
-        self._hooks: list[Any] = []
         self._armed, self._calls, self._open = False, 0, False
-        if site.module is not None:
-            # Plain functions: a copy of the module must not copy us.
-            self._hooks.append(site.module.register_forward_pre_hook(lambda module, args: self._enter_module()))
-            self._hooks.append(site.module.register_forward_hook(lambda module, args, out: self._leave(), always_call=True))
+        self._tap = None if origin.module is None else _Tap.of(origin.module)
+        if self._tap is not None:
+            self._tap.makings.append(self)
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        if self._tap is not None:
+            self._tap.remove(self)
 
     def __enter__(self) -> None:
         self._armed, self._calls = True, 0
-        if not self._hooks:
+        if self._tap is None:
             self._enter()
 
     def __exit__(self, kind: Any, *exc: object) -> None:
-        self._leave()
+        self.leave()
         if self._armed and kind is None:
             self._missed(self)
         self._armed = False
 
-    def _enter_module(self) -> None:
+    def called(self) -> bool:
+        """A call of the module begins; whether it is the one."""
         if self._armed:
             self._calls += 1
-            if self._calls == self.site.call:
+            if self._calls == self.origin.call:
                 self._enter()
+                return True
+        return False
 
     def _enter(self) -> None:
-        self._window.left = self.site.nth
+        self._window.left = self.origin.nth
         self._window.__enter__()
         self._open = True
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self._open:
             self._open = False
             self._window.__exit__(None, None, None)
 
     def make(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operation that was recorded as the allocating one."""
-        site, variant = self.site, self._variant
-        if func is not site.op or variant is None:
+        origin, variant = self.origin, self._variant
+        if func is not origin.op or variant is None:
             return func(*args, **kwargs)
         self._armed = False  # it came: no miss
-        place = self.outlet.reserve(*site.results[site.output][:2])
+        place = self.outlet.reserve(*origin.results[origin.output][:2])
         if place is None:
             return func(*args, **kwargs)
         results = [
-            place if at == site.output else torch.empty_strided(shape, strides, dtype=dtype)
-            for at, (shape, strides, dtype) in enumerate(site.results)
+            place if at == origin.output else torch.empty_strided(shape, strides, dtype=dtype)
+            for at, (shape, strides, dtype) in enumerate(origin.results)
         ]
         variant.op(*variant.args(args), **kwargs, **dict(zip(variant.outs, results)))
         return results[0] if len(results) == 1 else tuple(results)
@@ -195,13 +226,13 @@ class _Window(TorchDispatchMode):
 class Production:
     """The outgoing values of one segment under one set of flags. Belongs to the thread of the station.
 
-    ``outlets``: value -> the outlet into whose slots it might be produced. ``hooks``: whether the modules are ours to put hooks
-    on, so that windows are narrow. ``notes`` says of each value where it is made, or why it is copied.
+    ``outlets``: value -> the outlet into whose slots it might be produced. ``modules``: whether the modules are ours to
+    put taps on, so that windows are narrow. ``notes`` says of each value where it is made, or why it is copied.
     """
 
-    def __init__(self, outlets: Mapping[str, Outlet], hooks: bool) -> None:
-        self._outlets, self._hooks = outlets, hooks
-        self._recorder: Recorder | None = Recorder(hooks)
+    def __init__(self, outlets: Mapping[str, Outlet], modules: bool) -> None:
+        self._outlets, self._modules = outlets, modules
+        self._recorder: Recorder | None = Recorder(modules)
         self._makings: dict[int, list[Making]] = {}
         self._names: dict[Making, str] = {}
         self._misses: Counter[str] = Counter()
@@ -226,18 +257,18 @@ class Production:
         """A value of ``outlets`` exists."""
         if self._recorder is None:
             return
-        site = self._recorder.site(tensor)
-        reason = _why_not(site, tensor)
+        origin = self._recorder.origin(tensor)
+        reason = _why_not(origin, tensor)
         if reason is None and self._misses[name] >= _MISSES:
             reason = "what makes it changes from step to step"
-        if reason is not None or site is None:
+        if reason is not None or origin is None:
             self.notes[name] = f"copied: {reason}"
             return
-        making = Making(site, self._outlets[name], self._missed)
+        making = Making(origin, self._outlets[name], self._missed)
         self._names[making] = name
-        self._makings.setdefault(site.instruction, []).append(making)
-        where = "" if site.module is None else f" of {type(site.module).__name__}"
-        self.notes[name] = f"in place, by operation {site.nth}{where}, {site.op}"
+        self._makings.setdefault(origin.instruction, []).append(making)
+        where = "" if origin.module is None else f" of {type(origin.module).__name__}"
+        self.notes[name] = f"in place, by operation {origin.nth}{where}, {origin.op}"
 
     def finish(self) -> None:
         """The segment has run, or failed."""
@@ -245,7 +276,7 @@ class Production:
             outlet.cancel()
         if self._stale:
             self.close()
-            self._stale, self._recorder = False, Recorder(self._hooks)
+            self._stale, self._recorder = False, Recorder(self._modules)
         elif self._recorder is not None and self.notes.keys() >= self._outlets.keys():
             self._recorder = None
 
@@ -255,7 +286,7 @@ class Production:
         making.outlet.device.count("production_misses")
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """Leave the modules as they were."""
         for making in self._names:
             making.close()
         self._makings.clear()
@@ -263,15 +294,15 @@ class Production:
         self.notes.clear()
 
 
-def _why_not(site: Site | None, tensor: torch.Tensor) -> str | None:
-    if site is None:
+def _why_not(origin: Origin | None, tensor: torch.Tensor) -> str | None:
+    if origin is None:
         return "its memory was there before (an input, a parameter, a landed tensor)"
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "it is a part of a larger storage"
-    if out_variant(site.op) is None:
-        return f"{site.op} cannot write into given memory"
-    if site.nth > MAX_OPERATIONS:
-        return f"it is made by operation {site.nth} of its module"
+    if out_variant(origin.op) is None:
+        return f"{origin.op} cannot write into given memory"
+    if origin.nth > MAX_OPERATIONS:
+        return f"it is made by operation {origin.nth} of its module"
     return None
 
 

@@ -112,6 +112,13 @@ def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
 
 
+def names_in(arguments: Any) -> list[str]:
+    """The names of all ``Ref`` among the arguments."""
+    names: list[str] = []
+    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
+    return names
+
+
 class Machine:
     """Runs instructions against the modules and attributes of one worker."""
 

@@ -8,8 +8,11 @@ import sys
 USAGE = """usage: rdmarpc COMMAND [arguments]
 
   bench [--json] [key=value ...]   every latency beside its physical floor and beside torch RPC
+  graph FILE [--draw OUT]          what crosses in a wrapped model, from a file that it saved
   timeline merge FILES [-o OUT]    one timeline of those that several workers wrote
 """
+
+MODULES = {"graph": "rdmarpc.transfers", "timeline": "rdmarpc.timeline"}
 
 
 def main() -> None:
@@ -18,8 +21,8 @@ def main() -> None:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return
-    if command == "timeline":
-        importlib.import_module("rdmarpc.timeline").main(arguments)
+    if command in MODULES:
+        importlib.import_module(MODULES[command]).main(arguments)
         return
     if command != "bench":
         sys.exit(f"rdmarpc: no such command: {command!r}\n\n{USAGE}" if command else USAGE)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .graph.header import HEADER_BYTES
 from .graph.pipeline import Part, check_alike
 from .graph.place import ACTIVATION, Placement
-from .remote_parameter import RemoteParameter
+from .graph.tables import table
 
 if TYPE_CHECKING:
     from .graph.stage import Plan
@@ -87,7 +87,10 @@ class _Split:
         self._model = model
         self._leaves, self._tree = model._flatten(args, kwargs)
         self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        targets, self._target_tree = ([target], None) if isinstance(target, torch.Tensor) else pytree.tree_flatten(target)
+        self._target_tree: pytree.TreeSpec | None = None
+        targets = [target]
+        if not isinstance(target, torch.Tensor):
+            targets, self._target_tree = pytree.tree_flatten(target)
         first = [t for t in (*targets, *self._tensors) if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not first or len(first[0]) == 0:
             raise ValueError("there is no batch to split: neither target nor the inputs have a tensor with samples in it")
@@ -181,17 +184,12 @@ class Prepared:
         rows = [
             (m.worker, *(f"{n:,}" for n in (m.parameters, m.send, m.receive, m.in_flight, m.activations))) for m in self.memory
         ]
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        lines = [
-            "  ".join(cell.rjust(w) if at else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
-            for row in (head, tuple("-" * width for width in widths), *rows)
-        ]
         sizes = f"{self.sizes[0]} samples" + (f", the last one {self.sizes[-1]}" if self.sizes[-1] != self.sizes[0] else "")
         said = (
             f"depth={self.depth} chunks={len(self.sizes)} ({sizes}), {self.levels} levels; in flight: at most so many "
             "micro-batches are between the forward and the backward of a segment; all else is in bytes"
         )
-        return "\n\n".join([*map(str, self.placements), "\n".join((*lines, said))])
+        return "\n\n".join([*map(str, self.placements), table(head, rows, range(1, len(head))) + "\n" + said])
 
 
 def prepare(model: WrappedModel, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> Prepared:
@@ -201,8 +199,7 @@ def prepare(model: WrappedModel, args: tuple[Any, ...], kwargs: dict[str, Any], 
         session.mode()
         split = _Split(model, args, kwargs, None, checked(chunks))
         plans = list(dict.fromkeys(split.plans()))
-    owned = session.parameter_bytes()
-    owned[session.agent.name] = sum(p.nbytes for p in model.parameters() if not isinstance(p, RemoteParameter))
+    owned = model._parameter_bytes()
     placements = [plan.placement for plan in plans]
     memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes)) for worker in placements[0].workers]
     return Prepared(placements, session.caller.depth, split.sizes, plans[0].levels, memory)

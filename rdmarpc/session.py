@@ -18,8 +18,10 @@ from .agent import Agent
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
+from .graph.describe import Transfers, describe
 from .graph.host import Mode
 from .graph.program import Machine
+from .graph.sites import input_names, name_inputs
 from .graph.stage import Plan
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
@@ -245,11 +247,6 @@ class Session:
 
     # -- counters
 
-    def parameter_bytes(self) -> dict[str, int]:
-        """Of the parameters at each worker that has remote parts."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return {worker: sum(p.numel() * p.element_size() for p in found) for worker, found in self._parameters.items()}
-
     def counters(self, everywhere: bool) -> dict[str, int]:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
@@ -353,6 +350,7 @@ class WrappedModel(nn.Module):
 
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         found = capture(shape, specs, join)
+        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
         here_name = session.agent.name
         graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
@@ -361,7 +359,20 @@ class WrappedModel(nn.Module):
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up; empty before the first step."""
-        return "\n\n".join(str(placement) for placement in self.__dict__["_rdmarpc"].caller.placements())
+        return "\n\n".join(plan.table() for plan in self.transfers())
+
+    def transfers(self) -> list[Transfers]:
+        """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
+        parameters = self._parameter_bytes()
+        return [describe(placement, parameters) for placement in self.__dict__["_rdmarpc"].caller.placements()]
+
+    def _parameter_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters():
+                home = parameter.worker if isinstance(parameter, RemoteParameter) else self.__dict__["_rdmarpc"].agent.name
+                found[home] = found.get(home, 0) + parameter.numel() * parameter.element_size()
+        return found
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);

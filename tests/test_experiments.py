@@ -15,6 +15,7 @@ import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 
+from rdmarpc import transfers
 from rdmarpc.experiments import bench
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,10 @@ def test_default_job_learns_and_shows_it(tmp_path: Path) -> None:
     assert result["accuracy"] >= 0.97
     assert_steady(result)
     assert {"single_process", "rdmarpc", "torch_rpc"} == set(result["step_ms"])
-    assert (tmp_path / "placement.txt").read_text().strip()
+    plans = transfers.load(tmp_path / "placement.json")
+    assert all(str(plan) in (tmp_path / "placement.txt").read_text() for plan in plans)
+    assert plans[0].histogram()[1].kind == "gradient"
+    assert (tmp_path / "placement.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "comm_comp.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob(".meeting-*"))
 
