@@ -19,9 +19,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
-from .program import Instruction, Ref, Segment, function_path
+from .program import Instruction, Ref, Segment, function_path, to_number, to_tensor
 from .program import names_in as _names
 from .sites import Site
+from .sizes import Number
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class _Analysis:
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
+        self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
         self.sites: dict[str, Site | None] = {}
         self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
@@ -107,44 +109,94 @@ class _Analysis:
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
-                self.use(output, self.caller, self.level(output, self.caller))
+                level = self.level(output, self.caller)
+                output = self.localize(output, self.caller, level)
+                self.use(output, self.caller, level)
             else:
                 self.operation(node)
         return self.assemble(inputs, output)
 
     def operation(self, node: fx.Node) -> None:
-        value = self.capture.values[node]
+        value = self.settled(self.capture.values[node])
         leaves, tree = pytree.tree_flatten(value)
         structured = not isinstance(value, torch.Tensor)
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) and node.op != "call_module":
+        args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
+        made = [isinstance(leaf, torch.Tensor) or self.varies(leaf, args, kwargs) for leaf in leaves]
+        if not any(made) and node.op != "call_module":
             self.expression[node] = value  # sizes and the like are known now
             return
-        args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
         if node.target is operator.getitem and not isinstance(args[0], Ref):
             self.expression[node] = args[0][args[1]]
             return
         worker = self.place(node, args, kwargs)
         level = self.level((args, kwargs), worker)
-        names = [
-            None if not isinstance(leaf, torch.Tensor) else f"{node.name}.{at}" if structured else node.name
-            for at, leaf in enumerate(leaves)
-        ]
+        args, kwargs = self.localize((args, kwargs), worker, level)
+        names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
-            if name is not None:
-                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
+            if isinstance(leaf, torch.Tensor):
+                assert name is not None
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written, constant=node.op == "get_attr")
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
+            elif name is not None:
+                self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
         kind = {"call_module": "module", "call_function": "function", "call_method": "method"}.get(node.op, "attribute")
         target = function_path(node.target) if callable(node.target) else str(node.target)
-        self.segment(worker, level).instructions.append(Instruction(kind, target, args, kwargs, tuple(names), structured))
+        numbers = frozenset(name for name in names if name in self.numbers)
+        step = Instruction(kind, target, args, kwargs, tuple(names), structured, numbers=numbers)
+        self.segment(worker, level).instructions.append(step)
 
-    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool) -> None:
+    def settled(self, value: Any) -> Any:
+        """Numbers that cannot vary as such, and sizes as tuples: those may hold what stands for a number."""
+
+        def settle(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Size):
+                return tuple(map(settle, leaf))
+            return leaf.node.require_hint() if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
+
+        return pytree.tree_map(settle, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
+
+    def varies(self, leaf: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a result that is no tensor has to be computed in every step."""
+        if self.capture.sizes.known:
+            return self.capture.sizes.varies(leaf)
+        return isinstance(leaf, (int, float)) and bool(_names((args, kwargs)))
+
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
         self.home[name], self.uses[name] = home, {}
-        self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         if written:
             self.written.add(name)
+        shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
+        self.specs[name] = TensorSpec(shape, tensor.dtype, tensor.requires_grad)
+
+    def localize(self, arguments: Any, worker: str, level: int) -> Any:
+        """Have the numbers among the arguments in that segment: from another one they come as tensors."""
+        return map_aggregate(
+            arguments,
+            lambda leaf: self.local(leaf, (worker, level)) if isinstance(leaf, Ref) and leaf.name in self.numbers else leaf,
+        )
+
+    def local(self, number: Ref, here: tuple[str, int]) -> Ref:
+        name, home = number.name, self.home[number.name]
+        if home == here:
+            return number
+        carrier, copy = f"{name}.number", f"{name}.{here[0]}.{here[1]}"
+        if carrier not in self.home:
+            self.home[carrier], self.uses[carrier] = home, {}
+            self.specs[carrier] = TensorSpec((), self.numbers[name])
+            self.convert(to_tensor, name, carrier, home)
+        if copy not in self.home:
+            self.numbers[copy], self.home[copy] = self.numbers[name], here
+            self.use(Ref(carrier), *here)
+            self.convert(to_number, carrier, copy, here)
+        return Ref(copy)
+
+    def convert(self, function: Callable[..., Any], source: str, result: str, where: tuple[str, int]) -> None:
+        numbers = frozenset([result]) & self.numbers.keys()
+        step = Instruction("function", function_path(function), (Ref(source),), {}, (result,), False, numbers=numbers)
+        self.segment(*where).instructions.append(step)
 
     def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
         """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
@@ -160,7 +212,7 @@ class _Analysis:
     def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
         if node.op in ("call_module", "get_attr"):
             return self.owner(str(node.target))
-        names = _names((args, kwargs))
+        names = sorted(_names((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
         return self.home[names[0]][0] if names else self.caller
 
     def level(self, arguments: Any, worker: str) -> int:
@@ -172,7 +224,8 @@ class _Analysis:
     def use(self, arguments: Any, worker: str, level: int) -> None:
         self.segment(worker, level)
         for name in _names(arguments):
-            self.uses[name][worker, level] = None
+            if name not in self.numbers:
+                self.uses[name][worker, level] = None
 
     def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
         ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))
@@ -216,6 +269,12 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
+
+
+def _dtype(number: Any) -> torch.dtype:
+    if isinstance(number, (bool, torch.SymBool)):
+        return torch.bool
+    return torch.int64 if isinstance(number, (int, torch.SymInt)) else torch.float64
 
 
 def _mark_last_uses(segment: Segment, keep: set[str]) -> None:

@@ -112,17 +112,25 @@ class Caller:
             self._ask("connect", dict.fromkeys(there, (placement.number, offers)))
             self.station.connect(fittings, offers)
         except BaseException:
-            self.station.remove(fittings)
-            self._ask("remove", dict.fromkeys(there, (placement.number,)))
+            self.station.remove(fittings, {})
+            self._ask("remove", dict.fromkeys(there, (placement.number, {})))
             raise
         return fittings, offers
+
+    def known(self, signature: Any) -> Plan | None:
+        """The plan for this signature, if there is one."""
+        with self._lock:
+            plan = self._plans.get(signature)
+            if plan is not None:
+                self._plans.move_to_end(signature)
+            return plan
 
     def plan(self, signature: Any, build: Callable[[], TransferGraph]) -> Plan:
         """The plan for inputs of this signature; built, and set up at every worker, when it is new."""
         with self._lock:
-            if signature in self._plans:
-                self._plans.move_to_end(signature)
-                return self._plans[signature]
+            found = self.known(signature)
+            if found is not None:
+                return found
             self._ready()
             self._make_room()
             placement = place(build(), next(self._plan_numbers), self.depth, self._edge_numbers)
@@ -146,10 +154,11 @@ class Caller:
         while len(self._plans) >= self._limit and idle:
             plan = self._plans.pop(idle.pop(0))
             there = [worker for worker in plan.placement.workers if worker != self.name]
-            self.station.retire(plan.fittings)
-            self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands)))
-            self._ask("remove", dict.fromkeys(there, (plan.placement.number,)))
-            self.station.remove(plan.fittings)
+            leased = self.station.retire(plan.fittings)
+            for answer in self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands))).values():
+                leased.update(answer)
+            self._ask("remove", dict.fromkeys(there, (plan.placement.number, leased)))
+            self.station.remove(plan.fittings, leased)
 
     # -- forward
 

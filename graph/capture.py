@@ -27,13 +27,14 @@ from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
+from .sizes import Number, Sizes, depends_on_data
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before the step."""
+    """What is known of a tensor before the step; unknown dimensions are ``FREE``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,12 +44,13 @@ class TensorSpec:
 @dataclass
 class Capture:
     """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input. ``written`` has (node, number of the leaf) of every tensor that is written in place after
-    its node made it, ``sites`` who allocated the storage of that leaf."""
+    makes without any input. ``sizes`` says which sizes in ``values`` are for good. ``written`` has (node, number of the leaf)
+    of every tensor that is written in place after its node made it, ``sites`` who allocated the storage of that leaf."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     constants: dict[str, torch.Tensor]
+    sizes: Sizes
     written: frozenset[tuple[fx.Node, int]] = frozenset()
     sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
 
@@ -59,13 +61,18 @@ def skeleton(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
 
 
-def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> Capture:
+def capture(
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+    sizes: Sizes | None = None,
+) -> Capture:
     """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone.
 
     Raises ``NotSupported`` with the reason where the forward or a part depends on the values of tensors; errors of the
     model itself (wrong shapes) come as they are. What contributes to no output is not part of the capture.
     """
-    mode = _mode_of(model)
+    mode, sizes = _mode_of(model), sizes or Sizes()
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
             graph = _Tracer(len(inputs), join).trace(model)
@@ -78,11 +85,13 @@ def capture(model: nn.Module, inputs: list[TensorSpec], join: Callable[..., tupl
             for node in graph.nodes
             if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
         }
-        with mode, _quiet():
-            fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
+        with sizes.under(mode), _quiet():
+            fakes = sizes.inputs([spec.shape for spec in inputs], [spec.dtype for spec in inputs])
+            for fake, spec in zip(fakes, inputs):
+                fake.requires_grad_(spec.requires_grad)
             propagator = _Propagator(model, graph)
             values = propagator.propagate(fakes)
-    return Capture(graph, values, constants, propagator.written(), propagator.sites())
+    return Capture(graph, values, constants, sizes, propagator.written(), propagator.sites())
 
 
 @contextlib.contextmanager
@@ -175,14 +184,20 @@ class _Propagator(fx.Interpreter):
         self.allocations.at(n.name, place_of(n))
         try:
             result = super().run_node(n)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+            depends_on_data(),
+        ) as error:
             raise NotSupported(
-                f"{n.op} {n.target!r} cannot be captured, its result's shape or control flow depends on data: {error}",
+                f"{n.op} {n.target!r} cannot be captured, its result's shape or control flow depends on data: "
+                + str(error).partition("\n")[0],
                 hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
                 "choosing by value",
             ) from error
         for at, leaf in enumerate(pytree.tree_leaves(result)):
-            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and leaf is not None:
+            if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS)) and leaf is not None:
                 raise NotSupported(
                     f"{n.op} {n.target!r} gives a {type(leaf).__name__}, which cannot cross between workers",
                     hint="tensors in tuples, lists and dicts can",

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..transport import PeerLost, RdmaError
+from ..transport import ArenaFull, PeerLost, RdmaError
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
 from .header import DONE, ERROR, NONE, SHARED, Header, MicroBatch
@@ -166,8 +166,7 @@ class Executor(threading.Thread):
         except PeerLost:
             raise
         except Exception as error:
-            self._drop(run.sequence)
-            self._send_error(run.sequence, error)
+            self._fail(run.sequence, error)
             return
         if run.batch is not None:
             run.batch.ran(task)
@@ -199,7 +198,12 @@ class Executor(threading.Thread):
             run = self._runs[header.sequence] = Run(flow, header, self.machine, self._agenda, batch)
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
-        run.arrived(inlet.edge.value, take(slot, header), header.commands, bool(header.flags & SHARED))
+        try:
+            tensor = take(slot, header)
+        except ArenaFull as error:
+            self._fail(header.sequence, error)
+            return
+        run.arrived(inlet.edge.value, tensor, header.commands, bool(header.flags & SHARED))
 
     def _batch(self, header: Header, flow: Flow) -> Batch:
         micro = MicroBatch.unpack(header.argument)
@@ -215,7 +219,12 @@ class Executor(threading.Thread):
             if header.sequence not in self._dropped:
                 raise RdmaError(f"a gradient for forward {header.sequence}, which is not under way", peer=inlet.edge.source)
             return
-        run.landed_gradient(inlet.edge.value, run.flow.edges[inlet.edge.number], header, take(slot, header))
+        try:
+            tensor = take(slot, header)
+        except ArenaFull as error:
+            self._fail(header.sequence, error)
+            return
+        run.landed_gradient(inlet.edge.value, run.flow.edges[inlet.edge.number], header, tensor)
 
     def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         payload = b"" if header.flags & NONE else unpadded(slot.payload)
@@ -226,6 +235,10 @@ class Executor(threading.Thread):
         self._commands[header.sequence] = (command, header.backward)
 
     # -- the ends
+
+    def _fail(self, sequence: int, error: Exception) -> None:
+        self._drop(sequence)
+        self._send_error(sequence, error)
 
     def _drop(self, sequence: int) -> None:
         self._remember(self._dropped, sequence)

@@ -16,7 +16,7 @@ from .flow import Flow
 from .place import Placement
 from .program import Machine
 from .remote_update import build_optimizer, read_numbers
-from .station import Fittings, Offer, Station
+from .station import Fittings, Leased, Offer, Station
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device
@@ -47,7 +47,7 @@ class Host:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
         self.station = Station(name, device, channels, timeout)
-        machine = Machine(self.root.get_submodule, self._attribute)
+        machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply)
 
     # -- plans
@@ -69,12 +69,12 @@ class Host:
         [self.executor.report] = fittings.outlets.values()
         self.executor.start()
 
-    def retire(self, plan: int, commands: int) -> None:
-        """Nothing of this plan is sent from now on."""
+    def retire(self, plan: int, commands: int) -> Leased:
+        """Nothing of this plan is sent from now on. Returns where tensors of this worker still lie."""
         fittings, _ = self._plans[plan]
-        self._on_executor(lambda: self.station.retire(fittings), commands)
+        return self._on_executor(lambda: self.station.retire(fittings), commands)
 
-    def remove(self, plan: int) -> None:
+    def remove(self, plan: int, leased: Leased) -> None:
         """Everybody has retired it, or it never came to life."""
         if plan not in self._plans:
             return
@@ -83,7 +83,7 @@ class Host:
             self.executor.remove(flow)
 
         def remove() -> None:
-            self.station.remove(fittings)
+            self.station.remove(fittings, leased)
             if flow is not None:
                 flow.close()
 
@@ -162,7 +162,7 @@ class Host:
         return {name: note for flow in flows for name, note in flow.notes().items()}
 
     def counters(self) -> dict[str, int]:
-        return self.station.device.counters()
+        return {**self.station.device.counters(), **self.station.counts}
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,16 +100,22 @@ class Target:
 
     def release(self) -> None:
         """Let go of the source, if the write is over."""
-        if self._full is not self._bare and self._work is not None and self._work.done():
+        if self._work is not None and self._work.done():
+            self._over()
+
+    def _over(self) -> None:
+        if self._full is not self._bare:
             self._full.unbind(1)
-            self._work = None
+        self._work = None
 
     def credited(self) -> bool:
         """The consumer lets us use it again. ``False`` if it had never been used."""
         if self._credit:
             return False
         self._credit = True
-        self.release()
+        # The consumer has had it, so the write is over; on tcp its answer may come later than the credit, and nobody would
+        # look again.
+        self._over()
         return True
 
     # -- production in place
@@ -158,17 +164,17 @@ class Outlet:
         self.edge = edge
         self.device: Device = station.device
         self._station, self.staging = station, staging
-        self._channel: Channel = station.channel(edge.target)
-        self._targets: list[Target] = []
+        self.channel: Channel = station.channel(edge.target)
+        self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
         self._reserved: Target | None = None
-        self.numbers = [station.ports.take(self._channel, self._credited(at)) for at in range(edge.depth)]
+        self.numbers = [station.ports.take(self.channel, self._credited(at)) for at in range(edge.depth)]
 
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         """The consumer's offer: descriptor and notification number of every slot."""
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
-            self._targets.append(Target(self, self._station, self._channel, remote, number))
+            self._targets.append(Target(self, self._station, self.channel, remote, number))
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
@@ -211,6 +217,10 @@ class Outlet:
         """A tensor in one of our slots has died."""
         target.vacate()
         self.flush()
+
+    def leased(self) -> list[int]:
+        """Positions of the slots that tensors here lie in."""
+        return [at for at, target in enumerate(self._targets) if target.leased]
 
     @property
     def mapped(self) -> bool:

@@ -9,6 +9,8 @@ from math import prod
 import torch
 
 from .analyze import TransferGraph
+from .metadata import metadata_bytes
+from .sizes import FREE
 
 ACTIVATION, GRADIENT, COMMAND, REPORT = "activation", "gradient", "command", "report"
 CONTROL_DEPTH = 8
@@ -19,7 +21,8 @@ REPORT_BYTES = 32 << 10
 class Edge:
     """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
 
-    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph.
+    ``number`` is unique in the model. ``value`` names the tensor in the transfer graph. With a ``FREE`` dimension in
+    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``).
     """
 
     number: int
@@ -30,12 +33,16 @@ class Edge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     depth: int
-    static: bool = True
+
+    @property
+    def static(self) -> bool:
+        """Whether the shape is known before the step."""
+        return FREE not in self.shape
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of one slot."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Payload bytes of one slot: of the tensor, or of its metadata if the edge is dynamic."""
+        return prod(self.shape) * self.dtype.itemsize if self.static else metadata_bytes(len(self.shape))
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ class Instruction:
     """One step of the traced forward.
 
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
-    ``results`` names the tensors among the leaves of the result (``None``: a leaf that is not a tensor). ``last`` names
-    the tensors that nobody in this segment uses afterwards.
+    ``results`` names the tensors among the leaves of the result, and the numbers that are only known in the step
+    (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class Instruction:
     results: tuple[str | None, ...]
     structured: bool
     last: tuple[str, ...] = ()
+    numbers: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -119,11 +120,26 @@ def names_in(arguments: Any) -> list[str]:
     return names
 
 
-class Machine:
-    """Runs instructions against the modules and attributes of one worker."""
+def to_tensor(number: float) -> torch.Tensor:
+    """How a size, or what was computed from sizes, crosses to another segment: without dimensions, int64, float64 or bool."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
-    def __init__(self, module: Callable[[str], Callable[..., Any]], attribute: Callable[[str], Any]) -> None:
-        self._module, self._attribute = module, attribute
+
+def to_number(tensor: torch.Tensor) -> float:
+    """The inverse of ``to_tensor``."""
+    return tensor.item()
+
+
+class Machine:
+    """Runs instructions against the modules and attributes of one worker, which has these ``parameters``."""
+
+    def __init__(
+        self,
+        module: Callable[[str], Callable[..., Any]],
+        attribute: Callable[[str], Any],
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._module, self._attribute, self.parameters = module, attribute, parameters
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(
@@ -146,11 +162,13 @@ class Machine:
             if len(leaves) != len(step.results):
                 raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")
             for name, leaf in zip(step.results, leaves):
-                if name is not None:
-                    if not isinstance(leaf, torch.Tensor):
-                        raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
-                    env[name] = leaf
+                if name is None:
+                    continue
+                env[name] = leaf
+                if isinstance(leaf, torch.Tensor):
                     produced(name, leaf)
+                elif name not in step.numbers:
+                    raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
             for name in step.last:
                 env.pop(name, None)
 

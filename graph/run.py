@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..transport import NotSupported
+from .dynamic import keep_apart
 from .flow import Duty, Flow, Route, Source
 from .header import CLEAR, GRAD, Header, MicroBatch
 from .program import Machine
@@ -219,6 +220,7 @@ class Run:
         roots, grads = self._roots(duty)
         if roots:
             torch.autograd.backward(roots, grads)
+            keep_apart(self.flow.unread, self.machine.parameters)
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:
             for name in sorted(undelivered):

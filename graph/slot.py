@@ -65,10 +65,13 @@ class Inlet:
     def __init__(self, station: Station, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
         self.edge, self.arrived = edge, arrived
         self.channel: Channel = station.channel(edge.source)
-        self.slots = [Slot(station.device, edge, station.freed) for _ in range(edge.depth)]
+        self.slots = [self.make_slot(station) for _ in range(edge.depth)]
         self.numbers = [station.ports.take(self.channel, self._landed_in(slot)) for slot in self.slots]
         self._regions = [station.device.register(slot.memory) for slot in self.slots]
         self._credits: dict[Slot, Transfer] = {}
+
+    def make_slot(self, station: Station) -> Slot:
+        return Slot(station.device, self.edge, station.freed)
 
     def offer(self) -> list[tuple[bytes, int]]:
         """For the sender: descriptor and notification number of every slot."""

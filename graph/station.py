@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..transport import PeerLost, Poller, RdmaError
+from .dynamic import DynamicInlet, DynamicOutlet
 from .header import Header
 from .outlet import Outlet, Target
 from .place import Edge, Placement
@@ -19,6 +22,8 @@ from .slot import Inlet, Slot
 if TYPE_CHECKING:
     from ..transport import Channel, Device
 
+Leased = dict[int, list[int]]
+"""Slots by edge number and position."""
 Arrived = Callable[["Inlet", "Slot", Header], None]
 _GRACE_S = 0.05
 SLICE = 0.25
@@ -61,9 +66,12 @@ class Station:
         self.ports = Ports(self.poller)
         self._freed: deque[Slot | Target] = deque()
         self._inlet_of: dict[Slot, Inlet] = {}
+        self._kept: list[torch.Tensor] = []
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
         self.closed = False
+        self.counts: Counter[str] = Counter()
+        """``dynamic_reads``, and the bytes that dynamic edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
 
     def channel(self, worker: str) -> Channel:
         if worker not in self.peers:
@@ -77,13 +85,13 @@ class Station:
         fittings, offer = Fittings(placement), Offer()
         for edge in placement.edges:
             if edge.target == self.name:
-                inlet = Inlet(self, edge, arrived(edge))
+                inlet = (Inlet if edge.static else DynamicInlet)(self, edge, arrived(edge))
                 for slot in inlet.slots:
                     self._inlet_of[slot] = inlet
                 fittings.inlets[edge.number] = inlet
                 offer.slots[edge.number] = inlet.offer()
             elif edge.source == self.name:
-                outlet = Outlet(self, edge, placement.staging)
+                outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
                 fittings.outlets[edge.number] = outlet
                 offer.credits[edge.number] = outlet.numbers
         return fittings, offer
@@ -95,14 +103,21 @@ class Station:
         for number, outlet in fittings.outlets.items():
             outlet.connect(offers.slots[number])
 
-    def retire(self, fittings: Fittings) -> None:
-        """First half of the end of a plan: nothing is sent any more."""
+    def retire(self, fittings: Fittings) -> Leased:
+        """First half of the end of a plan: nothing is sent any more, and all that was sent has arrived. Else a credit that is
+        still under way when the number has been given to the next plan would count for that. Returns which slots at our peers
+        still have tensors of ours in them."""
         for inlet in fittings.inlets.values():
             inlet.close()
+        for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
+            channel.fence(self.timeout)
+        return {number: leased for number, outlet in fittings.outlets.items() if (leased := outlet.leased())}
 
-    def remove(self, fittings: Fittings) -> None:
-        """Second half, after every worker has retired it: its numbers are used again."""
+    def remove(self, fittings: Fittings, leased: Leased) -> None:
+        """Second half, after every worker has retired it: its numbers are used again, and the memory of its slots but for those
+        where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
         for inlet in fittings.inlets.values():
+            self._kept.extend(inlet.slots[at].memory for at in leased.get(inlet.edge.number, ()))
             for slot, number in zip(inlet.slots, inlet.numbers):
                 self._inlet_of.pop(slot, None)
                 self.ports.give_back(inlet.channel, number)

@@ -132,14 +132,14 @@ class _Split:
         if even:
             return found * len(self.sizes)
         caller.check_kept(2)
-        found.append(self._plan(len(self.sizes) - 1))
+        found.append(self._plan(len(self.sizes) - 1, recurring=True))
         check_alike(*found)
         return [found[0]] * (len(self.sizes) - 1) + [found[1]]
 
-    def _plan(self, at: int) -> Plan:
+    def _plan(self, at: int, recurring: bool = False) -> Plan:
         left = iter(self.inputs[at])
         leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        return self._model._plan(self.inputs[at], leaves, self._tree)
+        return self._model._plan(self.inputs[at], leaves, self._tree, recurring)
 
     def return_gradients(self) -> None:
         for at, tensor in enumerate(self._tensors):
@@ -158,7 +158,7 @@ def _describe(value: Any) -> str:
 class Memory:
     """What one worker needs, in bytes. ``send``: slots elsewhere that it writes into; ``receive``: slots of its own;
     ``in_flight``: micro-batches between the forward and the backward of one of its segments at most, and ``activations``
-    that wait in its slots then."""
+    that wait in its slots then (of static edges)."""
 
     worker: str
     parameters: int

@@ -22,9 +22,11 @@ from .graph.describe import Transfers, describe
 from .graph.host import Mode
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
+from .graph.sizes import Sizes
 from .graph.stage import Plan
 from .remote_parameter import RemoteParameter
 from .remote_part import RemotePart, mirror
+from .signature import Miss, Signatures
 from .transport import NotSupported, RdmaError
 
 
@@ -42,12 +44,13 @@ def wrap(
 
     ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
     placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
-    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: sets of input shapes kept set up;
-    ``chunks``: micro-batches of ``model.forward_backward``, unless it is told another number.
+    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``:
+    micro-batches of ``model.forward_backward``, unless it is told another number.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call with
-    new input shapes: nothing in them may branch on the values of tensors. Dropout and other random parts draw from their
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call: nothing
+    in them may branch on the values of tensors. Other input shapes are captured again once for all, or each for itself when
+    they come again (``model.misses()``). Dropout and other random parts draw from their
     worker's generator.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
@@ -132,7 +135,7 @@ class Session:
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
-        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path))
+        machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path), list(net.parameters()))
         self._constants: dict[str, torch.Tensor] = {}
         try:
             self._caller = Caller(
@@ -150,6 +153,7 @@ class Session:
         except BaseException:
             self._close_parts()
             raise
+        self.signatures = Signatures(self._caller)
         station = weakref.WeakMethod(self._caller.station.lost)  # the agent outlives the model
 
         def lost(worker: str, error: RdmaError) -> None:
@@ -251,6 +255,8 @@ class Session:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
         totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        totals["misses"], totals["dynamic_reads"] = self.signatures.misses, 0
+        totals.update(self.caller.station.counts)
         if everywhere and not self.closed:
             before = self.agent.counters()["rpc_messages"]
             for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
@@ -299,12 +305,14 @@ class WrappedModel(nn.Module):
         self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """See ``micro_batches.forward_backward``."""
-        return micro_batches.forward_backward(self, loss_fn, args, kwargs, target, chunks or self.__dict__["_chunks"])
+        return micro_batches.forward_backward(
+            self, loss_fn, args, kwargs, target, self.__dict__["_chunks"] if chunks is None else chunks
+        )
 
     def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> micro_batches.Prepared:
         """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` of so
         many micro-batches. Printing the result shows what crosses and the memory that every worker needs."""
-        return micro_batches.prepare(self, args, kwargs, chunks or self.__dict__["_chunks"])
+        return micro_batches.prepare(self, args, kwargs, self.__dict__["_chunks"] if chunks is None else chunks)
 
     @staticmethod
     def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -314,26 +322,33 @@ class WrappedModel(nn.Module):
             return pytree.tree_flatten((args, kwargs))
         return list(args), None
 
-    def _plan(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> Plan:
+    def _plan(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, recurring: bool = False) -> Plan:
         session: Session = self.__dict__["_rdmarpc"]
         constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            signature = (
+            shapes = tuple([t.shape for t in tensors])
+            family = (
                 self.training,
-                tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors]),
+                tuple([(t.dim(), t.dtype, t.requires_grad and grads) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
                 tree,
             )
         try:
-            return session.caller.plan(signature, lambda: self._build(tensors, leaves, tree))
+            return session.signatures.plan(
+                family,
+                shapes,
+                lambda sizes: self._build(tensors, leaves, tree, sizes),
+                lambda: input_names(self.__dict__["_original"], _joined(leaves, tree), len(tensors)),
+                recurring,
+            )
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
 
-    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> TransferGraph:
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, sizes: Sizes) -> TransferGraph:
         session: Session = self.__dict__["_rdmarpc"]
         shape: nn.Module = self.__dict__["_shape"]
         here = dict(self.named_modules(remove_duplicate=False))
@@ -343,13 +358,9 @@ class WrappedModel(nn.Module):
         for name, parameter in shape.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(flags[name].requires_grad)
 
-        def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            left = iter(given)
-            filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
-
+        join = _joined(leaves, tree)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        found = capture(shape, specs, join)
+        found = capture(shape, specs, join, sizes)
         found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
         here_name = session.agent.name
@@ -358,7 +369,7 @@ class WrappedModel(nn.Module):
         return graph
 
     def placement_table(self) -> str:
-        """What crosses, for each set of input shapes that is set up; empty before the first step."""
+        """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
         return "\n\n".join(plan.table() for plan in self.transfers())
 
     def transfers(self) -> list[Transfers]:
@@ -376,8 +387,14 @@ class WrappedModel(nn.Module):
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
-        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``."""
+        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``,
+        ``misses`` (see there), ``dynamic_reads`` and, per value that dynamic edges had to copy, ``bytes_staged[NAME]``."""
         return self.__dict__["_rdmarpc"].counters(everywhere)
+
+    def misses(self) -> list[Miss]:
+        """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
+        they ran over dynamic edges."""
+        return self.__dict__["_rdmarpc"].signatures.missed()
 
     def production(self) -> dict[str, str]:
         """For each large tensor that other workers make and send: the operation that writes it straight into its slot at the
@@ -394,6 +411,17 @@ class WrappedModel(nn.Module):
     def close(self) -> None:
         """Free the parts and slots at every worker. Idempotent."""
         self.__dict__["_rdmarpc"].close()
+
+
+def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """See ``capture``: what gives the arguments of the forward, with other tensors in the place of those among ``leaves``."""
+
+    def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+
+    return join
 
 
 def _attribute(constants: Mapping[str, torch.Tensor], net: nn.Module, path: str) -> Any:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+import programs
 import pytest
 
-ROOT = Path(__file__).parent.parent
 
-
-def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(*command: str, fresh: bool = False) -> str:
+    done = programs.run(*command, fresh=fresh)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -40,20 +36,14 @@ def test_reinforcement_learning():
 
 
 def test_pipeline():
-    said = run("examples/pipeline.py")
+    said = run("examples/pipeline.py", fresh=True)
     assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 95
     assert "6 micro-batches: 6 by the first stage, 6 by the second" in said
     assert "the pipeline computes what the network does: True" in said
 
 
 def test_an_example_that_fails_says_so():
-    done = subprocess.run(
-        [sys.executable, "examples/parameter_server.py", "--trainers", "1", "--epochs", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = programs.run("examples/parameter_server.py", "--trainers", "1", "--epochs", "1")
     assert done.returncode and number(r"accuracy on images never seen: ([\d.]+)%", done.stdout) < 95
 
 

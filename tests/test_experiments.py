@@ -1,16 +1,17 @@
-"""The training job as a user starts it: processes of its own, judged by what they leave behind, never by a time."""
+"""The training job and the benchmark as a user starts them: processes of their own, judged by what they leave behind, never
+by a time."""
 
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import psutil
 import pytest
 from hydra import compose, initialize_config_dir
@@ -18,8 +19,7 @@ from hydra import compose, initialize_config_dir
 from rdmarpc import transfers
 from rdmarpc.experiments import bench
 
-ROOT = Path(__file__).parent.parent
-TRAIN = [sys.executable, "-m", "experiments.train"]
+TRAIN = ["-m", "experiments.train"]
 QUICK = ["epochs=2"]
 
 
@@ -32,10 +32,10 @@ def assert_nothing_new(before: set[str]) -> None:
     wait_for(lambda: shared_memory() <= before, 5, f"left in /dev/shm: {shared_memory() - before}")
 
 
-def train(*overrides: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+def train(*overrides: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     """A job from start to end; it must not leave shared memory behind."""
     before = shared_memory()
-    done = subprocess.run([*TRAIN, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    done = programs.run(*TRAIN, *overrides, fresh=fresh)
     assert_nothing_new(before)
     return done
 
@@ -54,8 +54,8 @@ def assert_steady(result: dict[str, Any]) -> None:
 
 
 def test_default_job_learns_and_shows_it(tmp_path: Path) -> None:
-    done = train(f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    done = train(f"hydra.run.dir={tmp_path}", fresh=True)
+    assert done.returncode == 0, done.stdout
     result = result_in(tmp_path)
     assert result["accuracy"] >= 0.97
     assert_steady(result)
@@ -70,7 +70,7 @@ def test_default_job_learns_and_shows_it(tmp_path: Path) -> None:
 
 def test_other_device_workers_and_model(tmp_path: Path) -> None:
     done = train("device=tcp", "workers=3", "model=mlp", "torch_rpc=false", *QUICK, f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     result = result_in(tmp_path)
     assert_steady(result)
     assert result["config"]["device"] == "tcp"
@@ -80,7 +80,7 @@ def test_other_device_workers_and_model(tmp_path: Path) -> None:
 
 def test_multirun(tmp_path: Path) -> None:
     done = train("-m", "seed=0,1", "torch_rpc=false", "epochs=1", f"hydra.sweep.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     first, second = result_in(tmp_path / "0"), result_in(tmp_path / "1")
     assert first["losses"]["rdmarpc"] != second["losses"]["rdmarpc"]
 
@@ -97,7 +97,7 @@ def test_multirun(tmp_path: Path) -> None:
 def test_bad_config_is_a_clear_error(overrides: list[str], says: str, tmp_path: Path) -> None:
     done = train(*overrides, f"hydra.run.dir={tmp_path}")
     assert done.returncode != 0
-    assert says in done.stderr
+    assert says in done.stdout
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -107,40 +107,26 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
         time.sleep(0.05)
 
 
-def start_endless_job(tmp_path: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """A launcher in a process group of its own, as a shell starts it, and its workers, in the middle of training."""
+def start_endless_job(tmp_path: Path) -> tuple[programs.Program, list[psutil.Process]]:
+    """A launcher and its two workers, first rank 0, in the middle of training."""
     log = tmp_path / "stdout"
-    with log.open("w") as stdout:
-        launcher = subprocess.Popen(
-            [*TRAIN, "epochs=100000", "torch_rpc=false", f"hydra.run.dir={tmp_path}"],
-            cwd=ROOT,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    launcher = programs.Program([*TRAIN, "epochs=100000", "torch_rpc=false", f"hydra.run.dir={tmp_path}"], log)
     try:
         wait_for(lambda: launcher.poll() is not None or "epoch 1:" in log.read_text(), 60, "no epoch within 60 s")
         assert launcher.poll() is None, log.read_text()
-        children = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(children) >= 2
+        workers = sorted(psutil.Process(launcher.pid).children(recursive=True), key=lambda child: child.pid)
+        assert len(workers) == 2
     except BaseException:
-        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.kill()
         raise
-    return launcher, children
-
-
-def workers_among(children: list[psutil.Process]) -> list[psutil.Process]:
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return launcher, workers
 
 
 @pytest.mark.parametrize("everybody", [True, False], ids=["ctrl-c", "launcher-only"])
 def test_interrupt_ends_everything(everybody: bool, tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
-    if everybody:
-        os.killpg(launcher.pid, signal.SIGINT)
-    else:
-        launcher.send_signal(signal.SIGINT)
+    launcher.signal(signal.SIGINT, everybody)
     assert launcher.wait(timeout=10) == 130
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert_nothing_new(before)
@@ -150,8 +136,8 @@ def test_interrupt_ends_everything(everybody: bool, tmp_path: Path) -> None:
 def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
-    launcher.kill()
-    launcher.wait()
+    launcher.signal(signal.SIGKILL, everybody=False)
+    assert launcher.wait(timeout=10) == -signal.SIGKILL
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert_nothing_new(before)
 
@@ -160,8 +146,7 @@ def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
 def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
-    victim = sorted(workers_among(children), key=lambda child: child.create_time())[rank]
-    victim.kill()
+    children[rank].kill()
     assert launcher.wait(timeout=10) == 1
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert "worker" in (tmp_path / "stdout").read_text().splitlines()[-1]
@@ -175,9 +160,8 @@ TINY_CELLS = ["first=[4,65536]", "arena=[65536]", "result=[65536]", "several=[32
 def benchmark(folder: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """What a benchmark wrote, and what it showed. It must not leave anything else behind."""
     before = shared_memory()
-    command = [sys.executable, "-m", "experiments.bench", *overrides, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("-m", "experiments.bench", *overrides, f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stdout
     assert_nothing_new(before)
     assert not list(folder.glob(".meeting-*"))
     return json.loads((folder / "bench.json").read_text()), done.stdout

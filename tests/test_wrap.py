@@ -433,7 +433,7 @@ def bad_wraps() -> None:
     with pytest.raises(rpc.NotSupported, match=r"control flow[^$]*hint"):
         wrap(models.Branching(), {"a": "worker1"})(torch.zeros(2, 20))
     with pytest.raises(rpc.NotSupported, match="depends on data"):
-        wrap(nn.Sequential(models.Selecting()), {"0": "worker1"})(torch.zeros(2, 20))
+        wrap(nn.Sequential(models.Counting()), {"0": "worker1"})(torch.zeros(2, 20))
     with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
         wrap(models.mlp(), {"0": "worker1"})(torch.zeros(2, 21))
     model = wrap(models.SharedInPlace(), {"a": "worker1", "b": "worker1", "c": "worker2"})

@@ -139,6 +139,39 @@ class Slow(nn.Module):
         return self.layer(x)
 
 
+class Dawdling(nn.Module):
+    """A layer that mostly is quick, forward and backward, and sometimes sleeps; at the twin too."""
+
+    def __init__(self, inputs: int, outputs: int, seed: int) -> None:
+        super().__init__()
+        self.layer, self.chance = nn.Linear(inputs, outputs), random.Random(seed)
+
+    def forward(self, x):
+        if not isinstance(x, FakeTensor):
+            dawdle(self.chance)
+        return Pause.apply(self.layer(x), self.chance)
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, chance):
+        ctx.chance = chance
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dawdle(ctx.chance)
+        return grad, None
+
+
+def dawdle(chance: random.Random) -> None:
+    pick = chance.random()
+    if pick < 0.002:
+        time.sleep(chance.random() * 0.02)
+    elif pick < 0.05:
+        time.sleep(chance.random() * 5e-4)
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +186,13 @@ class Selecting(nn.Module):
 
     def forward(self, x):
         return x[x > 0]
+
+
+class Counting(nn.Module):
+    """Branches on data, as far as Python sees."""
+
+    def forward(self, x):
+        return x[: int((x > 0).sum()) % 2 + 1]
 
 
 class Keeping(nn.Module):
@@ -193,6 +233,84 @@ class SharedInPlace(nn.Module):
     def forward(self, x):
         y = self.a(x)
         return self.b(y)[:, :4] + self.c(y)
+
+
+class Recurrent(nn.Module):
+    """Sequences of any length: what comes out of the recurrent layers has their length, the rest has not."""
+
+    def __init__(self, kind: str = "LSTM", **options: bool) -> None:
+        super().__init__()
+        width = 24 if options.get("bidirectional") else 12
+        self.embedding = nn.Embedding(50, 10)
+        self.first = getattr(nn, kind)(10, 12, batch_first=True, **options)
+        self.second = getattr(nn, kind)(width, 12, batch_first=True, **options)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, tokens):
+        y, _ = self.first(self.embedding(tokens))
+        y, _ = self.second(torch.tanh(y))
+        return self.head(y.mean(1))
+
+
+class Sizes(nn.Module):
+    """Sizes of tensors of one worker are used at others, and given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        y = torch.tanh(self.a(x))
+        flat = y.reshape(batch * length, width)
+        z = self.b(flat).view(y.size(0), -1, width) / y.size(1)
+        start = z.new_zeros(z.shape[0], 1, 6)
+        return self.c(torch.cat([start, z], 1)).sum((0, 1)), z.size(1) + 1
+
+
+class Looped(nn.Module):
+    """Its part walks along the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Walk()
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * x.size(0)
+
+
+class Walk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+
+    def forward(self, x):
+        state, states = x[0], []
+        for at in range(len(x)):
+            state = torch.tanh(self.cell(state + x[at]))
+            states.append(state)
+        return torch.stack(states)
+
+
+class Packed(nn.Module):
+    """Packed inside: how long its output is depends on the values of ``lengths``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(10, 12, batch_first=True, bidirectional=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+
+
+class Sentences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.packed, self.head = nn.Embedding(50, 10), Packed(), nn.Linear(24, 4)
+
+    def forward(self, tokens, lengths):
+        return self.head(torch.relu(self.packed(self.embedding(tokens), lengths))).sum(1)
 
 
 class Ends(nn.Module):

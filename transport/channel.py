@@ -194,6 +194,11 @@ class Channel(abc.ABC):
             self._notifiers[imm] = self.prepare([], notify=imm)
         self._notifiers[imm].post()
 
+    def fence(self, timeout: float | None = None) -> None:
+        """Return when everything that was posted here before has arrived, bare notifications too: the peer that looks
+        afterwards sees them counted. ``PeerLost``, ``TransferTimeout``."""
+        self._check()  # where a post is a copy of our own there is nothing to wait for
+
     def expect(self, imm: int, count: int = 1) -> Expectation:
         """The receiving side of ``notify=imm``."""
         return Expectation(self, imm, count, self._count(imm))

@@ -143,6 +143,13 @@ class TcpChannel(Channel):
             if imm is not None:
                 self._transmit([HEADER.pack(NOTIFY, LAST | SILENT, 0, imm + 1, self._seq, 0, 0, 0, 0)])
 
+    def fence(self, timeout: float | None = None) -> None:
+        work = TcpWork(self, (), {}, None)
+        with self._sending:
+            # Frames are taken in order, so the answer to the last one says that all are there.
+            self._transmit([HEADER.pack(NOTIFY, LAST, 0, 0, self._enlist(work), 0, 0, 0, 0)])
+        work.wait(timeout)
+
     def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
         """One unacknowledged frame. When this returns, the bytes of ``view`` are with the kernel, or copied."""
         with self._sending:

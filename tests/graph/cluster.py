@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import pickle
 import threading
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forks import forks
 from torch import nn
 
 from rdmarpc.graph.analyze import TransferGraph, analyze
@@ -47,6 +47,9 @@ def serve(rank: int, size: int, kind: str, pipe: Connection) -> None:
             if method == "open":
                 host = Host(f"w{rank}", device, channels.__getitem__, args[0], TIMEOUT)
                 answer = None
+            elif method == "gradients":
+                assert host is not None
+                answer = {name: parameter.grad for name, parameter in host.root.named_parameters()}
             else:
                 answer = getattr(host, method)(*args)
             pipe.send((True, answer))
@@ -61,13 +64,12 @@ class Cluster:
     """``size`` workers; ``processes[r]`` and ``pipes[r]`` for r >= 1."""
 
     def __init__(self, size: int, kind: str = "shm") -> None:
-        context = mp.get_context("spawn")
         self.device = open_device(kind)
         self.processes: dict[str, Any] = {}
         self.pipes: dict[str, Connection] = {}
         for rank in range(1, size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, kind, theirs), daemon=True)
+            ours, theirs = forks().Pipe()
+            process = forks().Process(target=serve, args=(rank, size, kind, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes[f"w{rank}"], self.pipes[f"w{rank}"] = process, ours

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes seconds.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "rdmarpc", "pytest", "psutil", "hypothesis"])
+from forks import forks
 
 
 @dataclass
@@ -97,9 +95,9 @@ def run_group(
         place = str(Path(folder) / "store")
         running = []
         for rank in ranks if ranks is not None else range(size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = forks().Pipe(duplex=False)
             mine = {**options, **(each or {}).get(rank, {})}
-            process = _context.Process(target=_main, args=(scenario, rank, size, place, mine, theirs), daemon=True)
+            process = forks().Process(target=_main, args=(scenario, rank, size, place, mine, theirs), daemon=True)
             process.start()
             theirs.close()
             running.append((rank, process, ours))
@@ -126,6 +124,14 @@ def run_group(
                 process.join(5)
                 pipe.close()
     return outcomes
+
+
+def on_every_device(scenario: Callable[[Any], Any], size: int = 2, **options: Any) -> dict[str, list[Outcome]]:
+    """The same scenario over each device, in groups that run side by side: for those that mostly wait."""
+    forks()  # one thread starts the server
+    with ThreadPoolExecutor() as pool:
+        runs = {device: pool.submit(run_group, scenario, size, transport=device, **options) for device in ("shm", "tcp")}
+    return {device: run.result() for device, run in runs.items()}
 
 
 def results(outcomes: list[Outcome]) -> list[Any]:

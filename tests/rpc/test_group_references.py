@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 from group import die, results, run_group
+from rref_things import Thing, forget, give, is_own, keep, kept, make, pair_of, tables, value_of, wait_until_empty
 from test_calls import identity
-from test_rref import Thing, forget, give, is_own, keep, kept, make, pair_of, tables, value_of, wait_until_empty
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from group import results, run_group
+from rref_things import wait_until_empty
 from test_calls import identity
-from test_rref import wait_until_empty
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -338,7 +338,7 @@ raise ValueError("a bug of the user's")
 
 
 def test_a_program_that_dies_of_an_error_leaves_its_timeline(tmp_path):
-    environment = os.environ | {"RDMARPC_TIMELINE": str(tmp_path / "run"), "PYTHONPATH": os.path.dirname(__file__)}
+    environment = os.environ | {"RDMARPC_TIMELINE": str(tmp_path / "run"), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", DYING, str(tmp_path / "store")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "a bug of the user's" in done.stderr
@@ -465,7 +465,7 @@ torch.futures.Future().wait()  # in C++: Python runs no signal handler in here
 
 
 def test_a_signal_has_a_hanging_program_say_what_it_waits_for(tmp_path):
-    environment = os.environ | {"RDMARPC_DEBUG_SIGNAL": "SIGUSR1", "PYTHONPATH": os.path.dirname(__file__)}
+    environment = os.environ | {"RDMARPC_DEBUG_SIGNAL": "SIGUSR1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -3,111 +3,31 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import results, run_group
+from rref_things import (
+    Thing,
+    forget,
+    give,
+    is_own,
+    keep,
+    make,
+    pair_of,
+    raises,
+    tables,
+    value_of,
+    wait_until_empty,
+)
 from test_calls import slow
 
 import rdmarpc as rpc
 from rdmarpc import agent
-from rdmarpc.rref_forks import Fork
-
-
-def tables():
-    """Everything that a worker knows about references, as numbers."""
-    gc.collect()
-    context = agent.current().rrefs
-    context.collect()
-    return {
-        "values": len(context),
-        "unfinished": context.store.unfinished,
-        "unsent": context.mail.unsent,
-        "gaps": context.mail.gaps,
-        "forks": sum(type(item) is Fork for item in gc.get_objects()),
-        **context.debug_info(),
-    }
-
-
-def wait_until_empty(ranks, seconds=15.0):
-    """Until no table of any of these workers holds anything."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = {rank: rpc.rpc_sync(f"worker{rank}", tables) for rank in ranks}
-        left = {rank: {name: count for name, count in table.items() if count} for rank, table in found.items()}
-        if not any(left.values()):
-            return
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-
-
-class Thing:
-    """A value with methods."""
-
-    def __init__(self, number=0, seconds=0.0):
-        time.sleep(seconds)
-        self.number = number
-
-    def add(self, other, times=1):
-        self.number += other * times
-        return self.number
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-        return "slept"
-
-    def itself(self):
-        return rpc.RRef(self)
-
-    @staticmethod
-    def double(number):
-        return 2 * number
-
-    @classmethod
-    def name(cls):
-        return cls.__name__
-
-    @rpc.functions.async_execution
-    def later(self, seconds):
-        future = torch.futures.Future()
-        threading.Timer(seconds, future.set_result, (f"later {self.number}",)).start()
-        return future
-
-
-def raises(kind=ValueError):
-    raise kind("on purpose")
-
-
-def value_of(reference):
-    assert reference.confirmed_by_owner()
-    return reference.to_here()
-
-
-kept: list = []
-
-
-def keep(reference):
-    kept.append(reference)
-
-
-def give(position=-1):
-    return kept[position]
-
-
-def forget():
-    kept.clear()
-
-
-def make(value):
-    return rpc.RRef(value)
-
 
 # -- sharing
 
@@ -148,15 +68,6 @@ def four_ways(rank):
             rpc.rpc_sync(f"worker{peer}", forget)
         wait_until_empty(range(3))
     rpc.shutdown()
-
-
-def is_own(reference):
-    reference.local_value()
-    return reference.is_owner() and reference.confirmed_by_owner()
-
-
-def pair_of(first, second):
-    return [first, second]
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
@@ -545,243 +456,3 @@ def debugging(rank):
 
 def test_debug_info():
     results(run_group(debugging, 3))
-
-
-# -- lost workers
-
-
-def killed_holder(rank):
-    if rank == 1:
-        mine = rpc.RRef(1)
-        rpc.rpc_sync("worker3", keep, (mine,))
-        time.sleep(30)
-    if rank == 0:
-        deadline = time.monotonic() + 10
-        while not rpc.rpc_sync("worker3", tables)["forks"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        orphan = rpc.rpc_sync("worker3", give)  # worker1's value, from worker3
-        mine, theirs = rpc.RRef("mine"), rpc.remote("worker2", Thing, (9,))
-        for reference in (mine, theirs):
-            rpc.rpc_sync("worker1", keep, (reference,))
-            rpc.rpc_sync("worker3", keep, (reference,))
-        hanging = rpc.remote("worker1", slow, (30,))
-        passed = rpc.rpc_async("worker2", value_of, (hanging,))
-        rpc.rpc_async("worker1", die)
-        with pytest.raises(rpc.PeerLost, match="worker1"):
-            orphan.to_here()
-        with pytest.raises(rpc.PeerLost, match="worker1"):
-            hanging.to_here()
-        with pytest.raises(rpc.PeerLost, match="worker1"):
-            passed.wait()
-        # What the dead one held is given back; the others' references are as good as before.
-        assert rpc.rpc_sync("worker3", value_of, (theirs,)).number == 9 and rpc.rpc_sync("worker3", value_of, (mine,)) == "mine"
-        rpc.rpc_sync("worker3", forget)
-        del mine, theirs, reference, orphan, hanging, passed
-        wait_until_empty((0, 2, 3))
-        rpc.rpc_sync("worker2", finished.set)
-        rpc.rpc_sync("worker3", finished.set)
-    else:
-        assert finished.wait(30)
-    rpc.shutdown(graceful=False)
-    return "lives"
-
-
-class Switch:
-    """An event that others can set by name."""
-
-    def __init__(self):
-        self._event = threading.Event()
-        self.wait = self._event.wait
-
-    def __reduce__(self):
-        return _switch, ()
-
-    def set(self):
-        self._event.set()
-
-
-finished = Switch()
-
-
-def _switch():
-    return finished
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_killed_worker_gives_its_references_back(device):
-    outcomes = run_group(killed_holder, 4, transport=device)
-    assert [outcomes[rank].result for rank in (0, 2, 3)] == ["lives"] * 3, outcomes
-    assert outcomes[1].exit_code == -9
-
-
-def hold_back():
-    """Keep what this worker has to say about references to itself."""
-    mail = agent.current().rrefs.mail
-    held_back.append(mail.transmit)
-    mail.transmit = lambda to, message: held_back.append((to, message))
-
-
-def let_go():
-    mail = agent.current().rrefs.mail
-    mail.transmit, *held = held_back
-    for item in held:
-        mail.transmit(*item)
-
-
-held_back: list = []
-
-
-def fetch_from(worker):
-    """Get a reference that ``worker`` keeps, and keep it."""
-    kept.append(rpc.rpc_sync(worker, give))
-
-
-def pass_to(worker):
-    return rpc.rpc_sync(worker, value_of, (kept[-1],))
-
-
-def use_kept():
-    return kept[-1].to_here()
-
-
-def killed_parent(rank):
-    """worker2 passes a reference on and dies. The value is gone when the owner first hears of the new holder."""
-    if rank == 0:
-        mine = rpc.RRef("mine")
-        rpc.rpc_sync("worker2", keep, (mine,))
-        del mine
-        rpc.rpc_sync("worker3", hold_back)
-        rpc.rpc_sync("worker3", fetch_from, ("worker2",))
-        assert rpc.rpc_sync("worker3", use_kept) == "mine"
-        rpc.rpc_async("worker2", die)
-        deadline = time.monotonic() + 10
-        while len(agent.current().rrefs) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with pytest.raises(rpc.PeerLost, match="does not exist"):
-            rpc.rpc_sync("worker3", use_kept)
-        with pytest.raises(rpc.PeerLost, match=r"passed on by worker worker3, has no value any more(.|\n)*hint"):
-            rpc.rpc_sync("worker3", pass_to, ("worker1",))
-        rpc.rpc_sync("worker3", let_go)
-        while rpc.rpc_sync("worker3", tables)["num_pending_users"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with pytest.raises(rpc.PeerLost, match="passed on by worker worker2, has no value any more"):
-            rpc.rpc_sync("worker3", use_kept)
-        rpc.rpc_sync("worker3", forget)
-        wait_until_empty((0, 1, 3))
-        for peer in (1, 3):
-            rpc.rpc_sync(f"worker{peer}", finished.set)
-    elif rank == 2:
-        time.sleep(30)
-    else:
-        assert finished.wait(30)
-    rpc.shutdown(graceful=False)
-    return "lives"
-
-
-def test_a_reference_whose_giver_died_before_the_owner_knew_is_an_error():
-    outcomes = run_group(killed_parent, 4)
-    assert [outcomes[rank].result for rank in (0, 1, 3)] == ["lives"] * 3, outcomes
-
-
-# -- many, and endings
-
-
-def many(rank):
-    if rank == 0:
-        memory = torch.ones(1)
-        references = [rpc.remote("worker1", torch.add, (memory, number)) for number in range(20_000)]
-        assert references[-1].to_here() == 20_000
-        assert rpc.rpc_sync("worker1", tables)["values"] == 20_000
-        del references
-        wait_until_empty(range(2), 30)
-        values = [rpc.RRef(number) for number in range(20_000)]
-        rpc.rpc_sync("worker1", keep, (values,))
-        assert rpc._rref_context_get_debug_info()["num_forks"] == 20_000
-        del values
-        rpc.rpc_sync("worker1", forget)
-        wait_until_empty(range(2), 30)
-    rpc.shutdown()
-
-
-def test_twenty_thousand_references():
-    results(run_group(many, timeout=100))
-
-
-def collected_anywhere(rank):
-    """Handles die in the garbage collector, in threads and callbacks, while calls are made."""
-    if rank == 0:
-        gc.set_threshold(50)
-
-        def churn(number):
-            for _ in range(150):
-                cycle = [rpc.remote(f"worker{1 + number % 2}", Thing)]
-                cycle.append(cycle)
-                rpc.rpc_async("worker1", value_of, (cycle[0],)).then(lambda future, cycle=cycle: future.value().number)
-
-        threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        del threads, thread
-        wait_until_empty(range(3), 30)
-    rpc.shutdown()
-
-
-def test_handles_die_anywhere():
-    results(run_group(collected_anywhere, 3, timeout=90))
-
-
-def looked_at_by_the_clock(rank):
-    if rank == 0:
-        later = rpc.remote("worker1", slow, (2.5,))
-        later.to_here()  # long enough to be seen by the thread of timeouts, which sees no other call afterwards
-        del later
-        deadline = time.monotonic() + 10
-        while tables()["forks"]:
-            assert time.monotonic() < deadline, "what a fetch has held is held for ever"
-            time.sleep(0.1)
-    rpc.shutdown()
-
-
-def test_a_fetch_that_took_long_holds_nothing_afterwards():
-    results(run_group(looked_at_by_the_clock))
-
-
-def leaves_with_a_value_in_the_making(rank):
-    if rank == 0:
-        making = rpc.remote("worker1", Thing, (1, 8.0))
-        rpc.rpc_async("worker1", is_own, (making,))
-        rpc.rpc_async("worker1", finished.set)
-        with pytest.raises(rpc.PeerLost, match="worker1"):
-            making.to_here()
-        rpc.shutdown(graceful=False)
-        return
-    assert finished.wait(20)
-    time.sleep(0.3)
-    start = time.monotonic()
-    rpc.shutdown(graceful=False)
-    assert time.monotonic() - start < 4.0
-
-
-def test_leaving_while_others_wait_for_a_value():
-    results(run_group(leaves_with_a_value_in_the_making))
-
-
-_AT_EXIT = """
-import sys, torch, rdmarpc as rpc
-rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
-kept = [rpc.remote("alone", torch.ones, (2,)), rpc.RRef(1)]
-kept[0].to_here()
-if sys.argv[2] == "shutdown":
-    rpc.shutdown()
-kept.append(kept)
-print("fine")
-"""
-
-
-@pytest.mark.parametrize("way", ["shutdown", "none"])
-def test_handles_may_outlive_everything(tmp_path, way):
-    command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "store"), way]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

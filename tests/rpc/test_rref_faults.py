@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 from group import results, run_group
-from test_rref import wait_until_empty
+from rref_things import wait_until_empty
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import die, on_every_device, results, run_group
 from test_calls import identity, slow
 
 import rdmarpc as rpc
@@ -21,7 +21,6 @@ from rdmarpc import agent
 from rdmarpc.transport import kernels
 from rdmarpc.transport.shm_channel import INFLIGHT_AT
 
-DEVICES = ["shm", "tcp"]
 TIMEOUT = 2.0
 
 
@@ -98,10 +97,9 @@ def killed(rank):
     return "survived"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_all_kinds_of_calls_to_a_killed_worker_fail(device):
-    outcomes = run_group(killed, 3, transport=device)
-    assert [outcomes[rank].result for rank in (0, 2)] == ["survived", "survived"], outcomes
+def test_all_kinds_of_calls_to_a_killed_worker_fail():
+    for device, outcomes in on_every_device(killed, 3).items():
+        assert [outcomes[rank].result for rank in (0, 2)] == ["survived", "survived"], (device, outcomes)
 
 
 def stopped(rank):
@@ -129,10 +127,9 @@ def stopped(rank):
     return "survived"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_stopped_worker_is_given_up_and_finds_out(device):
-    found = results(run_group(stopped, 3, transport=device, peer_timeout=TIMEOUT))
-    assert found == ["survived", "went on", "survived"]
+def test_a_stopped_worker_is_given_up_and_finds_out():
+    for outcomes in on_every_device(stopped, 3, peer_timeout=TIMEOUT).values():
+        assert results(outcomes) == ["survived", "went on", "survived"]
 
 
 def hold_the_gil(seconds: float) -> str:
@@ -156,9 +153,9 @@ def busy(rank):
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_busy_worker_is_not_given_up(device):
-    results(run_group(busy, 3, transport=device, peer_timeout=TIMEOUT))
+def test_a_busy_worker_is_not_given_up():
+    for outcomes in on_every_device(busy, 3, peer_timeout=TIMEOUT).values():
+        results(outcomes)
 
 
 def all_stopped(rank):
@@ -177,9 +174,9 @@ def all_stopped(rank):
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_group_that_freezes_as_a_whole_goes_on(device):
-    results(run_group(all_stopped, 3, transport=device, peer_timeout=TIMEOUT))
+def test_a_group_that_freezes_as_a_whole_goes_on():
+    for outcomes in on_every_device(all_stopped, 3, peer_timeout=TIMEOUT).values():
+        results(outcomes)
 
 
 def large(number: int) -> torch.Tensor:

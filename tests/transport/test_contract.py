@@ -528,6 +528,24 @@ def test_text_for_people(pair: Pair, kind: str) -> None:
     assert pair.ba.peer_hello == b"from a" and pair.ab.peer_hello == b""
 
 
+@pytest.mark.parametrize("nbytes", (0, 1000))
+def test_what_was_posted_before_a_fence_is_counted_after_it(pair: Pair, nbytes: int) -> None:
+    ours, remote = filled(pair.a, nbytes, C), pair.remote(filled(pair.b, nbytes, S))
+    written = pair.ab.prepare([(remote, ours)], notify=5)
+    counts = [pair.ba.expect(imm, 40) for imm in (4, 5)]
+    for turn in range(1, 26):
+        for _ in range(40):
+            pair.ab.notify(4)
+            written.post().wait(T)
+        pair.ab.fence(T)
+        for count in counts:
+            assert count.done(), f"fence {turn} returned too early"
+            count.wait(T)
+    pair.a.close()
+    with pytest.raises(PeerLost):
+        pair.ab.fence(T)
+
+
 # -- threads
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +9,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forks import forks
 
 from rdmarpc import transport
 from rdmarpc.transport import Channel, Device, RemoteRegion
 
 C, S = ord("c"), ord("s")
 """Bytes that come from the connecting side, and from the other one: a copy in the wrong direction shows."""
-
-# A server that has imported torch already, and forks before it has any thread: new processes in milliseconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rdmarpc.transport"])
 
 
 class State:
@@ -55,8 +51,8 @@ class Peer:
     """Started with a device of this kind; ``stop`` (or ``kill``) it."""
 
     def __init__(self, kind: str, **options: Any) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, kind, options), daemon=True)
+        self._pipe, theirs = forks().Pipe()
+        self.process = forks().Process(target=_serve, args=(theirs, kind, options), daemon=True)
         self.process.start()
         theirs.close()
         self.address: bytes = self._receive(60.0)

@@ -1,0 +1,257 @@
+"""References when workers die, leave, or hold very many: nothing is kept, and everybody learns what is lost."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from group import die, results, run_group
+from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
+from test_calls import slow
+
+import rdmarpc as rpc
+from rdmarpc import agent
+
+# -- lost workers
+
+
+def killed_holder(rank):
+    if rank == 1:
+        mine = rpc.RRef(1)
+        rpc.rpc_sync("worker3", keep, (mine,))
+        time.sleep(30)
+    if rank == 0:
+        deadline = time.monotonic() + 10
+        while not rpc.rpc_sync("worker3", tables)["forks"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        orphan = rpc.rpc_sync("worker3", give)  # worker1's value, from worker3
+        mine, theirs = rpc.RRef("mine"), rpc.remote("worker2", Thing, (9,))
+        for reference in (mine, theirs):
+            rpc.rpc_sync("worker1", keep, (reference,))
+            rpc.rpc_sync("worker3", keep, (reference,))
+        hanging = rpc.remote("worker1", slow, (30,))
+        passed = rpc.rpc_async("worker2", value_of, (hanging,))
+        rpc.rpc_async("worker1", die)
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            orphan.to_here()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            hanging.to_here()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            passed.wait()
+        # What the dead one held is given back; the others' references are as good as before.
+        assert rpc.rpc_sync("worker3", value_of, (theirs,)).number == 9 and rpc.rpc_sync("worker3", value_of, (mine,)) == "mine"
+        rpc.rpc_sync("worker3", forget)
+        del mine, theirs, reference, orphan, hanging, passed
+        wait_until_empty((0, 2, 3))
+        rpc.rpc_sync("worker2", finished.set)
+        rpc.rpc_sync("worker3", finished.set)
+    else:
+        assert finished.wait(30)
+    rpc.shutdown(graceful=False)
+    return "lives"
+
+
+class Switch:
+    """An event that others can set by name."""
+
+    def __init__(self):
+        self._event = threading.Event()
+        self.wait = self._event.wait
+
+    def __reduce__(self):
+        return _switch, ()
+
+    def set(self):
+        self._event.set()
+
+
+finished = Switch()
+
+
+def _switch():
+    return finished
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_killed_worker_gives_its_references_back(device):
+    outcomes = run_group(killed_holder, 4, transport=device)
+    assert [outcomes[rank].result for rank in (0, 2, 3)] == ["lives"] * 3, outcomes
+    assert outcomes[1].exit_code == -9
+
+
+def hold_back():
+    """Keep what this worker has to say about references to itself."""
+    mail = agent.current().rrefs.mail
+    held_back.append(mail.transmit)
+    mail.transmit = lambda to, message: held_back.append((to, message))
+
+
+def let_go():
+    mail = agent.current().rrefs.mail
+    mail.transmit, *held = held_back
+    for item in held:
+        mail.transmit(*item)
+
+
+held_back: list = []
+
+
+def fetch_from(worker):
+    """Get a reference that ``worker`` keeps, and keep it."""
+    kept.append(rpc.rpc_sync(worker, give))
+
+
+def pass_to(worker):
+    return rpc.rpc_sync(worker, value_of, (kept[-1],))
+
+
+def use_kept():
+    return kept[-1].to_here()
+
+
+def killed_parent(rank):
+    """worker2 passes a reference on and dies. The value is gone when the owner first hears of the new holder."""
+    if rank == 0:
+        mine = rpc.RRef("mine")
+        rpc.rpc_sync("worker2", keep, (mine,))
+        del mine
+        rpc.rpc_sync("worker3", hold_back)
+        rpc.rpc_sync("worker3", fetch_from, ("worker2",))
+        assert rpc.rpc_sync("worker3", use_kept) == "mine"
+        rpc.rpc_async("worker2", die)
+        deadline = time.monotonic() + 10
+        while len(agent.current().rrefs) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(rpc.PeerLost, match="does not exist"):
+            rpc.rpc_sync("worker3", use_kept)
+        with pytest.raises(rpc.PeerLost, match=r"passed on by worker worker3, has no value any more(.|\n)*hint"):
+            rpc.rpc_sync("worker3", pass_to, ("worker1",))
+        rpc.rpc_sync("worker3", let_go)
+        while rpc.rpc_sync("worker3", tables)["num_pending_users"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(rpc.PeerLost, match="passed on by worker worker2, has no value any more"):
+            rpc.rpc_sync("worker3", use_kept)
+        rpc.rpc_sync("worker3", forget)
+        wait_until_empty((0, 1, 3))
+        for peer in (1, 3):
+            rpc.rpc_sync(f"worker{peer}", finished.set)
+    elif rank == 2:
+        time.sleep(30)
+    else:
+        assert finished.wait(30)
+    rpc.shutdown(graceful=False)
+    return "lives"
+
+
+def test_a_reference_whose_giver_died_before_the_owner_knew_is_an_error():
+    outcomes = run_group(killed_parent, 4)
+    assert [outcomes[rank].result for rank in (0, 1, 3)] == ["lives"] * 3, outcomes
+
+
+# -- many, and endings
+
+
+def many(rank):
+    if rank == 0:
+        memory = torch.ones(1)
+        references = [rpc.remote("worker1", torch.add, (memory, number)) for number in range(20_000)]
+        assert references[-1].to_here() == 20_000
+        assert rpc.rpc_sync("worker1", tables)["values"] == 20_000
+        del references
+        wait_until_empty(range(2), 30)
+        values = [rpc.RRef(number) for number in range(20_000)]
+        rpc.rpc_sync("worker1", keep, (values,))
+        assert rpc._rref_context_get_debug_info()["num_forks"] == 20_000
+        del values
+        rpc.rpc_sync("worker1", forget)
+        wait_until_empty(range(2), 30)
+    rpc.shutdown()
+
+
+def test_twenty_thousand_references():
+    results(run_group(many, timeout=100))
+
+
+def collected_anywhere(rank):
+    """Handles die in the garbage collector, in threads and callbacks, while calls are made."""
+    if rank == 0:
+        gc.set_threshold(50)
+
+        def churn(number):
+            for _ in range(150):
+                cycle = [rpc.remote(f"worker{1 + number % 2}", Thing)]
+                cycle.append(cycle)
+                rpc.rpc_async("worker1", value_of, (cycle[0],)).then(lambda future, cycle=cycle: future.value().number)
+
+        threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        del threads, thread
+        wait_until_empty(range(3), 30)
+    rpc.shutdown()
+
+
+def test_handles_die_anywhere():
+    results(run_group(collected_anywhere, 3, timeout=90))
+
+
+def looked_at_by_the_clock(rank):
+    if rank == 0:
+        later = rpc.remote("worker1", slow, (2.5,))
+        later.to_here()  # long enough to be seen by the thread of timeouts, which sees no other call afterwards
+        del later
+        deadline = time.monotonic() + 10
+        while tables()["forks"]:
+            assert time.monotonic() < deadline, "what a fetch has held is held for ever"
+            time.sleep(0.1)
+    rpc.shutdown()
+
+
+def test_a_fetch_that_took_long_holds_nothing_afterwards():
+    results(run_group(looked_at_by_the_clock))
+
+
+def leaves_with_a_value_in_the_making(rank):
+    if rank == 0:
+        making = rpc.remote("worker1", Thing, (1, 8.0))
+        rpc.rpc_async("worker1", is_own, (making,))
+        rpc.rpc_async("worker1", finished.set)
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            making.to_here()
+        rpc.shutdown(graceful=False)
+        return
+    assert finished.wait(20)
+    time.sleep(0.3)
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    assert time.monotonic() - start < 4.0
+
+
+def test_leaving_while_others_wait_for_a_value():
+    results(run_group(leaves_with_a_value_in_the_making))
+
+
+_AT_EXIT = """
+import sys, torch, rdmarpc as rpc
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + sys.argv[1]))
+kept = [rpc.remote("alone", torch.ones, (2,)), rpc.RRef(1)]
+kept[0].to_here()
+if sys.argv[2] == "shutdown":
+    rpc.shutdown()
+kept.append(kept)
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("way", ["shutdown", "none"])
+def test_handles_may_outlive_everything(tmp_path, way):
+    command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "store"), way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
