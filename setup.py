@@ -43,6 +43,7 @@ setup(
         "cloudpickle": ["cloudpickle"],
         "verbs": ["pyverbs"],
         "cuda": ["cuda-python"],
+        "bench": ["grpcio"],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["rdmarpc = rdmarpc.cli:main"]},

@@ -2,6 +2,7 @@
 workers on this machine, says what it reached, and fails if that is not what it should be.
 
 ``parameter_server``        trainers send gradients to a server that answers several of them at once
+``served``                  two trainers whose weights a parameter server keeps, in forty lines
 ``reinforcement_learning``  observers play, one agent decides and learns
 ``pipeline``                a model trained across two workers, then served by both at once
 ``language_model``          a transformer in two stages, trained with micro-batches and distributed autograd

@@ -74,15 +74,18 @@ class TransferGraph:
         return value.spec.requires_grad and any(user.worker == worker and user.backward for user in users)
 
 
-def analyze(capture: Capture, owner: Callable[[str], str], caller: str) -> TransferGraph:
-    """``owner(path)`` is the worker of a module or attribute. What has no place of its own runs where its first tensor
-    input is; the inputs and the output belong to ``caller``."""
-    return _Analysis(capture, owner, caller).result()
+def analyze(
+    capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None] = lambda path: None
+) -> TransferGraph:
+    """``owner(path)`` is the worker of a module or attribute, ``scope(path)`` that of the operations in the forward of a cut
+    module. What has no place of its own runs where its first tensor input is; the inputs and the output belong to
+    ``caller``."""
+    return _Analysis(capture, owner, caller, scope).result()
 
 
 class _Analysis:
-    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str) -> None:
-        self.capture, self.owner, self.caller = capture, owner, caller
+    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None]) -> None:
+        self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
@@ -91,6 +94,7 @@ class _Analysis:
         self.slot_of: dict[str, str] = {}
         self.segments: dict[tuple[str, int], Segment] = {}
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.paths: dict[str, str] = {}  # name of an attribute -> where it is in the model
         self.written: set[str] = set()
         self.segment(caller, 0)
 
@@ -109,12 +113,33 @@ class _Analysis:
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
                 output = self.arguments(node.args[0])
-                level = self.level(output, self.caller)
+                effects = self.effects()
+                level = self.level((output, effects), self.caller)
                 output = self.localize(output, self.caller, level)
-                self.use(output, self.caller, level)
+                self.use((output, effects), self.caller, level)
+            elif node.op == "get_attr":
+                worker = self.owner(str(node.target))
+                home = (worker, 0 if worker == self.caller else 1)
+                written = (node, 0) in self.capture.written
+                self.define(node.name, self.capture.values[node], home, written, constant=True)
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), worker)
+                self.paths[node.name] = str(node.target)
+                self.expression[node] = Ref(node.name)
             else:
                 self.operation(node)
         return self.assemble(inputs, output)
+
+    def effects(self) -> list[Any]:
+        """What the caller has to wait for although it does not need it, so that nothing later overtakes it: effects of
+        segments that give nothing else away."""
+        giving = {self.home[name] for name, uses in self.uses.items() if any(key != self.home[name] for key in uses)}
+        found = []
+        for effect in self.capture.effects:
+            names = [name for name in _names(self.expression[effect]) if name not in self.numbers]
+            if names and self.home[names[0]] not in giving and self.home[names[0]][0] != self.caller:
+                giving.add(self.home[names[0]])
+                found.append(Ref(names[0]))
+        return found
 
     def operation(self, node: fx.Node) -> None:
         value = self.settled(self.capture.values[node])
@@ -135,17 +160,18 @@ class _Analysis:
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor):
                 assert name is not None
-                self.define(name, leaf, (worker, level), (node, at) in self.capture.written, constant=node.op == "get_attr")
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
-        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}.get(node.op, "attribute")
+        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op]
         target = function_path(node.target) if callable(node.target) else str(node.target)
         numbers = frozenset(name for name in names if name in self.numbers)
-        step = Instruction(kind, target, args, kwargs, tuple(names), structured, numbers=numbers)
+        grad = node.meta.get("grad", True)
+        step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
         self.segment(worker, level).instructions.append(step)
 
     def settled(self, value: Any) -> Any:
@@ -210,13 +236,15 @@ class _Analysis:
         return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
 
     def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
-        if node.op in ("call_module", "get_attr"):
+        if node.op == "call_module":
             return self.owner(str(node.target))
         names = sorted(_names((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
-        return self.home[names[0]][0] if names else self.caller
+        first = self.home[names[0]][0] if names else self.caller
+        return self.scope(node.meta.get("scope", "")) or first
 
     def level(self, arguments: Any, worker: str) -> int:
-        homes = [self.home[name] for name in _names(arguments)]
+        names = [name for name in _names(arguments) if name not in self.paths or self.home[name][0] != worker]
+        homes = [self.home[name] for name in names]
         # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
         first = 0 if worker == self.caller else 1
         return max([level if home == worker else level + 1 for home, level in homes], default=first)
@@ -224,8 +252,21 @@ class _Analysis:
     def use(self, arguments: Any, worker: str, level: int) -> None:
         self.segment(worker, level)
         for name in _names(arguments):
-            if name not in self.numbers:
+            if name in self.numbers:
+                continue
+            if name not in self.paths:
                 self.uses[name][worker, level] = None
+            elif self.home[name][0] == worker:
+                self.read(name, worker, level)
+            else:
+                self.read(name, *self.home[name])
+                self.uses[name][worker, level] = None
+
+    def read(self, name: str, worker: str, level: int) -> None:
+        # Every segment of its worker reads an attribute for itself: only to other workers does it cross.
+        instructions = self.segment(worker, level).instructions
+        if not any(step.results == (name,) for step in instructions):
+            instructions.append(Instruction("attribute", self.paths[name], (), {}, (name,), False))
 
     def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
         ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))

@@ -145,6 +145,10 @@ class Caller:
         if self._limit < count:
             raise NotSupported(f"this needs {count} plans at once, plans={self._limit} are kept", hint="wrap(..., plans=)")
 
+    def keep(self, plans: int) -> None:
+        """Keep at least so many plans from now on."""
+        self._limit = max(self._limit, plans)
+
     def placements(self) -> list[Placement]:
         """Of the plans that are kept, the last used last."""
         return [plan.placement for plan in self._plans.values()]

@@ -153,12 +153,16 @@ class Executor(threading.Thread):
                 return True
         return False
 
+    def use_mode(self, number: int) -> None:
+        """Put the parts under these flags. On this thread."""
+        if number != self._mode:
+            self._set_mode(number)
+            self._mode = number
+
     def _start(self, task: Task) -> None:
         run = task.run
         try:
-            if run.mode != self._mode:
-                self._set_mode(run.mode)
-                self._mode = run.mode
+            self.use_mode(run.mode)
             if task.backward and run.zero_due:
                 run.zero_due = False
                 self._apply(Command(ZERO))

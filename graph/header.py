@@ -18,6 +18,8 @@ DONE = 8
 """A report: this worker has finished the backward of ``sequence``."""
 SHARED = 16
 """The sender still reads the payload where it landed (for its backward): nobody may write into it."""
+STAGED = 32
+"""Gradient bundles: the sender copied all of it aside first, and asks for weights that are copied aside too (the ablation)."""
 CLEAR = 64
 """A gradient: before this backward the gradients of all parameters that are trainable in ``mode`` become ``None``. Rides in
 every gradient of a backward, so that each worker learns of it before its first segment runs."""
@@ -50,7 +52,8 @@ class Header(NamedTuple):
     """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command."""
     flags: int = 0
     mode: int = 0
-    """Which table of training and requires_grad flags the parts run under; commands: their kind."""
+    """Which table of training and requires_grad flags the parts run under; commands: their kind; gradient bundles: how many
+    bytes their note has."""
     commands: int = 0
     """How many commands must have been applied before this may be used."""
     order: int = 0
@@ -58,8 +61,8 @@ class Header(NamedTuple):
     backward: int = 0
     """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
     argument: int = 0
-    """Commands: what they are about (an optimizer, a forward). Activations: a packed ``MicroBatch``, or 0. Reports of an error:
-    1 = the executor has ended."""
+    """Commands: what they are about (an optimizer, a forward). Activations: a packed ``MicroBatch``, or 0. Gradient bundles:
+    the optimizer. Reports of an error: 1 = the executor has ended."""
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..transport import RdmaError
+from .capture import TensorSpec, check_result
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
@@ -28,8 +31,8 @@ Mode = tuple[tuple[bool, ...], tuple[bool, ...]]
 class Host:
     """One model at one worker. Methods are called by any thread, with plain data; the executor does what touches the parts.
 
-    ``parts`` are the top-level modules that live here, by name. The order of ``parameters`` and ``modules`` is the order of
-    ``named_parameters`` and ``named_modules`` of the parts one after another; the caller counts them the same way.
+    ``parts`` are the modules, parameters and buffers that live here, by path. The order of ``parameters`` and ``modules`` is
+    that of their ``Tree``; the caller counts them in a tree of stand-ins.
     """
 
     def __init__(
@@ -37,10 +40,10 @@ class Host:
         name: str,
         device: Device,
         channels: Callable[[str], Channel],
-        parts: Mapping[str, nn.Module],
+        parts: Mapping[str, nn.Module | torch.Tensor],
         timeout: float,
     ) -> None:
-        self.root = _Root(parts)
+        self.root = Tree(parts)
         self.parameters = list(self.root.parameters())
         self.modules = list(self.root.modules())[1:]
         self._modes: dict[int, Mode] = {}
@@ -103,6 +106,16 @@ class Host:
 
         return self._on_executor(copy, commands)
 
+    def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
+        """A copy of the parameters and buffers that lie in this very module."""
+
+        def copy() -> dict[str, torch.Tensor]:
+            module = self.root.get_submodule(path)
+            own = {**module._parameters, **module._buffers}
+            return {name: tensor.detach().clone() for name, tensor in own.items() if tensor is not None}
+
+        return self._on_executor(copy, commands)
+
     def load(self, path: str, state: dict[str, Any], commands: int) -> None:
         """Load the entries that lie in this very module, not those of its children."""
 
@@ -115,6 +128,23 @@ class Host:
     def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
         self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
+
+    def probe(self, path: str, mode: int, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> Any:
+        """Run a copy of a part, under these flags, on real inputs: what it gives, with a ``TensorSpec`` for every tensor. The
+        part, its buffers and the generator stay as they are."""
+
+        def spec(leaf: Any) -> Any:
+            return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+        def run() -> Any:
+            self.executor.use_mode(mode)
+            part = deepcopy(self.root.get_submodule(path))
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                result = part(*args, **kwargs)
+            check_result(f"part {path!r}", result)
+            return pytree.tree_map(spec, result)
+
+        return self._on_executor(run, commands)
 
     # -- optimizers
 
@@ -208,10 +238,19 @@ class Host:
                 optimizer.step()
 
 
-class _Root(nn.Module):
-    """The parts under their names; nothing else."""
+class Tree(nn.Module):
+    """Modules, parameters and buffers under their dotted paths. What lies above them only holds names."""
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module | torch.Tensor]) -> None:
         super().__init__()
-        for name, part in parts.items():
-            self._modules[name] = part
+        for path, part in parts.items():
+            *above, name = path.split(".")
+            at: nn.Module = self
+            for step in above:
+                at = at._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+            tables: list[tuple[type, Any]] = [
+                (nn.Module, at._modules),
+                (nn.Parameter, at._parameters),
+                (torch.Tensor, at._buffers),
+            ]
+            next(table for kind, table in tables if isinstance(part, kind))[name] = part

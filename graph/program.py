@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,8 @@ class Instruction:
 
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
     ``results`` names the tensors among the leaves of the result, and the numbers that are only known in the step
-    (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards.
+    (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards. ``grad``:
+    whether autograd may see it; it may not where the forward says ``torch.no_grad()``.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Instruction:
     results: tuple[str | None, ...]
     structured: bool
     last: tuple[str, ...] = ()
+    grad: bool = True
     numbers: frozenset[str] = frozenset()
 
 
@@ -63,6 +65,8 @@ class Segment:
 
 def function_path(function: Callable[..., Any]) -> str:
     """Where every worker can import this function from. ``NotSupported`` for lambdas and closures."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch:ops.{function!s}"
     for name in (getattr(function, "__qualname__", ""), getattr(function, "__name__", "")):
         module = getattr(function, "__module__", None)
         if module and name and _look_up(module, name) is function:
@@ -70,7 +74,7 @@ def function_path(function: Callable[..., Any]) -> str:
     try:
         # Builtins of torch know their home only through pickle.
         blob = pickle.dumps(function)
-        if pickle.loads(blob) is function:
+        if pickle.loads(blob) == function:  # bound methods (``Function.apply``) are made anew by every look
             return "pickle:" + blob.hex()
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
@@ -98,19 +102,20 @@ def _look_up(module: str, name: str) -> Any:
         return None
 
 
-_PLAIN = (bool, int, float, str)
-
-
 def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
-    """``arguments`` with every ``Ref`` replaced."""
-    kind = type(arguments)
-    if kind is Ref:
+    """``arguments`` with every ``Ref`` replaced; lists and dicts are new, and the receiver's to change."""
+    if isinstance(arguments, Ref):
         return env[arguments.name]
-    if kind is tuple:
-        return tuple([fill(item, env) for item in arguments])
-    if not arguments or kind in _PLAIN:
-        return arguments
-    return map_aggregate(arguments, lambda leaf: env[leaf.name] if isinstance(leaf, Ref) else leaf)
+    if isinstance(arguments, tuple):
+        items = [fill(item, env) for item in arguments]
+        return type(arguments)(*items) if hasattr(arguments, "_fields") else type(arguments)(items)
+    if isinstance(arguments, list):
+        return [fill(item, env) for item in arguments]
+    if isinstance(arguments, dict):
+        return {key: fill(item, env) for key, item in arguments.items()}
+    if isinstance(arguments, slice):
+        return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
+    return arguments
 
 
 def names_in(arguments: Any) -> list[str]:
@@ -153,10 +158,10 @@ class Machine:
         called for each as soon as it exists. ``around(at)`` gives what instruction ``at`` has to run in, if anything."""
         for at, step in enumerate(instructions):
             context = None if around is None else around(at)
-            if context is None:
+            if context is None and step.grad:
                 result = self._step(step, env)
             else:
-                with context:
+                with context or nullcontext(), torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                     result = self._step(step, env)
             leaves = pytree.tree_leaves(result) if step.structured else [result]
             if len(leaves) != len(step.results):

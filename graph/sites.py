@@ -109,8 +109,7 @@ def place_of(node: fx.Node) -> str:
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
+    path = node.meta.get("scope", "")
     return f"{path}.{name}()" if path else f"{name}()"
 
 

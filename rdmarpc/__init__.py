@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
@@ -34,6 +35,8 @@ from .transport import (
 )
 
 if TYPE_CHECKING:
+    from .balance import auto_placement
+    from .served import serve
     from .session import wrap
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "api",
+    "auto_placement",
     "autograd",
     "constants",
     "counters",
@@ -73,6 +77,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "timeline",
     "transport",
@@ -80,11 +85,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Wrapping models needs all of ``graph``; a program that only calls need not wait for it.
-    if name != "wrap":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .session import wrap
+_LATE = {"auto_placement": ".balance", "serve": ".served", "wrap": ".session"}
 
-    globals()["wrap"] = wrap
-    return wrap
+
+def __getattr__(name: str) -> Any:
+    # Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it.
+    home = _LATE.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(home, __name__), name)
+    return found

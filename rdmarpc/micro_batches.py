@@ -11,9 +11,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .graph.header import HEADER_BYTES
+from .graph.methods import Uncaptured
 from .graph.pipeline import Part, check_alike
 from .graph.place import ACTIVATION, Placement
 from .graph.tables import table
+from .transport import NotSupported
 
 if TYPE_CHECKING:
     from .graph.stage import Plan
@@ -139,7 +141,13 @@ class _Split:
     def _plan(self, at: int, recurring: bool = False) -> Plan:
         left = iter(self.inputs[at])
         leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        return self._model._plan(self.inputs[at], leaves, self._tree, recurring)
+        try:
+            return self._model._plan(self.inputs[at], leaves, self._tree, recurring)
+        except Uncaptured as error:
+            raise NotSupported(
+                "micro-batches need a forward that can be captured, and this one cannot: " + "; ".join(error.refused),
+                hint="call model(x) and loss.backward() for each part of the batch",
+            ) from error
 
     def return_gradients(self) -> None:
         for at, tensor in enumerate(self._tensors):

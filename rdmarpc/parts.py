@@ -24,10 +24,10 @@ _hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.
 
 
 class Packed:
-    """Modules ready to travel: ``blob`` (pickle), ``tensors`` (contiguous, sharing memory with the modules) and for each
-    its (shape, memory order, is a parameter, requires_grad)."""
+    """Parts (modules and tensors, by path) ready to travel: ``blob`` (pickle), ``tensors`` (contiguous, sharing memory with the
+    parts) and for each its (shape, memory order, is a parameter, requires_grad)."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module | torch.Tensor]) -> None:
         stream = io.BytesIO()
         pickler = _Pickler(stream)
         try:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .graph.command import TO_NONE, TO_ZERO
 from .transport import NotSupported
@@ -21,6 +22,9 @@ class Owner(Protocol):
     @property
     def backwards(self) -> int:
         """How many backwards have begun."""
+
+    eager: Any
+    """Runs the model's own forward at the moment (``eager.Eager``), or ``None``."""
 
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
@@ -41,6 +45,7 @@ class RemoteParameter(nn.Parameter):
         self.worker, self.path = worker, path
         self._owner, self._position, self._cleared = owner, position, owner.backwards
         self._stub = None
+        self._left = False
         return self
 
     def __init__(self, like: torch.Tensor, owner: Owner, worker: str, path: str, position: int) -> None:
@@ -50,6 +55,8 @@ class RemoteParameter(nn.Parameter):
     _position: int
     _cleared: int
     _stub: RemoteGrad | None
+    _left: bool
+    """Whether it may have had a gradient when it was frozen: that one stays until it is cleared."""
 
     @property
     def position(self) -> int:
@@ -67,7 +74,7 @@ class RemoteParameter(nn.Parameter):
         if owner.in_step or self._cleared == owner.backwards:
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            if not self.requires_grad:
+            if not self.requires_grad and not self._left:
                 return None
             if self._stub is None:
                 self._stub = RemoteGrad(self)
@@ -77,6 +84,7 @@ class RemoteParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise self._refuse("its gradient cannot be set from here")
+        self._left = False
         if self._cleared != self._owner.backwards:
             self._cleared = self._owner.backwards
             self._owner.zero(self.worker, self._position, TO_NONE)
@@ -109,8 +117,14 @@ class RemoteParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
+                if func in _FREEZING and args[0].requires_grad:
+                    args[0]._left = args[0]._cleared != args[0]._owner.backwards
                 return func(*args, **(kwargs or {}))
         found = _find(RemoteParameter, (args, kwargs))
+        if found.owner.eager is not None:
+            # The forward of a cut module computes with it.
+            given = pytree.tree_map(_value, (args, kwargs or {}))
+            return func(*given[0], **given[1])
         raise found._refuse(f"{getattr(func, '__name__', func)} cannot run on it here")
 
 
@@ -155,8 +169,12 @@ class RemoteGrad(torch.Tensor):
 
 
 def _find(kind: type[Any], arguments: Any) -> Any:
-    leaves = torch.utils._pytree.tree_leaves(arguments)
+    leaves = pytree.tree_leaves(arguments)
     return next(leaf for leaf in leaves if isinstance(leaf, kind))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.owner.eager.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf
 
 
 def _harmless() -> frozenset[Any]:
@@ -172,3 +190,4 @@ def _harmless() -> frozenset[Any]:
 
 
 _HARMLESS = _harmless()
+_FREEZING = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

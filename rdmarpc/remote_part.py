@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,9 @@ from .transport import NotSupported
 
 if TYPE_CHECKING:
     from .session import Session
+
+
+_SETTINGS = (bool, int, float, str, torch.dtype)
 
 
 class RemotePart(nn.Module):
@@ -26,12 +29,21 @@ class RemotePart(nn.Module):
         self.training = original.training
         self._version = original._version
         self._kind, self._session, self._worker, self._path = type(original).__name__, session, worker, path
-        skipped = original._non_persistent_buffers_set
-        tensors = {**original._parameters, **{k: v for k, v in original._buffers.items() if k not in skipped}}
-        self._entries = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+        self._entries = entries_of(original)
+        # Settings, for an eager forward that asks for them.
+        plain = {k: v for k, v in vars(original).items() if isinstance(v, _SETTINGS) and not k.startswith("_")}
+        self.__dict__.update({key: value for key, value in plain.items() if key not in self.__dict__})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refuse("call the whole model; a single part cannot be called from here")
+        if self._session.eager is None:
+            raise self._refuse("call the whole model; a single part cannot be called from here")
+        return self._session.eager.call(self._path, args, kwargs)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
+
+    def __getitem__(self, at: int) -> nn.Module:
+        return list(self.children())[at]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The owner's values, as of all the steps before."""
@@ -53,23 +65,9 @@ class RemotePart(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        entries = {}
-        for name, shape in self._entries.items():
-            value = state_dict.get(prefix + name)
-            if value is None:
-                if strict:
-                    missing_keys.append(prefix + name)
-            elif tuple(value.shape) != shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {self._worker!r}"
-                )
-            else:
-                entries[name] = value.detach()
-        if strict:
-            known = {*self._entries, *self._modules}
-            for key in state_dict:
-                if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
-                    unexpected_keys.append(key)
+        entries = take_entries(
+            self._entries, self._worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, [*self._modules]
+        )
         if entries and not error_msgs:
             self._session.ask_owner(self._worker, "load", self._path, entries)
 
@@ -91,6 +89,44 @@ class RemotePart(nn.Module):
         return NotSupported(f"{self._path!r} lives on worker {self._worker!r}: {why}", peer=self._worker)
 
 
+def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what this very module contributes to ``state_dict``, in that order."""
+    skipped = module._non_persistent_buffers_set
+    tensors = {**module._parameters, **{k: v for k, v in module._buffers.items() if k not in skipped}}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+
+def take_entries(
+    wanted: Mapping[str, tuple[int, ...]],
+    worker: str,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+    others: Iterable[str],
+) -> dict[str, torch.Tensor]:
+    """The entries of one module, out of those under its prefix; what does not fit goes into the lists as torch has it.
+    ``others``: names below the prefix that are somebody else's."""
+    entries = {}
+    for name, shape in wanted.items():
+        value = state_dict.get(prefix + name)
+        if value is None:
+            if strict:
+                missing_keys.append(prefix + name)
+        elif tuple(value.shape) != shape:
+            error_msgs.append(f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {worker!r}")
+        else:
+            entries[name] = value.detach()
+    if strict:
+        known = {*wanted, *others}
+        for key in state_dict:
+            if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
+                unexpected_keys.append(key)
+    return entries
+
+
 def mirror(original: nn.Module, session: Session, worker: str, path: str, made: dict[int, Any]) -> RemotePart:
     """The stand-in of a module tree. ``made`` maps what was mirrored already: shared modules and parameters stay shared."""
     part = RemotePart(original, session, worker, path)
@@ -106,6 +142,6 @@ def mirror(original: nn.Module, session: Session, worker: str, path: str, made: 
         if child is None:
             part._modules[name] = None
         else:
-            found = made.get(id(child)) or mirror(child, session, worker, f"{path}.{name}", made)
-            part._modules[name] = found
+            known = id(child) in made
+            part._modules[name] = made[id(child)] if known else mirror(child, session, worker, f"{path}.{name}", made)
     return part

@@ -15,17 +15,20 @@ from . import agent as _agent
 from . import micro_batches, remote_optimizer
 from . import parts as _parts
 from .agent import Agent
+from .eager import Eager
 from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
 from .graph.describe import Transfers, describe
-from .graph.host import Mode
+from .graph.host import Mode, Tree
+from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
 from .graph.stage import Plan
+from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
-from .remote_part import RemotePart, mirror
+from .shell import stand_ins
 from .signature import Miss, Signatures
 from .transport import NotSupported, RdmaError
 
@@ -38,100 +41,67 @@ def wrap(
     timeout: float = 60.0,
     plans: int = 16,
     staging: str = "traced",
+    capture: str = "auto",
     chunks: int = 1,
 ) -> WrappedModel:
-    """Move the top-level parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
+    """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
-    ``placement`` maps names of top-level parts to names of workers; parts that it does not name stay here, as do those
-    placed at this worker. ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for
-    their backward; ``timeout``: seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``:
-    micro-batches of ``model.forward_backward``, unless it is told another number.
+    ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
+    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as
+    does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
+    own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
+    ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
+    seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``: micro-batches of
+    ``model.forward_backward``, unless it is told another number.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call: nothing
-    in them may branch on the values of tensors. Other input shapes are captured again once for all, or each for itself when
-    they come again (``model.misses()``). Dropout and other random parts draw from their
-    worker's generator.
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
+    input shapes are captured again once for all, or each for itself when they come again (``model.misses()``). Dropout and
+    other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the forward, where its Python looks at
+    shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
+    ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
+    is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.
     """
     agent = _agent.current()
-    _check(net, placement, agent)
+    places = resolve(net, placement, agent.name, agent.worker_names())
     if staging not in ("traced", "always"):
         raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
+    if capture not in METHODS:
+        raise ValueError(f"capture is one of {', '.join(map(repr, METHODS))}, got {capture!r}")
     remote_optimizer.install()
-    session = Session(net, placement, agent, depth, timeout, plans, staging == "always")
-    return WrappedModel(net, placement, session, chunks)
-
-
-def _check(net: nn.Module, placement: Mapping[str, str], agent: Agent) -> None:
-    known = [name for name, child in net.named_children()]
-    for name in placement:
-        if name not in known:
-            raise ValueError(
-                f"placement names part {name!r}, which {type(net).__name__} does not have; its top-level parts are "
-                + ", ".join(map(repr, known))
-            )
-    workers = agent.worker_names()
-    for name, worker in placement.items():
-        if worker not in workers:
-            raise ValueError(
-                f"placement puts {name!r} on worker {worker!r}, which is not in this group; its workers are "
-                + ", ".join(map(repr, workers))
-            )
-    homes: dict[int, tuple[str, str]] = {}
-    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
-        worker = placement.get(name.split(".")[0], agent.name)
-        first, home = homes.setdefault(id(tensor), (name, worker))
-        if home != worker:
-            raise NotSupported(
-                f"{first!r} and {name!r} are one tensor, but their parts go to {home!r} and {worker!r}",
-                hint="place parts that share parameters on the same worker",
-            )
+    session = Session(net, places, agent, depth, timeout, plans, staging == "always")
+    return WrappedModel(net, session, capture, chunks)
 
 
 class Session:
     """The caller's connection to all owners of one model: what its stand-ins and optimizers talk to."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        placement: Mapping[str, str],
-        agent: Agent,
-        depth: int,
-        timeout: float,
-        plans: int,
-        staging: bool,
+        self, net: nn.Module, places: Places, agent: Agent, depth: int, timeout: float, plans: int, staging: bool
     ) -> None:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
         self.in_step = False
+        self.eager: Eager | None = None
+        self.runner: Eager | None = None
         self.closed = False
-        self.placement = dict(placement)
+        self.places = places
         self._uncounted = 0
-        remote: dict[str, dict[str, nn.Module]] = {}
-        for name, child in net.named_children():
-            worker = placement.get(name, agent.name)
-            if worker != agent.name:
-                remote.setdefault(worker, {})[name] = child
-        packed = {worker: _parts.Packed(modules) for worker, modules in remote.items()}
+        remote = divide(net, places)
+        packed = {worker: _parts.Packed(parts) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
-        made: dict[int, Any] = {}
-        self.stand_ins: dict[str, RemotePart] = {}
+        self.stand_in, made = stand_ins(net, self, places)
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
-        for worker, modules in remote.items():
-            for name, module in modules.items():
-                self.stand_ins[name] = made.get(id(module)) or mirror(module, self, worker, name, made)
-            holder = nn.Module()
-            for name in modules:
-                holder._modules[name] = self.stand_ins[name]
-            self._modules[worker] = list(holder.modules())[1:]
-            self._parameters[worker] = list(holder.parameters())
+        for worker, parts in remote.items():
+            # The same tree as the worker's own: modules and parameters are counted in its order.
+            tree = Tree({path: made.get(id(part), part) for path, part in parts.items()})
+            self._modules[worker] = list(tree.modules())[1:]
+            self._parameters[worker] = list(tree.parameters())
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
@@ -257,6 +227,9 @@ class Session:
         totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
         totals["misses"], totals["dynamic_reads"] = self.signatures.misses, 0
         totals.update(self.caller.station.counts)
+        if self.runner is not None:
+            totals["steps"] += self.runner.steps - self.runner.calls
+            totals["misses"] += self.runner.misses.total()
         if everywhere and not self.closed:
             before = self.agent.counters()["rpc_messages"]
             for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
@@ -276,7 +249,7 @@ class WrappedModel(nn.Module):
     """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
     ``named_parameters`` and ``state_dict`` have the same keys."""
 
-    def __init__(self, net: nn.Module, placement: Mapping[str, str], session: Session, chunks: int) -> None:
+    def __init__(self, net: nn.Module, session: Session, capture: str, chunks: int) -> None:
         super().__init__()
         self.training = net.training
         # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
@@ -284,22 +257,31 @@ class WrappedModel(nn.Module):
         self.__dict__["_original"] = net
         self.__dict__["_chunks"] = micro_batches.checked(chunks)
         self.__dict__["_shape"] = skeleton(net)
-        for name, child in net._modules.items():
-            self._modules[name] = session.stand_ins.get(name, child)
-        for name, parameter in net._parameters.items():
-            self._parameters[name] = parameter
-        for name, buffer in net._buffers.items():
-            self._buffers[name] = buffer
+        self.__dict__["_capture"], self.__dict__["_captured"] = capture, ""
+        top = session.stand_in
+        self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
         self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
         self.__dict__["_everything"] = list(self.parameters())
+        # The modules whose forward is part of what is captured.
+        self.__dict__["_cut"] = [module for name, module in self.named_modules() if name and not session.places.whole(name)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
         session.in_step = False
         leaves, tree = self._flatten(args, kwargs)
+        if session.runner is not None:
+            return self._eagerly(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         mode = session.mode()
-        return session.caller.forward(self._plan(tensors, leaves, tree), tensors, mode)
+        try:
+            plan = self._plan(tensors, leaves, tree)
+        except Uncaptured as error:
+            if self.__dict__["_capture"] not in ("auto", "eager"):
+                raise error.error or error from None
+            refused = error.refused
+        else:
+            return session.caller.forward(plan, tensors, mode)
+        return self._eagerly(args, kwargs, refused)
 
     def forward_backward(
         self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
@@ -330,6 +312,7 @@ class WrappedModel(nn.Module):
             shapes = tuple([t.shape for t in tensors])
             family = (
                 self.training,
+                tuple([module.training for module in self.__dict__["_cut"]]),
                 tuple([(t.dim(), t.dtype, t.requires_grad and grads) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
@@ -348,8 +331,19 @@ class WrappedModel(nn.Module):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
 
-    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, sizes: Sizes) -> TransferGraph:
+    def _eagerly(self, args: Any, kwargs: Any, refused: Sequence[str] = ()) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
+        session.stand_in.training = self.training
+        if session.runner is not None:
+            return session.runner.forward(args, kwargs)
+        # If this fails, it was the input that was wrong: the next one may be captured.
+        runner = Eager(session, session.stand_in, self._skeleton)
+        result = runner.forward(args, kwargs)
+        session.runner, self.__dict__["_captured"] = runner, "\n".join(["eager", *refused])
+        return result
+
+    def _skeleton(self) -> nn.Module:
+        """The model without data, under the present flags."""
         shape: nn.Module = self.__dict__["_shape"]
         here = dict(self.named_modules(remove_duplicate=False))
         for name, module in shape.named_modules(remove_duplicate=False):
@@ -357,16 +351,32 @@ class WrappedModel(nn.Module):
         flags = dict(self.named_parameters(remove_duplicate=False))
         for name, parameter in shape.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(flags[name].requires_grad)
+        return shape
+
+    def _build(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, sizes: Sizes) -> TransferGraph:
+        session: Session = self.__dict__["_rdmarpc"]
 
         join = _joined(leaves, tree)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        found = capture(shape, specs, join, sizes)
+        methods, shape, whole = METHODS[self.__dict__["_capture"]], self._skeleton(), session.places.whole
+        if sizes.varying or not sizes.known:
+            if "fx" not in methods:
+                raise NotSupported("an export knows sizes only as numbers")
+            found = capture(shape, specs, join, sizes, whole)
+        else:
+            found, refused = capture_by(methods, shape, specs, join, whole)
+            self.__dict__["_captured"] = "\n".join([found.how, *refused])
         found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
-        here_name = session.agent.name
-        graph = analyze(found, lambda path: session.placement.get(path.split(".")[0], here_name), here_name)
+        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
         graph.constants = {}  # they stay here
         return graph
+
+    @property
+    def captured(self) -> str:
+        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each.
+        Empty before the first step."""
+        return self.__dict__["_captured"]
 
     def placement_table(self) -> str:
         """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
@@ -393,8 +403,9 @@ class WrappedModel(nn.Module):
 
     def misses(self) -> list[Miss]:
         """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
-        they ran over dynamic edges."""
-        return self.__dict__["_rdmarpc"].signatures.missed()
+        they ran over dynamic edges. In a model that runs eagerly, calls of parts that were new after the first forward."""
+        session: Session = self.__dict__["_rdmarpc"]
+        return session.signatures.missed() + (session.runner.missed() if session.runner is not None else [])
 
     def production(self) -> dict[str, str]:
         """For each large tensor that other workers make and send: the operation that writes it straight into its slot at the

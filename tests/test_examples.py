@@ -28,6 +28,12 @@ def test_parameter_server():
     assert 300 <= number(r"(\d+) steps", said) < 900
 
 
+def test_served():
+    said = run("-m", "examples.served")
+    assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 90
+    assert "8 edges, 76,880 bytes cross in a training step" in said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed (extra: examples)")
 def test_reinforcement_learning():
     said = run("examples/reinforcement_learning.py", "--goal", "120", "--observers", "2")

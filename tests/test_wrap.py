@@ -430,10 +430,10 @@ def bad_wraps() -> None:
     with pytest.raises(rpc.NotSupported, match="no shape yet"):
         wrap(nn.Sequential(nn.LazyLinear(3)), {"0": "worker1"})
     assert rpc.agent.current().counters()["rpc_messages"] == before
-    with pytest.raises(rpc.NotSupported, match=r"control flow[^$]*hint"):
-        wrap(models.Branching(), {"a": "worker1"})(torch.zeros(2, 20))
+    with pytest.raises(rpc.NotSupported, match=r"depends on data[^$]*hint"):
+        wrap(models.Branching(), {"a": "worker1"}, capture="fx")(torch.zeros(2, 20))
     with pytest.raises(rpc.NotSupported, match="depends on data"):
-        wrap(nn.Sequential(models.Counting()), {"0": "worker1"})(torch.zeros(2, 20))
+        wrap(nn.Sequential(models.Counting()), {"0": "worker1"}, capture="fx")(torch.zeros(2, 20))
     with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
         wrap(models.mlp(), {"0": "worker1"})(torch.zeros(2, 21))
     model = wrap(models.SharedInPlace(), {"a": "worker1", "b": "worker1", "c": "worker2"})

@@ -16,15 +16,18 @@ import torch
 
 from rdmarpc.graph.header import SHARED, Header
 from rdmarpc.graph.place import Edge, Placement
+from rdmarpc.graph.sizes import FREE
 from rdmarpc.graph.slot import Inlet, Slot, take
 from rdmarpc.graph.station import Arrived, Fittings, Offer, Station
 from rdmarpc.transport import RemoteRegion
+from rdmarpc.transport.channel import Work
 
 SHAPE = (4,)
 
 
-def make_edge(number: int, source: int, target: int, depth: int) -> Edge:
-    return Edge(number, "activation", f"value{number}", f"w{source}", f"w{target}", SHAPE, torch.int64, depth)
+def make_edge(number: int, static: bool, source: int, target: int, depth: int) -> Edge:
+    shape = SHAPE if static else (FREE,)
+    return Edge(number, "activation", f"value{number}", f"w{source}", f"w{target}", shape, torch.int64, depth)
 
 
 class Post:
@@ -112,6 +115,11 @@ class SlowChannel:
     def map(self, remote: RemoteRegion) -> Mapping | None:
         return Mapping(self.net.at(remote)) if self.net.mapped else None
 
+    def memcpy(self, destination: torch.Tensor, source: RemoteRegion) -> Work:
+        """A READ, at once: the sender is asked for nothing."""
+        destination.view(torch.uint8).copy_(self.net.at(source))
+        return Work()
+
     def fence(self, timeout: float | None = None) -> None:
         """What is under way from here arrives now."""
         for post in [post for post in self.net.posts if post.record[:2] == (self.there, self.here)]:
@@ -170,18 +178,25 @@ class SlowDevice:
     def __init__(self, net: Net) -> None:
         self._net = net
 
-    def empty(self, shape: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes that are used for something else the moment that nobody *here* holds them any more."""
-        array = np.full(shape, 0x55, np.uint8)
+    def empty(self, count: int, *, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that is used for something else the moment that nobody *here* holds it any more."""
+        array = np.full(count * dtype.itemsize, 0x55, np.uint8)
         view = memoryview(array)
         tensor = torch.frombuffer(view, dtype=dtype)
-        self._net.arrays[tensor.data_ptr()] = array
+        self._net.arrays[tensor.data_ptr()] = array, weakref.ref(view)
         weakref.finalize(view, array.fill, 0x99)
         return tensor
 
     def register(self, tensor: torch.Tensor) -> _Registered:
-        self._net.memory.append(torch.from_numpy(self._net.arrays[tensor.data_ptr()]))
-        return _Registered(RemoteRegion(0, 0, len(self._net.memory) - 1, 0, 0, tensor.numel()))
+        array, _ = self._net.arrays[tensor.data_ptr()]
+        self._net.memory.append(torch.from_numpy(array))
+        return _Registered(RemoteRegion(0, 0, len(self._net.memory) - 1, 0, 0, array.nbytes))
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        return self.register(tensor).remote
+
+    def can_lend(self, tensor: torch.Tensor, channel: SlowChannel) -> bool:
+        return True
 
     def poller(self) -> SlowPoller:
         return SlowPoller(self._net)
@@ -199,7 +214,7 @@ class Net:
         self.posts: list[Post] = []
         self.records: dict[tuple[str, str, int], int] = {}
         self.memory: list[torch.Tensor] = []
-        self.arrays: dict[int, np.ndarray] = {}
+        self.arrays: dict[int, tuple[np.ndarray, weakref.ref[memoryview]]] = {}
 
     def at(self, remote: RemoteRegion) -> torch.Tensor:
         return self.memory[remote.region][remote.offset : remote.offset + remote.nbytes]
@@ -217,20 +232,22 @@ Action = tuple[Any, ...]
 
 
 class World:
-    """``edges`` as (source, target, depth), each with ``messages`` to send in each of ``plans`` plans. ``mapped``: slots can be
-    produced in. ``drops``: messages (edge, sequence) that may be discarded at any moment."""
+    """``edges`` as (source, target, depth), each with ``messages`` to send in each of ``plans`` plans; or dynamic ones (not
+    ``static``), with payloads of several sizes. ``mapped``: slots can be produced in. ``drops``: messages (edge, sequence) that
+    may be discarded at any moment."""
 
     def __init__(
         self,
         edges: list[tuple[int, int, int]],
         messages: int,
         *,
+        static: bool = True,
         mapped: bool = False,
         plans: int = 1,
         drops: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.net = Net(mapped)
-        self.messages, self.plans, self.drops = messages, plans, drops
+        self.messages, self.plans, self.drops, self.static = messages, plans, drops, static
         self._shape = edges
         names = sorted({f"w{end}" for edge in edges for end in edge[:2]})
         channels = {(a, b): SlowChannel(self.net, a, b) for a in names for b in names if a != b}
@@ -251,7 +268,7 @@ class World:
     def _new_plan(self) -> None:
         self.plan += 1
         base = 100 * self.plan
-        self.edges = [make_edge(base + at, *edge) for at, edge in enumerate(self._shape)]
+        self.edges = [make_edge(base + at, self.static, *edge) for at, edge in enumerate(self._shape)]
         placement = Placement(self.plan, "w0", self.edges, None, list(self.stations))
         self.fittings: dict[str, Fittings] = {}
         offers = Offer()
@@ -324,9 +341,10 @@ class World:
             assert found == [held.value] * len(found), f"after {action} {key} reads {found} instead of {held.value}"
 
     def _send(self, number: int, sequence: int) -> None:
-        memory = memoryview(np.full(SHAPE, value_of(number, sequence)))
-        self.sources[number, sequence] = weakref.ref(memory)
-        self._outlet(number).send(Header(0, sequence), torch.frombuffer(memory, dtype=torch.int64))
+        count = SHAPE[0] if self.static else sequence
+        payload = self._outlet(number).device.empty(count, dtype=torch.int64).fill_(value_of(number, sequence))
+        self.sources[number, sequence] = self.net.arrays[payload.data_ptr()][1]
+        self._outlet(number).send(Header(0, sequence), payload)
         self.sent[number] = sequence
 
     def _produce(self, number: int, sequence: int) -> None:
@@ -419,7 +437,7 @@ class World:
         )
         freed = tuple(len(station._freed) for station in self.stations.values())
         free = tuple(
-            (target._credit, target.leased)
+            (target.free, target.leased, getattr(target, "_credit", None))
             for name in self.stations
             for outlet in self.fittings[name].outlets.values()
             for target in outlet._targets

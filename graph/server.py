@@ -1,0 +1,323 @@
+"""A parameter server: it keeps some parameters of one model, adds up the workers' gradients, and steps.
+
+Every worker has two bundles with every server: *gradients* there (one slot at the server), *weights* back (one slot at the
+worker, which is the memory of the worker's parameters). They take turns, and each is the other's credit:
+
+1. A worker writes its gradients only after the weights of the step before have landed. From then until it has seen the next
+   weights land it touches neither the gradient slot nor its parameters.
+2. The server writes weights to a worker only after the gradients of this step have landed, from that worker and all others.
+   From the landing until that write it alone reads and writes the gradient slot; afterwards it does not touch it.
+3. So each slot belongs to one side at any time, whatever is fast or slow: both are the worker's while weights k have landed and
+   gradients k + 1 have not been sent, the server's else. A header of another step than the next is an error, never data.
+4. Gradients are added in the order of the workers' list, whatever order they came in.
+5. The parameters change only between the landing of the last worker's gradients and the first write of weights; every write
+   of the step before is over by then, because its worker would not have sent gradients otherwise.
+
+Weights 0 are those of the start: written when all workers have come and the first of them has brought the values.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion
+from .bundle import Bundle, BundleInlet, BundleOutlet, Room
+from .command import WorkerError
+from .header import STAGED, Header
+from .remote_update import build_optimizer, read_numbers
+from .station import Station
+
+if TYPE_CHECKING:
+    from ..transport import Channel, Device, Transfer
+
+PRESENT, ABSENT = 1, 0
+"""Marks of a gradient bundle, a byte a tensor: whether there is a gradient. All others leave the parameter alone."""
+
+
+def note_of(marks: bytes, numbers: list[float]) -> bytes:
+    """The note of a gradient bundle: marks, padded to 8 bytes, then the numbers of the optimizer's groups (float64)."""
+    return marks.ljust(_padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def note_bytes(tensors: int, numbers: int) -> int:
+    return _padded(tensors) + 8 * numbers
+
+
+def _padded(count: int) -> int:
+    return -(-count // 8) * 8
+
+
+class _Client:
+    """One worker, as the server sees it."""
+
+    def __init__(self, weights: Bundle, gradients: BundleInlet | None) -> None:
+        self.weights, self.inlet = weights, gradients
+        self.outlet: BundleOutlet | None = None
+        self.alarm: Transfer | None = None
+        self.arrived: Header | None = None
+
+
+class Server(threading.Thread):
+    """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
+    times out. Everything but ``ask``, ``why``, ``lost`` and ``close`` belongs to its thread."""
+
+    def __init__(
+        self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
+    ) -> None:
+        super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
+        self.station = Station(name, device, channels, timeout)
+        self.workers = workers
+        self.error: BaseException | None = None
+        self.gone: set[str] = set()
+        """Workers that are lost or closed the model, as far as whoever keeps this server heard of it."""
+        self.steps = -1
+        """Of the weights that the workers have; -1 before those of the start."""
+        self._clients: dict[str, _Client] = {}
+        self._left: set[str] = set()
+        self._store: Room | None = None
+        self._filled = False
+        self._parameters: list[nn.Parameter] = []
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._numbers: dict[int, bytes] = {}
+        self._set: tuple[int, bytes] | None = None
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._closing = False
+
+    # -- any thread
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The result of a method, run on the thread between two steps."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.error is not None:
+                raise RdmaError(f"this server has ended: {self.error}")
+            self._jobs.append((lambda: getattr(self, method)(*args), future))
+            self.station.poller.kick()
+        return future.result(self.station.timeout)
+
+    @property
+    def forsaken(self) -> bool:
+        """Whether all workers that ever came are gone: nobody writes here any more."""
+        return self.gone >= set(self._clients)
+
+    def why(self) -> tuple[Any, ...] | None:
+        """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
+        return None if self.error is None else tuple(WorkerError.of(self.error))
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        self.station.lost(worker, error)
+
+    def close(self) -> None:
+        """Idempotent; returns when the thread has ended."""
+        self._closing = True
+        if self.is_alive() and threading.current_thread() is not self:
+            with self._lock:
+                if self.error is None:
+                    self.station.poller.kick()
+            self.join(5.0)
+
+    # -- set-up
+
+    def enter(self, worker: str, weights: Bundle, gradients: Bundle | None) -> tuple[bytes, int] | None:
+        """A worker brings its two bundles, of the same tensors as everybody's; those that need gradients come first in both
+        (``gradients`` is ``None`` where nothing does). Returns where its gradients land: descriptor and notification number.
+        Raises ``ValueError`` for other tensors."""
+        if worker in self._clients or worker not in self.workers:
+            raise ValueError(
+                f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
+            )
+        if self._store is None:
+            self._store = Room(self.station.device, weights)
+            learns = 0 if gradients is None else len(gradients)
+            self._parameters = [nn.Parameter(t, at < learns) for at, t in enumerate(self._store.tensors)]
+        _same_tensors(self._store.bundle, weights, worker)
+        inlet = None
+        if gradients is not None:
+            inlet = BundleInlet(self.station, gradients, lambda header: self._landed(worker, header))
+        self._clients[worker] = _Client(weights, inlet)
+        return None if inlet is None else inlet.offer()
+
+    def connect(self, worker: str, slot: tuple[bytes, int], alarm: int) -> None:
+        """Where the worker's weights land, and the number by which it hears of errors."""
+        client, channel = self._clients[worker], self.station.channel(worker)
+        remote = RemoteRegion.load(slot[0])
+        client.outlet = BundleOutlet(self.station.device, channel, client.weights, remote, slot[1])
+        client.alarm = channel.prepare([], notify=alarm)
+
+    def fill(self, values: list[torch.Tensor]) -> None:
+        """The values of the start, from the first worker."""
+        assert self._store is not None
+        for place, value in zip(self._store.tensors, values):
+            place.copy_(value)
+        self._filled = True
+
+    def leave(self, worker: str) -> None:
+        """A worker is done with the model: nothing is written to it any more."""
+        self._left.add(worker)
+        self.station.peers.pop(worker, None)
+
+    # -- optimizers and state
+
+    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[Any]) -> None:
+        """Build (or adjust) an optimizer over parameters of this server. A group's ``params`` are their positions. Every worker
+        says the same; the first one builds."""
+        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self._parameters)
+        self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
+        self._numbers.pop(number, None)
+        self._set = None
+
+    def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
+        """Copies, per position of a parameter."""
+        state = self._optimizers[number].state
+        found = {at: state[parameter] for at, parameter in enumerate(self._parameters) if parameter in state}
+        return {
+            at: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
+            for at, entries in found.items()
+        }
+
+    def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
+        for at, entries in state.items():
+            self._optimizers[number].state[self._parameters[at]] = dict(entries)
+
+    def load(self, values: dict[int, torch.Tensor]) -> None:
+        """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""
+        with torch.no_grad():
+            for at, value in values.items():
+                self._parameters[at].copy_(value)
+
+    def counters(self) -> dict[str, int]:
+        return self.station.device.counters()
+
+    # -- the thread
+
+    def run(self) -> None:
+        # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
+        torch.get_num_threads()
+        try:
+            while not self._closing:
+                self.station.poll(1.0)
+                self._work()
+            error: BaseException = RdmaError("the model was closed")
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self.error = error
+        for _, future in self._jobs:
+            future.set_exception(RdmaError(f"this server has ended: {error}"))
+        self._alarm()
+        self.station.close()
+
+    def _work(self) -> None:
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        if self.steps < 0:
+            self._begin()
+        elif all(client.arrived is not None for client in self._clients.values()):
+            self._step()
+
+    def _begin(self) -> None:
+        if self._left:
+            raise RdmaError(f"worker {min(self._left)!r} gave up before all others had come")
+        clients = [self._clients.get(worker) for worker in self.workers]
+        if self._filled and all(client is not None and client.outlet is not None for client in clients):
+            assert self._store is not None
+            self.steps = 0
+            for client in self._clients.values():
+                self._write(client, tuple(range(len(self._store.bundle))), 0)
+
+    def _landed(self, worker: str, header: Header) -> None:
+        client = self._clients[worker]
+        if header.sequence != self.steps + 1 or client.arrived is not None:
+            raise RdmaError(f"gradients {header.sequence} came when {self.steps + 1} were due", peer=worker)
+        if self._left:
+            raise RdmaError(f"worker {min(self._left)!r} has closed the model, {worker!r} goes on")
+        client.arrived = header
+
+    def _step(self) -> None:
+        clients = [self._clients[worker] for worker in self.workers]
+        first = clients[0].arrived
+        assert first is not None
+        number = first.argument
+        if any(client.arrived is None or client.arrived.argument != number for client in clients):
+            raise NotSupported("the workers step different optimizers", hint="make the same steps in the same order everywhere")
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            raise RdmaError(f"a step of optimizer {number}, which is not known here")
+        self._take_numbers(number, optimizer, clients)
+        self._set_gradients(number, clients)
+        optimizer.step()
+        self.steps += 1
+        for client in clients:
+            assert client.arrived is not None
+            self._write(client, self._members[number], client.arrived.flags)
+            client.arrived = None
+
+    def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, clients: list[_Client]) -> None:
+        numbers = set()
+        for client in clients:
+            assert client.inlet is not None and client.arrived is not None
+            marks = len(client.inlet.room.bundle)
+            numbers.add(bytes(client.inlet.room.note[_padded(marks) : client.arrived.mode]))
+        if len(numbers) > 1:
+            raise NotSupported(
+                "the workers ask for steps with different hyperparameters", hint="run the same schedule everywhere"
+            )
+        (packed,) = numbers
+        if self._numbers.get(number) != packed:
+            read_numbers(optimizer.param_groups, struct.unpack(f"<{len(packed) // 8}d", packed))
+            self._numbers[number] = packed
+
+    def _set_gradients(self, number: int, clients: list[_Client]) -> None:
+        rooms = [client.inlet.room for client in clients if client.inlet is not None]
+        marks = bytes(rooms[0].note[: len(rooms[0].bundle)])
+        if len(rooms) == 1 and self._set == (number, marks):
+            return  # the gradients are where they were
+        self._set = (number, marks)
+        # A frozen parameter among the members has no place for a gradient, hence no mark.
+        members = [at for at in self._members[number] if at < len(marks)]
+        for at in members:
+            self._parameters[at].grad = None
+        for room in rooms:
+            for at in members:
+                if room.note[at] == PRESENT:
+                    parameter, gradient = self._parameters[at], room.tensors[at]
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    else:
+                        parameter.grad.add_(gradient)
+
+    def _write(self, client: _Client, present: tuple[int, ...], flags: int) -> None:
+        assert client.outlet is not None and self._store is not None
+        client.outlet.finish(self.station.timeout)
+        send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
+        send(Header(0, self.steps), self._store, present)
+
+    def _alarm(self) -> None:
+        for client in self._clients.values():
+            try:
+                if client.alarm is not None:
+                    client.alarm.post()
+            except (PeerLost, RdmaError):
+                continue  # it is gone, too
+
+
+def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:
+    ours = [(edge.value, edge.shape, edge.dtype) for edge in mine.edges]
+    others = [(edge.value, edge.shape, edge.dtype) for edge in theirs.edges]
+    if (ours, mine.orders) != (others, theirs.orders):
+        different = next((a for a, b in zip(ours, others) if a != b), "a tensor more, or another memory order")
+        raise ValueError(f"worker {worker!r} serves another model under this name: {different} differs")

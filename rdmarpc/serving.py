@@ -1,0 +1,93 @@
+"""The server's side of ``serve``: which models this process keeps parameters of."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from . import agent as _agent
+from .agent import Agent
+from .graph.bundle import Bundle
+from .graph.server import Server
+from .transport import RdmaError
+
+_servers: weakref.WeakKeyDictionary[Agent, dict[str, Server]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _table(agent: Agent) -> dict[str, Server]:
+    with _lock:
+        if agent in _servers:
+            return _servers[agent]
+        table: dict[str, Server] = {}
+        _servers[agent] = table
+
+    def lost(worker: str, error: RdmaError) -> None:
+        for model, server in list(table.items()):
+            if worker in server.workers:
+                server.lost(worker, error)
+                _forget(table, model, worker)
+
+    agent.on_peer_lost(lost)
+    return table
+
+
+def _forget(table: dict[str, Server], model: str, worker: str) -> Server | None:
+    """The server, if that was the last worker: it is no longer kept then. Until all are gone the slots of one that has ended
+    stay, because somebody may still write there."""
+    with _lock:
+        server = table.get(model)
+        if server is not None:
+            server.gone.add(worker)
+            if server.forsaken:
+                return table.pop(model)
+    return None
+
+
+def enter(
+    model: str, workers: list[str], worker: str, weights: Bundle, gradients: Bundle | None, timeout: float
+) -> tuple[bytes, int] | None:
+    """Called at a server by each worker of a model; the first one makes it. See ``Server.enter``."""
+    agent = _agent.current()
+    table = _table(agent)
+    with _lock:
+        server = table.get(model)
+        if server is None:
+            server = table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
+            server.start()
+    return server.ask("enter", worker, weights, gradients)
+
+
+def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
+    """Called at a server: a method of its ``Server``."""
+    return _find(model).ask(method, *args)
+
+
+def why(model: str) -> tuple[Any, ...] | None:
+    """Called at a server: see ``Server.why``."""
+    return _find(model).why()
+
+
+def leave(model: str, worker: str) -> None:
+    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. Idempotent."""
+    table = _table(_agent.current())
+    server = table.get(model)
+    if server is None:
+        return
+    if server.error is None:
+        try:
+            server.ask("leave", worker)
+        except RdmaError:
+            pass  # it has ended this moment
+    last = _forget(table, model, worker)
+    if last is not None:
+        last.close()
+
+
+def _find(model: str) -> Server:
+    agent = _agent.current()
+    server = _table(agent).get(model)
+    if server is None:
+        raise RdmaError("this model is not (or no longer) kept here", peer=agent.name)
+    return server

@@ -1,0 +1,117 @@
+"""Automatic placement: even, contiguous, and such that ``wrap`` takes it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rdmarpc import auto_placement
+from rdmarpc.balance import partition
+from rdmarpc.placing import resolve
+
+sys.path.insert(0, str(Path(__file__).parent / "graph"))
+from test_capture import Gpt, Nested
+
+
+@given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 4))
+def test_the_largest_run_is_as_small_as_can_be(weights, count):
+    runs = partition(weights, count)
+    assert [at for run in runs for at in range(run.start, run.stop)] == list(range(len(weights)))
+    assert len(runs) <= count
+    cuts = itertools.combinations_with_replacement(range(len(weights) + 1), count - 1)
+    possible = [max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cut, len(weights)))) for cut in cuts]
+    assert max(sum(weights[run]) for run in runs) == min(possible)
+
+
+def weights_of(net: nn.Module, placement: dict[str, str], workers: list[str]) -> list[int]:
+    places = resolve(net, placement, "me", ["me", *workers])
+    sizes = dict.fromkeys([*workers, "me"], 0)
+    for name, parameter in net.named_parameters():
+        sizes[places.owner(name)] += parameter.numel()
+    return [*sizes.values()]
+
+
+def encoder(layers: int = 12) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("inputs", [None, (torch.randn(2, 3, 16),)])
+def test_layers_of_a_transformer_are_split_evenly(inputs):
+    net = encoder()
+    assert auto_placement(net, ["w0", "w1"], inputs=inputs) == {"layers.0-5": "w0", "layers.6-11": "w1"}
+    assert auto_placement(net, ["w0", "w1", "w2"], inputs=inputs) == {
+        "layers.0-3": "w0",
+        "layers.4-7": "w1",
+        "layers.8-11": "w2",
+    }
+    net = nn.Sequential(nn.Linear(16, 16), encoder(4), nn.Linear(16, 2))
+    placement = auto_placement(net, ["w0", "w1"], inputs=inputs)
+    assert placement == {"0": "w0", "1.layers.0-1": "w0", "1.layers.2-3": "w1", "2": "w1"}
+    assert auto_placement(net, ["w0"]) == {"0-2": "w0"}
+
+
+class Backwards(nn.Module):
+    """Registered in another order than it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.b, self.a = nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.c(self.b(torch.relu(self.a(x))))
+
+
+def test_runs_follow_the_execution():
+    # What weighs nothing stays with what comes before it.
+    assert auto_placement(Backwards(), ["w0", "w1"]) == {"a": "w0", "b": "w0", "c": "w1"}
+    net = Nested(6)
+    placement = auto_placement(net, ["w0", "w1", "w2"], inputs=(torch.randn(4, 8),))
+    sizes = weights_of(net, placement, ["w0", "w1", "w2"])
+    assert max(sizes) <= sum(sizes) / 3 * 1.25
+    assert sizes[-1] == 0
+
+
+def test_tied_parameters_stay_together():
+    net = Gpt(6)
+    placement = auto_placement(net, ["w0", "w1"], inputs=(torch.zeros(2, 6, dtype=torch.long),))
+    places = resolve(net, placement, "me", ["me", "w0", "w1"])  # refuses what shares across workers
+    assert places.owner("tokens") == places.owner("head") == "w0"
+    sizes = weights_of(net, placement, ["w0", "w1"])
+    assert abs(sizes[0] - sizes[1]) < sum(sizes) / 6
+
+
+class Busy(nn.Module):
+    """Costs time, and no parameters."""
+
+    def forward(self, x):
+        for _ in range(40):
+            x = torch.tanh(x @ x.T @ x)
+        return x
+
+
+def test_by_time():
+    # By bytes the linear layers are the weight; by time, by far, the busy ones.
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Busy(), Busy())
+    x = torch.randn(64, 64)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    assert auto_placement(net, ["w0", "w1"]) == {"0": "w0", "1-3": "w1"}
+    assert auto_placement(net, ["w0", "w1"], by="time", inputs=(x,)) == {"0-2": "w0", "3": "w1"}
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_what_cannot_be_asked():
+    with pytest.raises(ValueError, match="at least one worker"):
+        auto_placement(Backwards(), [])
+    with pytest.raises(ValueError, match="'mood'"):
+        auto_placement(Backwards(), ["w0"], by="mood")
+    with pytest.raises(ValueError, match="inputs="):
+        auto_placement(Backwards(), ["w0"], by="time")

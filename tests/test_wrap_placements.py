@@ -1,0 +1,211 @@
+"""Placements at any depth: what is cut trains as the whole did, and keeps its names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_wrap import STEADY, assert_same_state, batches, both, drive
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc import wrap
+
+sys.path.insert(0, str(Path(__file__).parent / "graph"))
+from test_capture import NESTED, Gpt, Nested
+
+
+def train_both(model: nn.Module, twin: nn.Module, inputs: list[tuple[torch.Tensor, torch.Tensor]], optimizer: Any) -> None:
+    mine, theirs = optimizer(model.parameters()), optimizer(twin.parameters())
+    for number, (x, y) in enumerate(inputs):
+        losses = []
+        for network, stepper in ((model, mine), (twin, theirs)):
+            stepper.zero_grad()
+            output = network(x)
+            losses.append(F.cross_entropy(output.flatten(0, -2), y.flatten()))
+            losses[-1].backward()
+            stepper.step()
+        assert losses[0].item() == losses[1].item(), f"step {number}"
+    assert_same_state(model, twin)
+
+
+def nested() -> None:
+    placement = {key: {"w0": "worker1", "w1": "worker2"}[home] for key, home in NESTED.items()}
+    model, twin = both(Nested, placement)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    train_both(model, twin, batches(6, 8, 8), lambda p: torch.optim.Adam(p, 1e-2))
+    early = model.counters()
+    train_both(model, twin, batches(3, 8, 8), lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9))
+    late = model.counters()
+    assert {key: late[key] for key in STEADY if key != "rpc_messages"} == {
+        key: early[key] for key in STEADY if key != "rpc_messages"
+    }
+    for network in (model, twin):
+        network.eval()
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        assert torch.equal(model(x), twin(x))
+    assert_same_state(model, twin)
+    # State goes both ways, also of a cut module alone.
+    other = Nested()
+    model.load_state_dict(other.state_dict())
+    assert_same_state(model, other)
+    assert_same_state(model.blocks[1], other.blocks[1])
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.gain"):
+        model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "blocks.1.gain"})
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks.1.gain"):
+        model.load_state_dict({**other.state_dict(), "blocks.1.gain": torch.zeros(1)})
+    # A flag below a cut module counts as well as one above.
+    twin.load_state_dict(other.state_dict())
+    for network in (model, twin):
+        network.train()
+        network.norm.eval()
+        network.blocks[1].gain.requires_grad_(False)
+    train_both(model, twin, batches(2, 8, 8), lambda p: torch.optim.SGD(p, 1e-2))
+    model.close()
+
+
+def transformers() -> None:
+    def encoder() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(20, 2, 16, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(20, 4))
+
+    # Layers of one encoder at two workers; its norm-free rest stays here.
+    model, twin = both(encoder, {"0.layers.0-1": "worker1", "0.layers.2-3": "worker2", "1": "worker2"})
+    data = [(torch.randn(3, 5, 20), torch.randint(0, 4, (3, 5))) for _ in range(4)]
+    train_both(model, twin, data, lambda p: torch.optim.SGD(p, 0.1))
+    assert "fx, recorded" in model.captured
+    for network in (model, twin):
+        network.eval()
+    with torch.no_grad():
+        assert torch.equal(model(data[0][0]), twin(data[0][0]))
+    model.close()
+    model, twin = both(Gpt, {"tokens": "worker1", "head": "worker1", "body.layers.0": "worker1", "body": "worker2"})
+    assert model.head.weight is model.tokens.weight
+    data = [(torch.randint(0, 11, (3, 6)), torch.randint(0, 11, (3, 6))) for _ in range(5)]
+    train_both(model, twin, data, lambda p: torch.optim.AdamW(p, 1e-2))
+    model.close()
+
+
+class LanguageModel(nn.Module):
+    """State goes in and comes out, as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm, self.head = nn.Embedding(11, 8), nn.LSTM(8, 8, 2, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, tokens, state=None):
+        x, state = self.lstm(self.words(tokens), state)
+        return self.head(x), state
+
+
+def language() -> None:
+    model, twin = both(LanguageModel, {"words": "worker1", "lstm": "worker2", "head": "worker1"})
+    optimizers = [torch.optim.Adam(network.parameters(), 1e-2) for network in (model, twin)]
+    states: list[Any] = [None, None]
+    for tokens in torch.randint(0, 11, (4, 3, 7)):
+        losses = []
+        for at, (network, optimizer) in enumerate(zip((model, twin), optimizers)):
+            optimizer.zero_grad()
+            output, state = network(tokens[:, :-1], states[at])
+            states[at] = tuple(part.detach() for part in state)
+            losses.append(F.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item()
+    assert model.captured == "fx"
+    assert model.counters()["plans"] == 2
+    assert_same_state(model, twin)
+    model.close()
+
+
+class Dropping(nn.Module):
+    """Dropout inside a cut module: as a module at one worker, and as a function where its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"a": nn.Linear(20, 20), "drop": nn.Dropout(0.4), "b": nn.Linear(20, 4)})
+
+    def forward(self, x):
+        x = self.body["drop"](self.body["a"](x))
+        return self.body["b"](F.dropout(x, 0.3, self.training))
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+
+
+def dropout() -> None:
+    model, twin = both(Dropping, {"body": "worker1", "body.b": "worker2"})
+    rpc.rpc_sync("worker1", seed, (5,))
+    seed(5)
+    for x, _ in batches(3, 8, 20):
+        kept = torch.get_rng_state()
+        ours = model(x)
+        assert torch.equal(torch.get_rng_state(), kept)  # drawn where the dropout is
+        theirs = twin(x)
+        assert torch.equal(ours, theirs)
+        ours.sum().backward()
+        theirs.sum().backward()
+    for network in (model, twin):
+        network.eval()
+    assert torch.equal(model(x), twin(x))
+    model.close()
+
+
+def refusals() -> None:
+    net = Nested()
+    before = rpc.agent.current().counters()["rpc_messages"]
+    for placement, said in (
+        ({"blocks.9": "worker1"}, r"'blocks.9'.*no '9' in 'blocks'.*'0', '1', '2', '3'"),
+        ({"blocks.2-7": "worker1"}, r"no '4' in 'blocks'"),
+        ({"blocks.3-2": "worker1"}, r"the range '3-2' is empty"),
+        ({"blocks.0.one.x": "worker1"}, r"no 'x' in 'blocks.0.one'; its parts are \(none\)"),
+        ({"blocks.0-1": "worker1", "blocks.1": "worker2"}, r"two entries for 'blocks.1': 'blocks.0-1' and 'blocks.1'"),
+        ({"nose": "worker1"}, r"'nose'.*top-level parts are 'start', 'blocks', 'norm', 'head'"),
+        ({"blocks.0": "worker7"}, r"'worker7'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            wrap(net, placement)
+    gpt = Gpt()
+    with pytest.raises(rpc.NotSupported, match=r"'tokens.weight' and 'head.weight' are one tensor.*'worker1' and 'worker2'"):
+        wrap(gpt, {"tokens": "worker1", "head": "worker2"})
+    net.blocks[2].two.weight = net.blocks[0].one.weight
+    with pytest.raises(rpc.NotSupported, match=r"'blocks.0.one.weight' and 'blocks.2.two.weight' are one tensor"):
+        wrap(net, {"blocks": "worker1", "blocks.2.two": "worker2"})
+    assert rpc.agent.current().counters()["rpc_messages"] == before
+
+
+class Sharing(nn.Module):
+    """One parameter in two parts of a worker, and one module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)]), nn.Linear(20, 20)
+        self.b.weight = self.a[1].weight
+        self.c = nn.ModuleList([self.b, nn.Linear(20, 4)])
+
+    def forward(self, x):
+        return self.c[1](self.c[0](torch.relu(self.b(self.a[1](self.a[0](x))))))
+
+
+def sharing() -> None:
+    model, twin = both(Sharing, {"a.1": "worker1", "b": "worker1", "c.0": "worker1", "c.1": "worker2"})
+    assert model.c[0] is model.b
+    train_both(model, twin, batches(4, 8, 20), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    model.close()
+
+
+def everything() -> None:
+    for scenario in (refusals, nested, sharing, dropout, language, transformers):
+        torch.manual_seed(0)
+        scenario()
+
+
+def test_nested_placements():
+    drive(everything, 3)
