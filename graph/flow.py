@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .analyze import TransferGraph
-from .dynamic import DynamicOutlet
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
 from .production import MIN_BYTES, Production
@@ -68,7 +67,7 @@ class Flow:
         graph = fittings.placement.graph
         assert graph is not None
         self.fittings, self.worker, self.graph = fittings, worker, graph
-        self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT and isinstance(o, DynamicOutlet)]
+        self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT]
         """Where gradients of this worker lie until they are read."""
         mine = [segment for segment in graph.segments if segment.worker == worker]
         self.duties = [Duty(at, segment, segment.level) for at, segment in enumerate(mine)]
