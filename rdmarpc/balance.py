@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .graph.capture import TensorSpec, module_calls, skeleton
-from .graph.methods import METHODS, Uncaptured, capture_by
+from .graph.methods import METHODS, capture_by
 from .placing import Places, join, own_tensors
 from .transport import NotSupported
 
@@ -172,7 +172,7 @@ def _calls(
 
             found, _ = capture_by(METHODS["fx"], shape, specs, fill, is_whole)
             called = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
-    except (NotSupported, Uncaptured):
+    except NotSupported:
         return None
     return {path: at for at, path in reversed(list(enumerate(called)))}
 

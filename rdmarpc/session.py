@@ -25,6 +25,7 @@ from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
+from .graph.stage import Plan
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_ins
@@ -262,17 +263,32 @@ class WrappedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
         session.in_step = False
-        if torch.is_autocast_enabled("cpu"):
-            raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        leaves, tree = self._flatten(args, kwargs)
         if session.runner is not None:
             return self._eagerly(args, kwargs)
-        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-        else:
-            leaves, tree = list(args), None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         mode = session.mode()
+        try:
+            plan = self._plan(tensors, leaves, tree)
+        except Uncaptured as error:
+            if self.__dict__["_capture"] not in ("auto", "eager"):
+                raise error.error or error from None
+            refused = error.refused
+        else:
+            return session.caller.forward(plan, tensors, mode)
+        return self._eagerly(args, kwargs, refused)
+
+    @staticmethod
+    def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        if torch.is_autocast_enabled("cpu"):
+            raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+            return pytree.tree_flatten((args, kwargs))
+        return list(args), None
+
+    def _plan(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any) -> Plan:
+        session: Session = self.__dict__["_rdmarpc"]
+        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple([t.shape for t in tensors])
@@ -285,23 +301,16 @@ class WrappedModel(nn.Module):
                 tree,
             )
         try:
-            plan = session.signatures.plan(
+            return session.signatures.plan(
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, sizes),
                 lambda: input_names(self.__dict__["_original"], _joined(leaves, tree), len(tensors)),
             )
-        except Uncaptured as error:
-            if self.__dict__["_capture"] not in ("auto", "eager"):
-                raise error.error or error from None
-            refused = error.refused
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
-        else:
-            return session.caller.forward(plan, tensors, mode)
-        return self._eagerly(args, kwargs, refused)
 
     def _eagerly(self, args: Any, kwargs: Any, refused: Sequence[str] = ()) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
