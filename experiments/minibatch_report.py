@@ -97,5 +97,6 @@ def print_table(result: dict[str, Any]) -> None:
 LEGEND = """
  a mini-batch: all gradients to one parameter server, all weights back, no step
  computation: forward and backward, one thread
- floor: as many bytes by two warm memcpys; staging: every payload is copied aside once; × floor: of rdmarpc
+ floor: as many bytes by two warm copies, plain or past the caches, whichever is faster; × floor: of rdmarpc
+ staging: every payload is copied aside once
  torch RPC, gRPC: one call with all gradients, answered with all weights"""

@@ -1,12 +1,12 @@
 """The workers of the mini-batch benchmark that stand for rdmarpc: worker0 trains, worker1 is the parameter server.
 
-worker0 measures the floor, too: so many bytes by one warm memcpy from private into shared memory, there and back.
+worker0 measures the floor, too: so many bytes by one warm copy from private into shared memory, there and back.
 """
 
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import rdmarpc as rpc
+from rdmarpc.transport.kernels import copy, copy_past_caches
 
-from .floor import address_of, copies
+from .floor import address_of
 from .measure import Samples, per_iteration
 from .paper_models import MODELS, Model, loss_of
 from .processes import Launcher
@@ -80,7 +81,7 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
             served = rpc.serve(net, ["worker1"], Still, timeout=TIMEOUT_S)
         for parameter, gradient in zip(served.parameters(), gradients(served)):
             parameter.grad = gradient
-        samples.add(name, nbytes, "floor", per_iteration(Copies(nbytes).there_and_back, iterations(nbytes)))
+        samples.add(name, nbytes, "floor", floor_us(nbytes))
         for staging in ("traced", "always") if number % 2 == 0 else ("always", "traced"):
             served.staging = staging
             exchange(served)  # the first one finds out where the gradients lie, or makes the memory for the copies
@@ -114,6 +115,12 @@ def computation_us(net: nn.Module, model: Model, batch: int) -> float:
     return sum(elapsed[1:]) / STEPS / 1e3
 
 
+def floor_us(nbytes: int) -> float:
+    """So many bytes there and as many back, by the faster of two ways to copy: that of the C library, and past the caches."""
+    memory = Copies(nbytes)
+    return min(per_iteration(partial(memory.there_and_back, way), iterations(nbytes)) for way in (copy, copy_past_caches))
+
+
 class Copies:
     """Private memory for weights and gradients, and as much that could be shared, all of it touched."""
 
@@ -124,9 +131,9 @@ class Copies:
             for memory in pair:
                 torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 
-    def there_and_back(self) -> None:
+    def there_and_back(self, way: Callable[[int, int, int], int]) -> None:
         for shared, private in self._pairs:
-            copies(address_of(shared), address_of(private), self._nbytes, 1)
+            way(address_of(shared), address_of(private), self._nbytes)
 
 
 def _shared(nbytes: int) -> mmap.mmap:

@@ -24,7 +24,7 @@ def draw_minibatch(result: dict[str, Any], path: Path) -> None:
             axes.axis("off")
         figure.suptitle(_finding(rows), x=0.01, ha="left", fontsize=18, fontweight="bold")
         figure.text(0.01, 0.01, _how_measured(result), fontsize=10, color=QUIET, ha="left", va="bottom")
-        figure.tight_layout(rect=(0, 0.07, 1, 0.99))
+        figure.tight_layout(rect=(0, 0.09, 0.985, 0.99))
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
@@ -57,7 +57,7 @@ def _panel(axes: Axes, row: dict[str, Any]) -> None:
     size = f"{average / 1024:,.1f} MiB" if average >= 1024 else f"{average:,.0f} KiB"
     axes.set_title(f"{row['model']}: {row['mib']:,.1f} MiB", loc="left", fontsize=12.5, fontweight="bold", pad=20)
     axes.text(
-        0, 1.03, f"{row['tensors']} tensors of {size} on average; {of}", transform=axes.transAxes, fontsize=9, color=QUIET
+        0, 1.03, f"{row['tensors']} tensors of {size} on average; {of}", transform=axes.transAxes, fontsize=8.5, color=QUIET
     )
     axes.set_xlabel("milliseconds a mini-batch")
 
@@ -75,8 +75,8 @@ def _how_measured(result: dict[str, Any]) -> str:
     config = result["config"]
     batches = ", ".join(f"{name} {config['batch'].get(name) or '-'}" for name in config["models"])
     return (
-        f"Blue: computation (forward and backward, one thread; batch: {batches}). Red: all gradients to one parameter server"
-        " and all weights back. Dotted: the same bytes by a warm memcpy.\n"
+        f"Blue: computation (forward and backward, one thread; batch: {batches}).\n"
+        "Red: all gradients to one parameter server and all weights back. Dotted: the same bytes by a warm memcpy.\n"
         f"Two processes on one machine ({result['versions']['cores']} cores), device {config['device']}; medians of"
         f" {config['rounds']} rounds in turns in one run."
     )

@@ -22,7 +22,7 @@ from .capture import Capture, TensorSpec
 from .program import Instruction, Ref, Segment, function_path, to_number, to_tensor
 from .program import names_in as _names
 from .sites import Site
-from .sizes import Number
+from .sizes import Number, plain
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class _Analysis:
         def settle(leaf: Any) -> Any:
             if isinstance(leaf, torch.Size):
                 return tuple(map(settle, leaf))
-            return leaf.node.require_hint() if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
+            return plain(leaf) if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
 
         return pytree.tree_map(settle, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
 

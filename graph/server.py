@@ -224,14 +224,15 @@ class Server(threading.Thread):
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
+        arrived = [client.arrived is not None for client in self._clients.values()]
+        if self._left and (self.steps < 0 or any(arrived)):
+            raise RdmaError(f"worker {min(self._left)!r} has closed the model, and others go on")
         if self.steps < 0:
             self._begin()
-        elif all(client.arrived is not None for client in self._clients.values()):
+        elif all(arrived):
             self._step()
 
     def _begin(self) -> None:
-        if self._left:
-            raise RdmaError(f"worker {min(self._left)!r} gave up before all others had come")
         clients = [self._clients.get(worker) for worker in self.workers]
         if self._filled and all(client is not None and client.outlet is not None for client in clients):
             assert self._store is not None
@@ -243,8 +244,6 @@ class Server(threading.Thread):
         client = self._clients[worker]
         if header.sequence != self.steps + 1 or client.arrived is not None:
             raise RdmaError(f"gradients {header.sequence} came when {self.steps + 1} were due", peer=worker)
-        if self._left:
-            raise RdmaError(f"worker {min(self._left)!r} has closed the model, {worker!r} goes on")
         client.arrived = header
 
     def _step(self) -> None:

@@ -28,6 +28,13 @@ FREE = -1
 """A dimension that is not known before the step."""
 
 
+def plain(number: Any) -> float:
+    """A symbolic number that turned out to be a constant."""
+    if isinstance(number, torch.SymBool):
+        return bool(number)
+    return int(number) if isinstance(number, torch.SymInt) else float(number)
+
+
 def depends_on_data() -> type[Exception]:
     """What is raised inside ``Sizes.under`` where control flow, or whether two shapes fit, depends on data."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

@@ -132,8 +132,9 @@ class Signatures:
         try:
             return self._make(family, None, build, Sizes(known=False))
         except NotSupported:
-            known.dynamic = False
-            return self._make(family, shapes, build, Sizes())
+            plan = self._make(family, shapes, build, Sizes())
+            known.dynamic = False  # not before: it may have been these shapes that are wrong
+            return plan
 
     @staticmethod
     def _trace(known: _Family, varying: Varying, shapes: Shapes, build: Build) -> TransferGraph | None:

@@ -13,7 +13,6 @@ model whose workers are stopped now and then (``test_wrap_stress.py``).
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import psutil
 import torch
+from forks import forks
 
 import rdmarpc as rpc
 from rdmarpc import agent
@@ -171,7 +171,7 @@ def training(steps: int, device: str = "shm") -> int:
 
 
 def calls(seconds: float, device: str = "shm", size: int = 3) -> int:
-    context = mp.get_context("forkserver")
+    context = forks()
     problems = []
     with tempfile.TemporaryDirectory() as folder:
         running = []

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from test_wrap import assert_same_state, both, drive
 from wrap_models import Dawdling
 
-SIZES = (4, 4, 4, 4, 7, 2)
+SIZES = (4,) * 18 + (7, 2)
 """Of batches; more than there are plans."""
 
 
@@ -77,7 +77,7 @@ def one_step(networks: list[nn.Module], chance: random.Random) -> list[list[floa
 
 def many_steps(steps: int, seconds: float) -> int:
     torch.manual_seed(3)
-    model, twin = both(Crossing, {"first": "worker1", "second": "worker2", "third": "worker1"}, plans=3)
+    model, twin = both(Crossing, {"first": "worker1", "second": "worker2", "third": "worker1"}, plans=2)
     optimizers = [torch.optim.SGD(network.parameters(), 0.01, momentum=0.9) for network in (model, twin)]
     pids = [rpc.rpc_sync(worker, os.getpid) for worker in ("worker1", "worker2")]
     over = threading.Event()

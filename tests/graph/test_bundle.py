@@ -341,6 +341,21 @@ def test_workers_that_disagree_are_told(world: Callable[..., World]) -> None:
 
 
 @pytest.mark.parametrize("devices", ["shm"], indirect=True)
+@pytest.mark.parametrize("first", [True, False], ids=["leaves first", "leaves later"])
+def test_who_goes_on_when_another_has_left_is_told(world: Callable[..., World], first: bool) -> None:
+    made = world(2)
+    for trainer in made.trainers:
+        trainer.ready()
+    if first:
+        made.server.ask("leave", "w0")
+    send(made.trainers[1])
+    if not first:
+        made.server.ask("leave", "w0")
+    with pytest.raises(RdmaError, match="'w0' has closed the model"):
+        made.trainers[1].pull()
+
+
+@pytest.mark.parametrize("devices", ["shm"], indirect=True)
 def test_a_wait_ends_and_can_be_taken_up_again(world: Callable[..., World]) -> None:
     made = world(2, timeout=0.3)
     for trainer in made.trainers:
