@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..transport import RdmaError
-from .capture import TensorSpec, check_result
+from .capture import TensorSpec, check_result, writes_input
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
@@ -140,7 +140,11 @@ class Host:
             self.executor.use_mode(mode)
             part = deepcopy(self.root.get_submodule(path))
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                result = part(*args, **kwargs)
+                given, more = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))  # no leaves
+                result = part(*given, **more)
+            leaves = pytree.tree_leaves((given, more))
+            if any(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                raise writes_input(path)
             check_result(f"part {path!r}", result)
             return pytree.tree_map(spec, result)
 
@@ -219,7 +223,11 @@ class Host:
                 parameter.requires_grad_(flag)
 
     def _apply(self, command: Command) -> None:
-        if command.kind == ZERO:
+        if command.kind == ZERO and not command.payload:
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = None
+        elif command.kind == ZERO:
             for parameter, what in zip(self.parameters, command.payload):
                 if what == TO_NONE:
                     parameter.grad = None
@@ -228,8 +236,9 @@ class Host:
         elif command.kind == STEP:
             optimizer = self._optimizers.get(command.argument)
             if optimizer is not None:
-                numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
-                read_numbers(optimizer.param_groups, numbers)
+                if command.payload:
+                    numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
+                    read_numbers(optimizer.param_groups, numbers)
                 optimizer.step()
 
 

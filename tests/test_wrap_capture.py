@@ -253,6 +253,25 @@ def shapes() -> None:
     model.close()
 
 
+class Rectified(nn.Module):
+    """The input of an in-place part is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu = nn.Linear(20, 20), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.relu(x) + x
+
+
+def rectified() -> None:
+    model = wrap(Rectified(), {"a": "worker1", "relu": "worker2"}, capture="eager")
+    with pytest.raises(rpc.NotSupported, match=r"part 'relu' writes into its input"):
+        model(torch.randn(2, 20))
+    model.close()
+
+
 def exported() -> None:
     """Through ``torch.export``: parts are cut inside, buffers and random numbers are the model's."""
     placement = {
@@ -300,7 +319,7 @@ def choices() -> None:
 
 
 def everything() -> None:
-    for scenario in (choices, shapes, exported, looking, experts, listing, numpy, loop):
+    for scenario in (choices, shapes, rectified, exported, looking, experts, listing, numpy, loop):
         torch.manual_seed(0)
         scenario()
 
