@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -256,12 +256,12 @@ class _Seconds:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for _ in range(self.repeats + 1):
                 given, more = pytree.tree_map(_fresh, (args, kwargs))
-                started = time.perf_counter()
+                started = perf_counter()
                 outputs = [t for t in pytree.tree_leaves(module(*given, **more)) if isinstance(t, torch.Tensor)]
                 roots = [t for t in outputs if t.requires_grad]
                 if roots:
                     torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-                times.append(time.perf_counter() - started)
+                times.append(perf_counter() - started)
         return statistics.median(times[1:])
 
 
