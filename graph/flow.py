@@ -27,7 +27,7 @@ class Input:
     differentiable: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Duty:
     """One segment at its worker, number ``at`` of those there. ``backward``: gradients come to it. ``missing``: inputs
     (triggers too) before its forward can run, ``gradients_missing``: gradients of its outputs before its backward can."""
