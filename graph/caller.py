@@ -17,16 +17,17 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..transport import RdmaError, TransferTimeout
+from ..transport import NotSupported, RdmaError, TransferTimeout
 from .analyze import TransferGraph
 from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
-from .header import DONE, ERROR, GRAD, Header
+from .header import CLEAR, DONE, ERROR, GRAD, Header
 from .outlet import Outlet
+from .pipeline import Part, Pipeline
 from .place import REPORT, Edge, Placement, control_edges, place
 from .program import Machine, Segment, fill
 from .slot import Inlet, Slot, take
@@ -71,20 +72,25 @@ class Caller:
         self.steps = 0
         self.backwards = 0
         self.plans_made = 0
-        self._ask, self._machine, self._limit = ask, machine, plans
+        self.machine = machine
+        self._ask, self._limit = ask, plans
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._plan_numbers = itertools.count(1)
         self._edge_numbers = itertools.count(1)
         self._sequence = 0
         self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        self._abandoned: deque[tuple[Plan, int]] = deque()
+        self._abandoned: deque[tuple[Plan, int, Mapping[str, bytes]]] = deque()
+        self._pipeline: Pipeline | None = None
         self._done: dict[int, set[str]] = {}
         self._errors: dict[int, BaseException] = {}
         self._fatal: BaseException | None = None
         self._last_backward = dict.fromkeys(parameters, 0)
         self._zero = {worker: bytearray(count) for worker, count in parameters.items()}
         self._zero_due = False
+        self.trainable: dict[int, dict[str, bytes]] = {}
+        """By mode and worker: one byte a parameter, ``TO_NONE`` where it requires gradients. A mode that is not here has its
+        gradients zeroed by commands."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._lock = threading.RLock()
         control = control_edges(name, dict(parameters), self._edge_numbers)
@@ -134,6 +140,11 @@ class Caller:
             self.plans_made += 1
             return plan
 
+    def check_kept(self, count: int) -> None:
+        """Raise ``NotSupported`` if so many plans cannot be kept at once."""
+        if self._limit < count:
+            raise NotSupported(f"this needs {count} plans at once, plans={self._limit} are kept", hint="wrap(..., plans=)")
+
     def keep(self, plans: int) -> None:
         """Keep at least so many plans from now on."""
         self._limit = max(self._limit, plans)
@@ -169,20 +180,43 @@ class Caller:
             self.steps += 1
             return result
 
-    def _begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
+    def forward_backward(self, parts: Sequence[Part], mode: int) -> None:
+        """Micro-batches in 1F1B order, see ``pipeline``. Gradients are at their owners afterwards."""
+        with self._lock:
+            for part in parts:
+                self._make_sure(part.plan, 1)
+            self._pipeline = Pipeline(self, parts, mode)
+            try:
+                self._pipeline.run()
+            finally:
+                self._pipeline = None
+            self.steps += len(parts)
+
+    def _make_sure(self, plan: Plan, most: int) -> None:
+        """Before anything new: there is room in a plan for one more forward, where ``most`` may wait for their backward."""
+        if self._pipeline is not None:
+            raise RdmaError("the model is called by the loss function of its own forward_backward")
         self._ready()
-        if len(plan.pending) >= self.depth:
+        if len(plan.pending) >= most:
             self._ready(drain=True)
             gc.collect()  # a dropped graph may hang in a circle of references
             self._discard_abandoned()
-        if len(plan.pending) >= self.depth:
+        if len(plan.pending) >= most:
             raise RdmaError(
-                f"{len(plan.pending)} forwards wait for their backward, and depth={self.depth} allows no more",
+                f"{len(plan.pending)} forwards wait for their backward, and "
+                + (f"depth={self.depth} allows no more" if most == self.depth else "forward_backward allows none"),
                 hint="call backward() or drop the outputs of earlier forwards, use torch.no_grad() for evaluation, or wrap "
                 "with a larger depth",
             )
-        self._sequence += 1
-        run = Pass(plan, self._sequence, grad, mode, lambda plan, sequence: self._abandoned.append((plan, sequence)))
+
+    def reserve(self, count: int) -> int:
+        """The first of so many consecutive sequences."""
+        self._sequence += count
+        return self._sequence - count + 1
+
+    def _begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
+        self._make_sure(plan, self.depth)
+        run = Pass(plan, self.reserve(1), grad, mode, self.abandon)
         self._passes[run.sequence] = run
         if grad:
             plan.pending.add(run.sequence)
@@ -195,7 +229,7 @@ class Caller:
         for item in run.plan.schedule:
             if isinstance(item, Segment):
                 env = {name: store[name] for name in item.inputs} if item.level else first
-                self._machine.run(item.instructions, env, lambda name, tensor: None)
+                self.machine.run(item.instructions, env, lambda name, tensor: None)
                 store.update(env)
                 continue
             tensors = [store[name] for name, _ in item.sends if name in store]
@@ -242,9 +276,8 @@ class Caller:
         if not run.backward_started:
             run.backward_started = True
             self._ready()
-            self._flush_zero()
-            self.backwards += 1
-        header = Header(0, run.sequence, 0, run.mode, self.commands)
+            run.zeroed = self.begin_backward(run.plan, run.mode)
+        header = Header(0, run.sequence, CLEAR if run.zeroed else 0, run.mode, self.commands)
         # Later stages that autograd did not reach contribute nothing, and their workers must be told so.
         for number in sorted((n for n in run.stages_left if n > stage.number), reverse=True):
             skipped = run.plan.stages[number]
@@ -273,10 +306,37 @@ class Caller:
         done = self._done.setdefault(run.sequence, set())
         self._wait(run.sequence, lambda: done >= wanted, lambda: "the backward of " + _names(wanted - done))
         del self._done[run.sequence]
-        for worker in wanted:
-            self._last_backward[worker] = run.sequence
+        self.finished_backward(wanted, run.sequence)
         run.finished = True
         run.plan.pending.discard(run.sequence)
+
+    def begin_backward(self, plan: Plan, mode: int) -> dict[str, bytes]:
+        """Before the first gradient goes out: see to the zeroing that is due. Where it is all of what the workers of this
+        backward train, it rides in the gradients (``CLEAR``): then the marks come back, else a command says it and nothing
+        does."""
+        self.backwards += 1
+        if not self._zero_due:
+            return {}
+        trainable = self.trainable.get(mode, {})
+        marks = {worker: bytes(self._zero[worker]) for worker in plan.participants}
+        if not marks or any(trainable.get(worker) != mine for worker, mine in marks.items()):
+            self._flush_zero()
+            return {}
+        for worker in marks:
+            self._zero[worker][:] = bytes(len(self._zero[worker]))
+        self._zero_due = any(map(any, self._zero.values()))
+        return marks
+
+    def finished_backward(self, workers: Iterable[str], sequence: int) -> None:
+        for worker in workers:
+            self._last_backward[worker] = sequence
+
+    def done_by(self, sequence: int) -> set[str]:
+        """Workers that have reported the backward of this forward."""
+        return self._done.get(sequence, set())
+
+    def forget_done(self, sequence: int) -> None:
+        self._done.pop(sequence, None)
 
     # -- commands
 
@@ -324,6 +384,8 @@ class Caller:
     # -- what lands
 
     def _landed(self, inlet: Inlet, slot: Slot, header: Header) -> None:
+        if self._pipeline is not None and self._pipeline.landed(inlet, slot, header):
+            return
         run = self._passes.get(header.sequence)
         if run is None or header.sequence in self._dropped:
             slot.close()
@@ -371,15 +433,17 @@ class Caller:
                     hint="a part may be slow or stuck; wrap(..., timeout=) sets the limit",
                 )
             self.station.poll(left)
-            self._raise_errors(sequence)
+            self.raise_errors((sequence,))
         self.station.settle()
 
-    def _raise_errors(self, sequence: int) -> None:
+    def raise_errors(self, sequences: Iterable[int] = ()) -> None:
+        """What workers have reported about these forwards, or about all."""
         if self._fatal is not None:
             raise self._fatal
-        for number in (sequence, 0):
-            if number in self._errors:
-                raise self._errors.pop(number)
+        if self._errors:
+            for number in (*sequences, 0):
+                if number in self._errors:
+                    raise self._errors.pop(number)
 
     # -- the ends
 
@@ -391,18 +455,26 @@ class Caller:
         self.station.check()
         while drain and self.station.poll(0.0):
             pass
-        self._raise_errors(0)
+        self.raise_errors()
         self._discard_abandoned()
 
     def _abandon(self, run: Pass) -> None:
         if not run.finished:
             run.finished = True
             run.landed.clear()
-            self._abandoned.append((run.plan, run.sequence))
+            self.abandon(run.plan, run.sequence, run.zeroed)
+
+    def abandon(self, plan: Plan, sequence: int, zeroed: Mapping[str, bytes]) -> None:
+        """This forward ends without its backward. Any thread, also from finalizers: only remembers it."""
+        self._abandoned.append((plan, sequence, zeroed))
 
     def _discard_abandoned(self) -> None:
         while self._abandoned:
-            plan, sequence = self._abandoned.popleft()
+            plan, sequence, zeroed = self._abandoned.popleft()
+            # Whether the gradients with the zeroing came to everybody, nobody knows: it is due again.
+            for worker, marks in zeroed.items():
+                self._zero[worker][:] = bytes(map(max, self._zero[worker], marks))
+                self._zero_due = True
             plan.pending.discard(sequence)
             self._done.pop(sequence, None)
             self._errors.pop(sequence, None)

@@ -21,8 +21,8 @@ KEEP, TO_NONE, TO_ZERO = range(3)
 
 
 class Command(NamedTuple):
-    """``argument``: the optimizer (STEP) or the forward (DISCARD). ``payload``: one byte a parameter (ZERO), or the numbers of
-    the optimizer's groups as float64 (STEP)."""
+    """``argument``: the optimizer (STEP) or the forward (DISCARD). ``payload``: one byte a parameter (ZERO; none: ``None``
+    for all that are trainable), or the numbers of the optimizer's groups as float64 (STEP; none: as they are there)."""
 
     kind: int
     argument: int = 0

@@ -4,7 +4,8 @@ Invariants:
 1. It alone runs the parts, applies commands, and touches the worker's edges; others reach it through ``submit``.
 2. Commands are applied in the order of their numbers. A task or job that says ``commands=k`` starts when k are applied.
 3. A forward whose part failed, or that the caller discarded, is dropped: what still arrives for it is freed on arrival.
-4. It ends when the model is closed or any peer it shares an edge with is lost; nothing here waits without looking for that.
+4. Which task is next is for ``tasks.Agenda`` to say; whatever has landed is known before it is asked.
+5. It ends when the model is closed or any peer it shares an edge with is lost; nothing here waits without looking for that.
    Only the caller has time limits: it knows what it waits for.
 """
 
@@ -19,15 +20,16 @@ from typing import Any, TypeVar
 import torch
 
 from ..transport import ArenaFull, PeerLost, RdmaError
-from .command import DISCARD, Command, WorkerError, unpadded
+from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
-from .header import DONE, ERROR, NONE, SHARED, Header
+from .header import DONE, ERROR, NONE, SHARED, Header, MicroBatch
 from .outlet import Outlet
 from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
 from .program import Machine
-from .run import Run, Task
+from .run import Run
 from .slot import Inlet, Slot, take
 from .station import Arrived, Station
+from .tasks import Agenda, Batch, Task
 
 T = TypeVar("T")
 _REMEMBERED = 4096
@@ -48,7 +50,8 @@ class Executor(threading.Thread):
         self._mode = 0
         self._flows: dict[int, Flow] = {}  # edge number -> its plan
         self._runs: dict[int, Run] = {}
-        self._tasks: deque[Task] = deque()
+        self._batches: dict[int, Batch] = {}  # sequence of the first micro-batch -> the batch
+        self._agenda = Agenda()
         self._jobs: deque[tuple[int, Callable[[], Any], Future[Any]]] = deque()
         self._commands: dict[int, tuple[Command, int]] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
@@ -93,8 +96,10 @@ class Executor(threading.Thread):
         torch.get_num_threads()
         try:
             while not self._closing:
-                self.station.poll(1.0)
-                self._work()
+                if self._work():
+                    self.station.look()
+                else:
+                    self.station.poll(1.0)
             self.error = RdmaError("the model was closed")
         except BaseException as error:
             self.error = error
@@ -103,14 +108,21 @@ class Executor(threading.Thread):
             for run in self._runs.values():
                 run.drop()
             self._runs.clear()
-            self._tasks.clear()
+            self._agenda.clear()
             self._cancel_jobs()
             self.station.close()
 
-    def _work(self) -> None:
-        progress = True
-        while progress:
-            progress = self._apply_next_command() or self._run_next_job() or self._run_next_task()
+    def _work(self) -> bool:
+        """Do one thing, if there is one to do."""
+        if self._commands and self._apply_next_command():
+            return True
+        if self._jobs and self._run_next_job():
+            return True
+        task = self._agenda.next(self.commands)
+        if task is None:
+            return False
+        self._start(task)
+        return True
 
     def _apply_next_command(self) -> bool:
         found = self._commands.pop(self.commands + 1, None)
@@ -141,14 +153,6 @@ class Executor(threading.Thread):
                 return True
         return False
 
-    def _run_next_task(self) -> bool:
-        for at, task in enumerate(self._tasks):
-            if task.commands <= self.commands:
-                del self._tasks[at]
-                self._start(task)
-                return True
-        return False
-
     def use_mode(self, number: int) -> None:
         """Put the parts under these flags. On this thread."""
         if number != self._mode:
@@ -157,21 +161,32 @@ class Executor(threading.Thread):
 
     def _start(self, task: Task) -> None:
         run = task.run
-        if self._runs.get(run.sequence) is not run:
-            return
         try:
             self.use_mode(run.mode)
+            if task.backward and run.zero_due:
+                run.zero_due = False
+                self._apply(Command(ZERO))
             task.start()
         except PeerLost:
             raise
         except Exception as error:
             self._fail(run.sequence, error)
             return
+        if run.batch is not None:
+            run.batch.ran(task)
         if run.finished:
-            del self._runs[run.sequence]
-            run.drop()
-            if run.grad and run.flow.backwards:
-                self._remember(self._backwards, run.sequence)
+            self._finish(run)
+
+    def _finish(self, run: Run) -> None:
+        del self._runs[run.sequence]
+        run.drop()
+        last = run.batch is None or run.micro.last
+        if run.batch is not None and last:
+            del self._batches[run.batch.first]
+        if run.grad and run.flow.backwards:
+            self._remember(self._backwards, run.sequence)
+            # Of a batch the caller needs to know when it is over, and where the backwards end: there another one may begin.
+            if last or run.flow.sink:
                 self._tell(Header(0, run.sequence, DONE))
 
     # -- what lands
@@ -182,8 +197,9 @@ class Executor(threading.Thread):
             return
         run = self._runs.get(header.sequence)
         if run is None:
-            run = Run(self._flows[inlet.edge.number], header, self.machine, self._tasks.append)
-            self._runs[header.sequence] = run
+            flow = self._flows[inlet.edge.number]
+            batch = self._batch(header, flow) if header.argument else None
+            run = self._runs[header.sequence] = Run(flow, header, self.machine, self._agenda, batch)
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
         try:
@@ -193,6 +209,13 @@ class Executor(threading.Thread):
             return
         run.arrived(inlet.edge.value, tensor, header.commands, bool(header.flags & SHARED))
 
+    def _batch(self, header: Header, flow: Flow) -> Batch:
+        micro = MicroBatch.unpack(header.argument)
+        first = header.sequence - micro.number
+        if first not in self._batches:
+            self._batches[first] = Batch(first, micro.total, micro.window, len(flow.duties))
+        return self._batches[first]
+
     def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         run = self._runs.get(header.sequence)
         if run is None:
@@ -200,13 +223,12 @@ class Executor(threading.Thread):
             if header.sequence not in self._dropped:
                 raise RdmaError(f"a gradient for forward {header.sequence}, which is not under way", peer=inlet.edge.source)
             return
-        edge = inlet.edge
         try:
             tensor = take(slot, header)
         except ArenaFull as error:
             self._fail(header.sequence, error)
             return
-        run.gradient(edge.value, run.flow.source_of(edge.value, edge.number), tensor, header.commands)
+        run.landed_gradient(inlet.edge.value, run.flow.edges[inlet.edge.number], header, tensor)
 
     def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         payload = b"" if header.flags & NONE else unpadded(slot.payload)
@@ -224,9 +246,12 @@ class Executor(threading.Thread):
 
     def _drop(self, sequence: int) -> None:
         self._remember(self._dropped, sequence)
+        # The rest of its batch never starts, and is dropped too.
+        self._batches = {first: b for first, b in self._batches.items() if not first <= sequence < first + b.count}
         run = self._runs.pop(sequence, None)
         if run is not None:
             run.drop()
+            self._agenda.forget(run)
             for outlet in run.flow.fittings.outlets.values():
                 outlet.forget(sequence)
 

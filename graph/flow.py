@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .analyze import TransferGraph
 from .dynamic import DynamicOutlet
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
@@ -17,14 +18,40 @@ made in descending order: the way autograd meets the users of a tensor, last one
 
 
 @dataclass(slots=True)
+class Input:
+    """A tensor that a segment takes. ``users``: segments of this worker that do; ``watched``: must not be written in place, it
+    is used elsewhere too; ``differentiable``: a gradient goes back for it."""
+
+    name: str
+    users: int
+    watched: bool
+    differentiable: bool
+
+
+@dataclass(slots=True)
+class Duty:
+    """One segment at its worker, number ``at`` of those there. ``backward``: gradients come to it. ``missing``: inputs
+    (triggers too) before its forward can run, ``gradients_missing``: gradients of its outputs before its backward can."""
+
+    at: int
+    segment: Segment
+    level: int
+    backward: bool = False
+    inputs: list[Input] = field(default_factory=list)
+    outputs: dict[str, Route] = field(default_factory=dict)
+    missing: int = 0
+    gradients_missing: int = 0
+
+
+@dataclass(slots=True)
 class Route:
     """One value at one worker."""
 
-    users: list[Segment]
+    users: list[Duty]
     """Segments of this worker that take it as an input."""
     sends: list[Outlet]
     """Where it goes when it is produced here."""
-    producer: Segment | None
+    producer: Duty | None
     """The segment of this worker that makes it."""
     back: Outlet | None
     """Where its gradient goes when it was produced elsewhere."""
@@ -33,7 +60,9 @@ class Route:
 
 
 class Flow:
-    """See the module. ``segments`` are those of this worker, by number; ``backwards`` counts those that gradients come to."""
+    """See the module. ``duties`` are this worker's segments by level; ``backwards`` counts those that gradients come to.
+    ``edges`` gives the source that each gradient edge stands for. ``sink``: the gradients of some segment here go no
+    further."""
 
     def __init__(self, fittings: Fittings, worker: str) -> None:
         graph = fittings.placement.graph
@@ -41,25 +70,51 @@ class Flow:
         self.fittings, self.worker, self.graph = fittings, worker, graph
         self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT and isinstance(o, DynamicOutlet)]
         """Where gradients of this worker lie until they are read."""
-        self.segments = {segment.number: segment for segment in graph.segments if segment.worker == worker}
-        self.backwards = sum(segment.backward for segment in self.segments.values())
+        mine = [segment for segment in graph.segments if segment.worker == worker]
+        self.duties = [Duty(at, segment, segment.level) for at, segment in enumerate(mine)]
+        of = {duty.segment.number: duty for duty in self.duties}
         self.routes: dict[str, Route] = {}
+        self.edges: dict[int, Source] = {}
         self._productions: dict[tuple[int, int, bool], Production | None] = {}
         for name, value in graph.values.items():
-            users = [self.segments[number] for number in value.consumers if number in self.segments]
-            producer = self.segments.get(value.producer)
+            users = [of[number] for number in value.consumers if number in of]
+            producer = of.get(value.producer)
             if not users and producer is None:
                 continue
             back = fittings.outlets_of(GRADIENT, name)
-            local = [(user.number, 0) for user in users if user.backward and value.spec.requires_grad]
+            local = [(user.segment.number, 0) for user in users if user.segment.backward and value.spec.requires_grad]
             sources = [*local, *(self._remote_sources(name, value.consumers) if producer is not None else [])]
-            self.routes[name] = Route(
+            route = self.routes[name] = Route(
                 users,
                 fittings.outlets_of(ACTIVATION, name),
                 producer,
                 back[0] if back else None,
                 tuple(sorted(sources, reverse=True)),
             )
+            self.edges.update((source[1], source) for source in sources if source[1])
+            if producer is not None:
+                producer.outputs[name] = route
+                producer.gradients_missing += bool(sources)
+        for duty in self.duties:
+            self._look_up_inputs(duty)
+            # The caller's last segment has the loss: its backward needs no gradient from elsewhere.
+            last = worker == graph.caller and duty is self.duties[-1]
+            duty.backward = duty.segment.backward and (duty.gradients_missing > 0 or last)
+        self.triggers = [
+            route for name, route in self.routes.items() if graph.values[name].trigger and route.producer is not None
+        ]
+        self.missing = [duty.missing for duty in self.duties]
+        self.gradients_missing = [duty.gradients_missing for duty in self.duties]
+        self.backwards = sum(duty.backward for duty in self.duties)
+        self.sink = worker in sinks(graph)
+
+    def _look_up_inputs(self, duty: Duty) -> None:
+        duty.missing = len(duty.segment.inputs)
+        for name in duty.segment.inputs:
+            value, route = self.graph.values[name], self.routes[name]
+            if not value.trigger:
+                shared = route.producer is not None or len(route.users) > 1
+                duty.inputs.append(Input(name, len(route.users), shared, value.spec.requires_grad))
 
     def _remote_sources(self, name: str, consumers: list[int]) -> list[Source]:
         sources = []
@@ -69,13 +124,16 @@ class Flow:
                 sources.append((max(users), number))
         return sources
 
-    def production(self, segment: Segment, mode: int, grad: bool) -> Production | None:
-        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place."""
-        key = (segment.number, mode, grad)
+    def production(self, duty: Duty, mode: int, grad: bool) -> Production | None:
+        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place, as at the
+        caller, whose modules are the user's."""
+        if self.worker == self.graph.caller:
+            return None
+        key = (duty.at, mode, grad)
         if key not in self._productions:
             outlets = {}
-            for name in segment.outputs:
-                sends = [outlet for outlet in self.routes[name].sends if outlet.mapped]
+            for name, route in duty.outputs.items():
+                sends = [outlet for outlet in route.sends if outlet.mapped]
                 value = self.graph.values[name]
                 if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
                     outlets[name] = sends[0]
@@ -92,6 +150,18 @@ class Flow:
             if production is not None:
                 production.close()
 
-    def source_of(self, name: str, edge: int) -> Source:
-        """The contribution that a gradient edge brings."""
-        return next(source for source in self.routes[name].sources if source[1] == edge)
+
+def levels(graph: TransferGraph) -> int:
+    """How deep the pipeline is: the number of levels, those of the caller's first and last segments included."""
+    return max(segment.level for segment in graph.segments) + 1
+
+
+def sinks(graph: TransferGraph) -> set[str]:
+    """Workers with a segment where a backward ends: it has gone through all segments when it is through these and the
+    caller's."""
+    found = set()
+    for segment in graph.segments:
+        values = [graph.values[name] for name in segment.inputs]
+        if segment.backward and segment.worker != graph.caller and not any(v.spec.requires_grad for v in values):
+            found.add(segment.worker)
+    return found

@@ -16,11 +16,33 @@ ERROR = 4
 """A report: the payload is a pickled ``WorkerError``."""
 DONE = 8
 """A report: this worker has finished the backward of ``sequence``."""
-
 SHARED = 16
 """The sender still reads the payload where it landed (for its backward): nobody may write into it."""
 STAGED = 32
 """Gradient bundles: the sender copied all of it aside first, and asks for weights that are copied aside too (the ablation)."""
+CLEAR = 64
+"""A gradient: before this backward the gradients of all parameters that are trainable in ``mode`` become ``None``. Rides in
+every gradient of a backward, so that each worker learns of it before its first segment runs."""
+
+
+class MicroBatch(NamedTuple):
+    """Which part of a batch a forward is: ``number`` (from 0) of ``total``, with consecutive sequences; ``window``: so many of
+    them may be between forward and backward at level 0. Each below 2**16; a forward of its own has total 0."""
+
+    number: int
+    total: int
+    window: int
+
+    def pack(self) -> int:
+        return self.number | self.total << 16 | self.window << 32
+
+    @staticmethod
+    def unpack(word: int) -> MicroBatch:
+        return MicroBatch(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32)
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 >= self.total
 
 
 class Header(NamedTuple):
@@ -39,8 +61,8 @@ class Header(NamedTuple):
     backward: int = 0
     """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
     argument: int = 0
-    """Commands: what they are about (an optimizer, a forward); gradient bundles: the optimizer. Reports of an error: 1 = the
-    executor has ended."""
+    """Commands: what they are about (an optimizer, a forward). Activations: a packed ``MicroBatch``, or 0. Gradient bundles:
+    the optimizer. Reports of an error: 1 = the executor has ended."""
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)

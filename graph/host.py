@@ -219,7 +219,11 @@ class Host:
                 parameter.requires_grad_(flag)
 
     def _apply(self, command: Command) -> None:
-        if command.kind == ZERO:
+        if command.kind == ZERO and not command.payload:
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = None
+        elif command.kind == ZERO:
             for parameter, what in zip(self.parameters, command.payload):
                 if what == TO_NONE:
                     parameter.grad = None
@@ -228,8 +232,9 @@ class Host:
         elif command.kind == STEP:
             optimizer = self._optimizers.get(command.argument)
             if optimizer is not None:
-                numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
-                read_numbers(optimizer.param_groups, numbers)
+                if command.payload:
+                    numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
+                    read_numbers(optimizer.param_groups, numbers)
                 optimizer.step()
 
 

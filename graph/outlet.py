@@ -38,7 +38,6 @@ class Target:
         "_full",
         "_head",
         "_header",
-        "_idle",
         "_lease",
         "_mapped",
         "_stage",
@@ -55,13 +54,13 @@ class Target:
         head = (remote[:HEADER_BYTES], self._header)
         self._bare = channel.prepare([head], notify=number)
         self._full: Transfer = self._bare
-        self._idle: torch.Tensor | None = None
         self._stage: torch.Tensor | None = None
         self._mapped = None
         if edge.nbytes:
             # Has the right size, is never sent and never touched, so it takes no memory.
-            self._idle = torch.empty(edge.nbytes, dtype=torch.uint8)
-            self._full = channel.prepare([head, (remote[HEADER_BYTES:], self._idle)], notify=number)
+            idle = torch.empty(edge.nbytes, dtype=torch.uint8)
+            self._full = channel.prepare([head, (remote[HEADER_BYTES:], idle)], notify=number)
+            self._full.unbind(1)
             if outlet.staging:
                 self._stage = station.device.empty(edge.nbytes, dtype=torch.uint8)
             else:
@@ -105,8 +104,8 @@ class Target:
             self._over()
 
     def _over(self) -> None:
-        if self._idle is not None:
-            self._full.rebind(1, self._idle)
+        if self._full is not self._bare:
+            self._full.unbind(1)
         self._work = None
 
     def credited(self) -> bool:
@@ -180,17 +179,18 @@ class Outlet:
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
         then. Without a payload the consumer gets ``None``."""
+        _, sequence, flags, mode, commands, order, backward, argument = header
         if payload is None:
-            header = header._replace(edge=self.edge.number, flags=header.flags | NONE)
+            flags |= NONE
         else:
             # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
             payload, order = self._prepare(payload.detach())
-            header = header._replace(edge=self.edge.number, order=order)
-            if self._reserved is not None and self._reserved.holds(payload):
-                self._reserved.announce(header._replace(flags=header.flags | SHARED))
-                self._reserved = None
-                self.device.count("bytes_produced", self.edge.nbytes)
-                return
+        header = Header(self.edge.number, sequence, flags, mode, commands, order, backward, argument)
+        if payload is not None and self._reserved is not None and self._reserved.holds(payload):
+            self._reserved.announce(header._replace(flags=header.flags | SHARED))
+            self._reserved = None
+            self.device.count("bytes_produced", self.edge.nbytes)
+            return
         self._waiting.append((header, payload))
         self.flush()
 
@@ -229,8 +229,10 @@ class Outlet:
 
     def flush(self) -> None:
         while self._waiting:
-            target = next((target for target in self._targets if target.free), None)
-            if target is None:
+            for target in self._targets:
+                if target.free:
+                    break
+            else:
                 return
             header, payload = self._waiting.popleft()
             target.write(header, payload, self._station.timeout)
@@ -246,7 +248,7 @@ class Outlet:
 
     def _prepare(self, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
         edge = self.edge
-        if tuple(payload.shape) != edge.shape or payload.dtype != edge.dtype:
+        if payload.shape != edge.shape or payload.dtype != edge.dtype:
             raise NotSupported(
                 f"{edge.value} is {tuple(payload.shape)} {payload.dtype}, but {edge.shape} {edge.dtype} was captured",
                 hint="the shape of what crosses between workers must not depend on data",

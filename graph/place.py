@@ -67,12 +67,13 @@ class Placement:
 def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:
     """Edges for every crossing value and for every gradient that comes back. ``numbers`` gives out edge numbers.
 
-    What lands at the caller has one slot more: the caller's program usually still holds the result of the step before.
+    What lands at the caller has one slot more: the caller's program usually still holds the result of the step before. There
+    are two at least: a gradient may stay in one as some parameter's ``.grad`` until the next one comes.
     """
     edges: list[Edge] = []
 
     def add(kind: str, value: str, source: str, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        slots = depth + (target == graph.caller)
+        slots = max(depth, 2) + (target == graph.caller)
         edges.append(Edge(next(numbers), kind, value, source, target, shape, dtype, slots))
 
     crossing = graph.crossing()

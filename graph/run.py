@@ -11,16 +11,19 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..transport import NotSupported
 from .dynamic import keep_apart
-from .flow import Flow, Route, Source
-from .header import GRAD, Header
-from .program import Machine, Segment
+from .flow import Duty, Flow, Route, Source
+from .header import CLEAR, GRAD, Header, MicroBatch
+from .program import Machine
+from .tasks import ALONE, Agenda, Batch, Task
+
+Watched = list[tuple[str, torch.Tensor, int]]
+"""Name, tensor and its version: what must not be written in place."""
 
 
 class Arrive(torch.autograd.Function):
@@ -42,181 +45,207 @@ class Arrive(torch.autograd.Function):
 _ANCHOR = torch.zeros((), requires_grad=True)
 
 
-@dataclass(slots=True)
-class Task:
-    """Work that may start once ``commands`` commands have been applied."""
-
-    commands: int
-    run: Run
-    start: Callable[[], None]
-
-
-@dataclass(slots=True)
-class _Stage:
-    """One segment of this run."""
-
-    missing: int
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    grads: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    gradients_missing: int = 0
-    undelivered: set[str] = field(default_factory=set)
-
-
 class Run:
-    """Belongs to the executor's thread. ``ready`` takes the tasks that have become possible."""
+    """Belongs to the thread of its agenda, which takes the tasks that have become possible. ``micro``: which part of ``batch``
+    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``back_flags`` ride in its
+    gradients."""
 
-    def __init__(self, flow: Flow, header: Header, machine: Machine, ready: Callable[[Task], None]) -> None:
-        self.flow, self.machine, self.ready = flow, machine, ready
-        self.sequence, self.mode = header.sequence, header.mode
+    def __init__(self, flow: Flow, header: Header, machine: Machine, agenda: Agenda, batch: Batch | None = None) -> None:
+        self.flow, self.machine, self.agenda, self.batch = flow, machine, agenda, batch
+        self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.argument
+        self.micro = MicroBatch.unpack(header.argument) if header.argument else ALONE
         self.grad = bool(header.flags & GRAD)
-        self.commands = header.commands
+        self.zero_due = False
+        self.back_flags = 0
         self._values: dict[str, torch.Tensor] = {}
         self._users_left: dict[str, int] = {}
         self._shared: set[str] = set()
-        self._stages: dict[int, _Stage] = {}
+        self._missing = flow.missing.copy()
+        self._gradients_missing = flow.gradients_missing.copy()
+        self._outputs: dict[int, dict[str, torch.Tensor]] = {}
+        self._grads: dict[str, torch.Tensor | None] = {}
+        self._undelivered: dict[int, set[str]] = {}
         self._parts: dict[str, dict[Source, torch.Tensor | None]] = {}
-        for number, segment in flow.segments.items():
-            stage = self._stages[number] = _Stage(missing=len(segment.inputs))
-            if segment.backward:
-                stage.gradients_missing = sum(bool(flow.routes[name].sources) for name in segment.outputs)
-        self.forwards_left = len(flow.segments)
+        self.forwards_left = len(flow.duties)
         self.backwards_left = flow.backwards if self.grad else 0
 
     @property
     def finished(self) -> bool:
         return self.forwards_left == 0 and self.backwards_left == 0
 
+    def missing(self, unreported: set[str]) -> str:
+        """What it waits for, for people. ``unreported``: workers whose report of the backward is missing too."""
+        waiting = [
+            f"{duty.segment} lacks {left} {what}"
+            for what, counts, needed in (
+                ("inputs", self._missing, True),
+                ("gradients", self._gradients_missing, self.grad),
+            )
+            for duty, left in zip(self.flow.duties, counts)
+            if needed and left > 0
+        ]
+        return "; ".join([*waiting, *(f"{worker!r} has not finished its backward" for worker in sorted(unreported))])
+
     def drop(self) -> None:
         """Forget everything: graphs and landed values die, their slots become free."""
         self._values.clear()
         self._parts.clear()
-        for stage in self._stages.values():
-            stage.outputs, stage.grads = {}, {}
+        self._outputs.clear()
+        self._grads.clear()
 
     # -- forward
 
     def arrived(self, name: str, tensor: torch.Tensor | None, commands: int, shared: bool = False) -> None:
         """An activation is here; ``None`` for a trigger. ``shared``: its sender still reads it, see ``header.SHARED``."""
-        self.commands = max(self.commands, commands)
+        if commands > self.commands:
+            self.commands = commands
         if shared:
             self._shared.add(name)
         if tensor is not None:
             self._values[name] = tensor
-        for segment in self.flow.routes[name].users:
-            stage = self._stages[segment.number]
-            stage.missing -= 1
-            if stage.missing == 0:
-                self.ready(Task(self.commands, self, lambda segment=segment: self.forward(segment)))  # type: ignore[misc]
+        missing = self._missing
+        for duty in self.flow.routes[name].users:
+            missing[duty.at] -= 1
+            if missing[duty.at] == 0:
+                self.agenda.add(Task(self, duty, False, self.commands))
 
-    def forward(self, segment: Segment) -> None:
-        stage = self._stages[segment.number]
-        with torch.set_grad_enabled(self.grad and segment.backward):
-            env, landed = self._take_inputs(segment, stage)
-            versions: list[tuple[str, torch.Tensor, int]] = []
+    def forward(self, duty: Duty) -> dict[str, Any]:
+        """Run a segment; what is left of its tensors comes back by name."""
+        grad = self.grad and duty.backward
+        outputs: dict[str, torch.Tensor] = {}
+        with torch.set_grad_enabled(grad):
+            env, watched = self._take_inputs(duty, grad)
 
             def produced(name: str, tensor: torch.Tensor) -> None:
-                route = self.flow.routes.get(name)
-                if route is not None and route.producer is segment:
-                    stage.outputs[name] = tensor
-                    versions.append((name, tensor, tensor._version))
+                route = duty.outputs.get(name)
+                if route is not None:
+                    outputs[name] = tensor
+                    watched.append((name, tensor, tensor._version))
                     if production is not None:
                         production.made(name, tensor)
                     self._emit(name, tensor, route)
 
-            production = self.flow.production(segment, self.mode, torch.is_grad_enabled())
+            production = self.flow.production(duty, self.mode, grad)
+            self._given(duty, env, produced)
             if production is None:
-                self.machine.run(segment.instructions, env, produced)
+                self.machine.run(duty.segment.instructions, env, produced)
             else:
                 try:
-                    self.machine.run(segment.instructions, env, produced, production.around)
+                    self.machine.run(duty.segment.instructions, env, produced, production.around)
                 finally:
                     production.finish()
-        for name, tensor, version in [*versions, *landed]:
+        for name, tensor, version in watched:
             if tensor._version != version:
                 raise NotSupported(
-                    f"{name} is written in place by {segment}, and used elsewhere too",
+                    f"{name} is written in place by {duty.segment}, and used elsewhere too",
                     hint="use operations that make a new tensor there, for example ReLU(inplace=False)",
                 )
-        if not (self.grad and segment.backward):
-            stage.outputs.clear()
+        if grad:
+            self._outputs[duty.at] = outputs
         self.forwards_left -= 1
+        return env
 
-    def _take_inputs(
-        self, segment: Segment, stage: _Stage
-    ) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor, int]]]:
-        env: dict[str, torch.Tensor] = {}
-        watched = []
-        for name in segment.inputs:
-            value = self.flow.graph.values[name]
-            if value.trigger:
-                continue
-            route = self.flow.routes[name]
-            left = self._users_left[name] = self._users_left.get(name, len(route.users)) - 1
-            tensor = self._values.pop(name) if left == 0 else self._values[name].detach()
-            if route.producer is not None or len(route.users) > 1 or name in self._shared:
+    def _given(self, duty: Duty, env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
+        """Put into ``env`` what is neither an input from elsewhere nor made by an instruction."""
+
+    def _take_inputs(self, duty: Duty, grad: bool) -> tuple[dict[str, Any], Watched]:
+        env: dict[str, Any] = {}
+        watched: Watched = []
+        for given in duty.inputs:
+            name = given.name
+            if given.users == 1:
+                tensor = self._values.pop(name)
+            else:
+                left = self._users_left[name] = self._users_left.get(name, given.users) - 1
+                tensor = self._values.pop(name) if left == 0 else self._values[name].detach()
+            if given.watched or name in self._shared:
                 watched.append((name, tensor, tensor._version))
-            if torch.is_grad_enabled() and value.spec.requires_grad and tensor.is_floating_point() | tensor.is_complex():
-                stage.undelivered.add(name)
-                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(name, segment, stage))
+            if grad and given.differentiable:
+                self._undelivered.setdefault(duty.at, set()).add(name)
+                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(name, duty))
             env[name] = tensor
         return env, watched
 
     def _emit(self, name: str, tensor: torch.Tensor, route: Route) -> None:
-        flags = GRAD if self.grad else 0
-        for outlet in route.sends:
-            outlet.send(Header(0, self.sequence, flags, self.mode, self.commands), tensor)
+        if route.sends:
+            header = self._header()
+            for outlet in route.sends:
+                outlet.send(header, tensor)
         if route.users:
             self.arrived(name, tensor.detach(), self.commands)
 
+    def _emit_trigger(self, route: Route) -> None:
+        for outlet in route.sends:
+            outlet.send(self._header())
+
+    def _header(self) -> Header:
+        return Header(0, self.sequence, GRAD if self.grad else 0, self.mode, self.commands, argument=self.place)
+
     # -- backward
+
+    def landed_gradient(self, value: str, source: Source, header: Header, grad: torch.Tensor | None) -> None:
+        """A contribution has come from another worker."""
+        if header.flags & CLEAR and not self.back_flags:
+            self.back_flags, self.zero_due = CLEAR, True
+        self.gradient(value, source, grad, header.commands)
 
     def gradient(self, name: str, source: Source, grad: torch.Tensor | None, commands: int) -> None:
         """One contribution to the gradient of a value."""
-        self.commands = max(self.commands, commands)
+        if commands > self.commands:
+            self.commands = commands
         route = self.flow.routes[name]
-        parts = self._parts.setdefault(name, {})
-        parts[source] = grad
-        if len(parts) < len(route.sources):
-            return
-        del self._parts[name]
-        total: torch.Tensor | None = None
-        for key in route.sources:
-            part = parts[key]
-            if part is not None:
-                total = part if total is None else total + part
-        if route.producer is None:
+        total = grad
+        if len(route.sources) > 1:
+            parts = self._parts.setdefault(name, {})
+            parts[source] = grad
+            if len(parts) < len(route.sources):
+                return
+            del self._parts[name]
+            total = None
+            for key in route.sources:
+                part = parts[key]
+                if part is not None:
+                    total = part if total is None else total + part
+        duty = route.producer
+        if duty is None:
             assert route.back is not None
-            route.back.send(Header(0, self.sequence, 0, self.mode, self.commands), total)
+            route.back.send(Header(0, self.sequence, self.back_flags, self.mode, self.commands), total)
             return
-        segment = route.producer
-        stage = self._stages[segment.number]
-        stage.grads[name] = total
-        stage.gradients_missing -= 1
-        if stage.gradients_missing == 0:
-            self.ready(Task(self.commands, self, lambda: self.backward(segment)))
+        self._grads[name] = total
+        left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1
+        if left == 0:
+            self.agenda.add(Task(self, duty, True, self.commands))
 
-    def backward(self, segment: Segment) -> None:
-        stage = self._stages[segment.number]
-        roots, grads = [], []
-        for name, tensor in stage.outputs.items():
-            grad = stage.grads.get(name)
-            if grad is not None and tensor.requires_grad:
-                roots.append(tensor)
-                grads.append(grad)
-        stage.outputs, stage.grads = {}, {}
+    def backward(self, duty: Duty) -> None:
+        roots, grads = self._roots(duty)
         if roots:
             torch.autograd.backward(roots, grads)
             keep_apart(self.flow.unread, self.machine.parameters)
-        for name in sorted(stage.undelivered):
-            self.gradient(name, (segment.number, 0), None, self.commands)
-        stage.undelivered.clear()
+        undelivered = self._undelivered.pop(duty.at, None)
+        if undelivered:
+            for name in sorted(undelivered):
+                self.gradient(name, (duty.segment.number, 0), None, self.commands)
         self.backwards_left -= 1
 
-    def _deliverer(self, name: str, segment: Segment, stage: _Stage) -> Callable[[torch.Tensor | None], None]:
+    def _roots(self, duty: Duty) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """What the backward of this segment starts from."""
+        roots: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
+        for name, tensor in self._outputs.pop(duty.at, {}).items():
+            grad = self._grads.pop(name, None)
+            if grad is not None and tensor.requires_grad:
+                roots.append(tensor)
+                grads.append(grad)
+        return roots, grads
+
+    def _deliverer(self, name: str, duty: Duty) -> Callable[[torch.Tensor | None], None]:
         def deliver(grad: torch.Tensor | None) -> None:
-            if name not in stage.undelivered:
-                raise NotSupported(f"a second backward through {segment}", hint="retain_graph does not reach other workers")
-            stage.undelivered.discard(name)
-            self.gradient(name, (segment.number, 0), None if grad is None else grad.detach(), self.commands)
+            undelivered = self._undelivered.get(duty.at, ())
+            if name not in undelivered:
+                raise NotSupported(
+                    f"a second backward through {duty.segment}", hint="retain_graph does not reach other workers"
+                )
+            undelivered.discard(name)  # type: ignore[union-attr]
+            self.gradient(name, (duty.segment.number, 0), None if grad is None else grad.detach(), self.commands)
 
         return deliver

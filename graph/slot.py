@@ -48,10 +48,8 @@ class Slot:
             return torch.empty(edge.shape, dtype=edge.dtype)
         view = memoryview(self.payload)
         self._lease = weakref.ref(view, lambda _: self.close())
-        # ``set_``, not ``view``: an operation may write into this tensor in place, which autograd refuses for some views.
-        flat = torch.frombuffer(view, dtype=edge.dtype, count=count)
-        tensor = torch.empty(0, dtype=edge.dtype)
-        return tensor.set_(flat.untyped_storage(), 0, edge.shape, strides(edge.shape, order))
+        # In place, no view: an operation may write into this tensor in place, which autograd refuses for some views.
+        return torch.frombuffer(view, dtype=edge.dtype, count=count).as_strided_(edge.shape, strides(edge.shape, order))
 
     def close(self) -> None:
         self._lease = None

@@ -7,7 +7,7 @@ them, the first stage last, whichever of their outputs the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .analyze import TransferGraph
+from .flow import Flow, levels, sinks
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
 from .program import Segment
@@ -40,7 +41,8 @@ class Stage:
 
 class Plan:
     """One placement at the caller. ``schedule`` alternates between the caller's segments and stages. ``pending`` holds the
-    forwards whose backward has not come yet; ``participants`` the workers that take part in a backward."""
+    forwards whose backward has not come yet; ``participants`` the workers that take part in a backward; ``landing`` the inlets
+    of activations by value; ``flow`` is for micro-batches."""
 
     def __init__(self, fittings: Fittings, caller: str) -> None:
         self.fittings = fittings
@@ -52,6 +54,9 @@ class Plan:
         self.participants = sorted({s.worker for s in graph.segments if s.backward and s.worker != caller})
         self.schedule: list[Segment | Stage] = []
         self.stages: list[Stage] = []
+        self.flow = Flow(fittings, caller)
+        self.levels, self.sinks = levels(graph), sinks(graph)
+        self.landing = {i.edge.value: i for i in fittings.inlets.values() if i.edge.kind == ACTIVATION}
         self._arrange(graph, caller)
 
     def _arrange(self, graph: TransferGraph, caller: str) -> None:
@@ -94,19 +99,23 @@ class Plan:
 
 
 class Pass:
-    """One forward. The autograd graph keeps it alive; if it dies before its backward, ``abandoned`` learns of it."""
+    """One forward. The autograd graph keeps it alive; if it dies before its backward, ``abandoned`` learns of it. ``zeroed``:
+    marks of the parameters whose gradients its backward sets to ``None`` (``Caller.begin_backward``)."""
 
-    def __init__(self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int], None]) -> None:
+    def __init__(
+        self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int, Mapping[str, bytes]], None]
+    ) -> None:
         self.plan, self.sequence, self.grad, self.mode = plan, sequence, grad, mode
         self.landed: dict[int, torch.Tensor | None] = {}
         self.finished = False
+        self.zeroed: Mapping[str, bytes] = {}
         self.backward_started = False
         self.stages_left = set(range(len(plan.stages)))
         self._abandoned = abandoned
 
     def __del__(self) -> None:
         if not self.finished:
-            self._abandoned(self.plan, self.sequence)
+            self._abandoned(self.plan, self.sequence, self.zeroed)
 
 
 class Cross(torch.autograd.Function):

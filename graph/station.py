@@ -145,7 +145,8 @@ class Station:
                 inlet.credit(slot)
 
     def poll(self, timeout: float) -> bool:
-        """Handle one event, if one comes within ``timeout`` seconds (at most ``SLICE``). Raises ``PeerLost`` when a peer is."""
+        """Handle everything that has come, or what comes first within ``timeout`` seconds (at most ``SLICE``). Raises
+        ``PeerLost`` when a peer is."""
         # Announced before the look at what is due: a tensor that dies afterwards kicks the poller.
         self._polling = threading.get_ident()
         self.settle()
@@ -154,12 +155,22 @@ class Station:
         if news is None:
             self.check()
             return False
+        self._handle(news)
+        self.look()
+        return True
+
+    def look(self) -> None:
+        """Return the credits that are due, and handle everything that has come. A microsecond or two."""
+        self.settle()
+        while (news := self.poller.take()) is not None:
+            self._handle(news)
+
+    def _handle(self, news: tuple[int, int]) -> None:
         row, count = news
         if row == Poller.KICK:
             self.check()
         else:
             self.ports.handle(row, count)
-        return True
 
     def check(self) -> None:
         """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""

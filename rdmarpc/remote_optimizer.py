@@ -38,6 +38,8 @@ class RemoteHalves:
         self.number, self.session = next(_numbers), session
         self._optimizer = weakref.ref(optimizer)
         self._rest: dict[str, Any] = {}
+        self._sent: dict[str, list[float]] = {}  # what each worker has
+        self._known: dict[str, tuple[list[list[Any]], list[float]]] = {}  # the groups' values, and their numbers
         self._members: dict[str, dict[int, list[int]]] = {}
         self.adopt()
 
@@ -47,21 +49,31 @@ class RemoteHalves:
         for at, parameter in self._parameters():
             self._members.setdefault(parameter.worker, {}).setdefault(at, []).append(parameter.position)
         self._rest.clear()
+        self._sent.clear()
+        self._known.clear()
 
     def step(self) -> None:
-        commands = {}
+        commands, sent = {}, {}
         for worker, members in self._members.items():
-            numbers, _ = self._tell(worker, members)
-            commands[worker] = Command(STEP, self.number, struct.pack(f"<{len(numbers)}d", *numbers))
+            numbers = sent[worker] = self._tell(worker, members)
+            changed = self._sent.get(worker) != numbers
+            commands[worker] = Command(STEP, self.number, struct.pack(f"<{len(numbers)}d", *numbers) if changed else b"")
         self.session.caller.step(commands)
+        self._sent.update(sent)
 
     def ensure(self) -> None:
         """Have the halves exist."""
         for worker, members in self._members.items():
             self._tell(worker, members)
 
-    def _tell(self, worker: str, members: dict[int, list[int]]) -> tuple[list[float], Any]:
-        groups = [self._groups()[at] for at in members]
+    def _tell(self, worker: str, members: dict[int, list[int]]) -> list[float]:
+        """The numbers of this worker's groups; whatever else is new about them, the worker is told at once."""
+        every = self._groups()
+        groups = [every[at] for at in members]
+        values = [[value for key, value in group.items() if key != "params"] for group in groups]
+        known = self._known.get(worker)
+        if known is not None and known[0] == values:
+            return known[1]
         numbers, rest = numbers_of(groups)
         if self._rest.get(worker) != rest:
             optimizer = self._optimizer()
@@ -70,7 +82,9 @@ class RemoteHalves:
             defaults = {key: value for key, value in optimizer.defaults.items() if key != "params"}
             self.session.ask_owner(worker, "optimizer", self.number, type(optimizer), defaults, described)
             self._rest[worker] = rest
-        return numbers, rest
+            self._sent.pop(worker, None)
+        self._known[worker] = (values, numbers)
+        return numbers
 
     # -- state
 

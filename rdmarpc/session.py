@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import agent as _agent
+from . import micro_batches, remote_optimizer
 from . import parts as _parts
-from . import remote_optimizer
 from .agent import Agent
 from .eager import Eager
 from .graph.analyze import TransferGraph, analyze
@@ -25,6 +25,7 @@ from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
+from .graph.stage import Plan
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_ins
@@ -41,6 +42,7 @@ def wrap(
     plans: int = 16,
     staging: str = "traced",
     capture: str = "auto",
+    chunks: int = 1,
 ) -> WrappedModel:
     """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
@@ -49,7 +51,8 @@ def wrap(
     does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
     own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
     ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
-    seconds that a step may wait for a worker; ``plans``: captures kept set up.
+    seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``: micro-batches of
+    ``model.forward_backward``, unless it is told another number.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
@@ -69,7 +72,8 @@ def wrap(
     if capture not in METHODS:
         raise ValueError(f"capture is one of {', '.join(map(repr, METHODS))}, got {capture!r}")
     remote_optimizer.install()
-    return WrappedModel(net, Session(net, places, agent, depth, timeout, plans, staging == "always"), capture)
+    session = Session(net, places, agent, depth, timeout, plans, staging == "always")
+    return WrappedModel(net, session, capture, chunks)
 
 
 class Session:
@@ -211,6 +215,7 @@ class Session:
         if number is None:
             number = len(self._modes) + 1
             self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
+            self.caller.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
             self._modes[flags] = number
         return number
 
@@ -244,12 +249,13 @@ class WrappedModel(nn.Module):
     """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
     ``named_parameters`` and ``state_dict`` have the same keys."""
 
-    def __init__(self, net: nn.Module, session: Session, capture: str) -> None:
+    def __init__(self, net: nn.Module, session: Session, capture: str, chunks: int) -> None:
         super().__init__()
         self.training = net.training
         # In ``__dict__`` under one name, not as attributes of a module: parts may have any name.
         self.__dict__["_rdmarpc"] = session
         self.__dict__["_original"] = net
+        self.__dict__["_chunks"] = micro_batches.checked(chunks)
         self.__dict__["_shape"] = skeleton(net)
         self.__dict__["_capture"], self.__dict__["_captured"] = capture, ""
         top = session.stand_in
@@ -262,17 +268,45 @@ class WrappedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
         session.in_step = False
-        if torch.is_autocast_enabled("cpu"):
-            raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        leaves, tree = self._flatten(args, kwargs)
         if session.runner is not None:
             return self._eagerly(args, kwargs)
-        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-        else:
-            leaves, tree = list(args), None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         mode = session.mode()
+        try:
+            plan = self._plan(tensors, leaves, tree)
+        except Uncaptured as error:
+            if self.__dict__["_capture"] not in ("auto", "eager"):
+                raise error.error or error from None
+            refused = error.refused
+        else:
+            return session.caller.forward(plan, tensors, mode)
+        return self._eagerly(args, kwargs, refused)
+
+    def forward_backward(
+        self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """See ``micro_batches.forward_backward``."""
+        return micro_batches.forward_backward(
+            self, loss_fn, args, kwargs, target, self.__dict__["_chunks"] if chunks is None else chunks
+        )
+
+    def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> micro_batches.Prepared:
+        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` of so
+        many micro-batches. Printing the result shows what crosses and the memory that every worker needs."""
+        return micro_batches.prepare(self, args, kwargs, self.__dict__["_chunks"] if chunks is None else chunks)
+
+    @staticmethod
+    def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        if torch.is_autocast_enabled("cpu"):
+            raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+            return pytree.tree_flatten((args, kwargs))
+        return list(args), None
+
+    def _plan(self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, recurring: bool = False) -> Plan:
+        session: Session = self.__dict__["_rdmarpc"]
+        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple([t.shape for t in tensors])
@@ -285,23 +319,17 @@ class WrappedModel(nn.Module):
                 tree,
             )
         try:
-            plan = session.signatures.plan(
+            return session.signatures.plan(
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, sizes),
                 lambda: input_names(self.__dict__["_original"], _joined(leaves, tree), len(tensors)),
+                recurring,
             )
-        except Uncaptured as error:
-            if self.__dict__["_capture"] not in ("auto", "eager"):
-                raise error.error or error from None
-            refused = error.refused
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
-        else:
-            return session.caller.forward(plan, tensors, mode)
-        return self._eagerly(args, kwargs, refused)
 
     def _eagerly(self, args: Any, kwargs: Any, refused: Sequence[str] = ()) -> Any:
         session: Session = self.__dict__["_rdmarpc"]
@@ -356,13 +384,16 @@ class WrappedModel(nn.Module):
 
     def transfers(self) -> list[Transfers]:
         """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
-        session: Session = self.__dict__["_rdmarpc"]
-        parameters: dict[str, int] = {}
+        parameters = self._parameter_bytes()
+        return [describe(placement, parameters) for placement in self.__dict__["_rdmarpc"].caller.placements()]
+
+    def _parameter_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters():
-                home = parameter.worker if isinstance(parameter, RemoteParameter) else session.agent.name
-                parameters[home] = parameters.get(home, 0) + parameter.numel() * parameter.element_size()
-        return [describe(placement, parameters) for placement in session.caller.placements()]
+                home = parameter.worker if isinstance(parameter, RemoteParameter) else self.__dict__["_rdmarpc"].agent.name
+                found[home] = found.get(home, 0) + parameter.numel() * parameter.element_size()
+        return found
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);

@@ -93,8 +93,10 @@ class Signatures:
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._lock = threading.Lock()
 
-    def plan(self, family: Hashable, shapes: Shapes, build: Build, names: Callable[[], list[str]]) -> Plan:
-        """``build(sizes)`` traces the present inputs, ``names()`` are theirs."""
+    def plan(
+        self, family: Hashable, shapes: Shapes, build: Build, names: Callable[[], list[str]], recurring: bool = False
+    ) -> Plan:
+        """``build(sizes)`` traces the present inputs, ``names()`` are theirs. ``recurring``: these shapes will come again."""
         plan = self._caller.known((family, shapes))
         if plan is not None:
             return plan
@@ -108,7 +110,7 @@ class Signatures:
                 return plan
             if shapes == known.first or not known.dynamic:
                 return self._make(family, shapes, build, Sizes())
-            if known.own < OWN_PLANS and shapes in known.seen:
+            if known.own < OWN_PLANS and (recurring or shapes in known.seen):
                 known.own += 1
                 return self._make(family, shapes, build, Sizes())
             plan = self._shared(family, known, shapes, build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -403,3 +404,69 @@ class Hoarding(nn.Module):
 
     def forward(self, x):
         return self.two(self.one(x))
+
+
+LOG: list[tuple[str, str, int]] = []
+"""What the ``Logged`` parts of this process did, in order: name, "forward" or "backward", how many came before."""
+
+
+def take_log() -> list[tuple[str, str, int]]:
+    taken = list(LOG)
+    LOG.clear()
+    return taken
+
+
+class Logged(nn.Module):
+    """Notes each forward and backward in ``LOG``, and as an empty file in ``folder`` when it is over. ``after``: (name, kind,
+    number) of what has to be over before, by own (kind, number); each forward and backward takes up to ``delay`` seconds
+    more."""
+
+    def __init__(self, name: str, folder: str = "", after: dict | None = None, delay: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 20)
+        self.name, self.folder, self.after, self.delay = name, folder, after or {}, delay
+        self.forwards = self.backwards = 0
+
+    def forward(self, x):
+        if isinstance(x, FakeTensor):
+            return torch.tanh(self.layer(x))
+        result = Note.apply(torch.tanh(self.layer(x)), self)
+        self.note("forward", self.forwards)
+        self.forwards += 1
+        return result
+
+    def note(self, kind: str, number: int) -> None:
+        if self.delay:
+            time.sleep(random.uniform(0, self.delay))
+        if (kind, number) in self.after:
+            flag = Path(self.folder) / "-".join(map(str, self.after[kind, number]))
+            deadline = time.monotonic() + 20
+            while not flag.exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.name} {kind} {number} waits for {flag.name}")
+                time.sleep(0.001)
+        LOG.append((self.name, kind, number))
+        if self.folder:
+            (Path(self.folder) / f"{self.name}-{kind}-{number}").touch()
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.part = part
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.part.note("backward", ctx.part.backwards)
+        ctx.part.backwards += 1
+        return grad, None
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(20, 20), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.layer(x))

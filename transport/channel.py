@@ -75,6 +75,10 @@ class Transfer(abc.ABC):
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         """Let copy ``index`` use this local tensor (same number of bytes) from the next post on."""
 
+    @abc.abstractmethod
+    def unbind(self, index: int) -> None:
+        """Let go of the local tensor of copy ``index``, whose last post is done. To be bound again before the next post."""
+
 
 class Window(abc.ABC):
     """Two equally large ranges, one here and one at the peer, the local one written through to the other by pieces."""

@@ -61,6 +61,9 @@ def address_of(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 class _Closable:
     """Something with a work request block, which the channel disarms when it ends."""
 
@@ -112,6 +115,10 @@ class ShmTransfer(_Closable, Transfer):
         self._sides[index] = (remote, tensor, write)
         self._block[at + (1 if write else 0)] = address
 
+    def unbind(self, index: int) -> None:
+        remote, _, write = self._sides[index]
+        self._sides[index] = (remote, _NOTHING, write)
+
 
 class CmaTransfer(Transfer):
     """Some remote side is memory of the peer that cannot be mapped: copied by the kernel, one call a pair."""
@@ -150,6 +157,10 @@ class CmaTransfer(Transfer):
         if local_bytes(tensor)[1] != remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes")
         self._pairs[index] = (remote, tensor, write)
+
+    def unbind(self, index: int) -> None:
+        remote, _, write = self._pairs[index]
+        self._pairs[index] = (remote, _NOTHING, write)
 
 
 class ShmWindow(_Closable, Window):

@@ -17,6 +17,7 @@ from .tcp_wire import HEADER, LAST, NOTIFY, READ, SILENT, WRITE, memory_at
 if TYPE_CHECKING:
     from .tcp_channel import TcpChannel
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 Buffers = list[bytes | memoryview]
 
 
@@ -106,6 +107,10 @@ class TcpTransfer(Transfer):
         if nbytes != piece.remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
         piece.tensor, piece.view = tensor, memory_at(address, nbytes)
+
+    def unbind(self, index: int) -> None:
+        piece = self._pieces[index]
+        piece.tensor, piece.view = _NOTHING, memoryview(b"")
 
 
 class TcpWindow(Window):

@@ -31,10 +31,10 @@ def connect(device: Device, name: str, rank: int, addresses: list[bytes], size: 
     return channels
 
 
-def serve(rank: int, size: int, kind: str, pipe: Connection) -> None:
+def serve(rank: int, size: int, kind: str, arena_limit: int | None, pipe: Connection) -> None:
     """Body of a worker process: answers (method, args) for its host until the pipe closes."""
     torch.set_num_threads(1)
-    device = open_device(kind)
+    device = open_device(kind, arena_limit=arena_limit)
     pipe.send(device.address)
     channels = connect(device, f"w{rank}", rank, pipe.recv(), size)
     host: Host | None = None
@@ -63,13 +63,13 @@ def serve(rank: int, size: int, kind: str, pipe: Connection) -> None:
 class Cluster:
     """``size`` workers; ``processes[r]`` and ``pipes[r]`` for r >= 1."""
 
-    def __init__(self, size: int, kind: str = "shm") -> None:
-        self.device = open_device(kind)
+    def __init__(self, size: int, kind: str = "shm", arena_limit: int | None = None) -> None:
+        self.device = open_device(kind, arena_limit=arena_limit)
         self.processes: dict[str, Any] = {}
         self.pipes: dict[str, Connection] = {}
         for rank in range(1, size):
             ours, theirs = forks().Pipe()
-            process = forks().Process(target=serve, args=(rank, size, kind, theirs), daemon=True)
+            process = forks().Process(target=serve, args=(rank, size, kind, arena_limit, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes[f"w{rank}"], self.pipes[f"w{rank}"] = process, ours
@@ -121,6 +121,7 @@ class Split:
         counts = {w: sum(1 for part in m.values() for _ in part.parameters()) for w, m in parts.items()}
         machine = Machine(net.get_submodule, lambda path: getattr(net, path))
         self.caller = Caller("w0", cluster.device, cluster.channels.__getitem__, cluster.ask, counts, machine, **options)
+        self.caller.trainable[1] = {worker: bytes(mode[worker][1]) for worker in parts}
         self.counts = counts
 
     def owner(self, path: str) -> str:

@@ -75,6 +75,9 @@ class Prepared:
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         self._pairs[index] = (self._pairs[index][0], tensor)
 
+    def unbind(self, index: int) -> None:
+        self.rebind(index, torch.empty(0, dtype=torch.uint8))
+
     def post(self) -> Post:
         net, channel = self._channel.net, self._channel
         post = Post(net, self._pairs, (channel.there, channel.here, self._notify))
@@ -130,7 +133,7 @@ class SlowChannel:
 
 
 class SlowPoller:
-    """``wait`` gives the row that was chosen."""
+    """``wait`` gives the row that was chosen; whatever else has come is another choice."""
 
     def __init__(self, net: Net) -> None:
         self._net = net
@@ -154,6 +157,9 @@ class SlowPoller:
         count = self._net.records[self.rows[row]] - self.seen[row]
         self.seen[row] += count
         return row, count
+
+    def take(self) -> None:
+        return None
 
     def kick(self) -> None:
         pass

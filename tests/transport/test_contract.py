@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import psutil
@@ -171,6 +172,21 @@ def test_rebind(pair: Pair) -> None:
     reading.rebind(0, into := filled(pair.a, 100, 0))
     reading.post().wait(T)
     assert all_are(into, 2) and all_are(first, 1)
+
+
+def test_an_unbound_tensor_is_let_go(pair: Pair) -> None:
+    theirs = filled(pair.b, 1 << 16, 0)
+    ours = filled(pair.a, 1 << 16, C)
+    alive = weakref.ref(ours)
+    transfer = pair.ab.prepare([(pair.remote(theirs), ours)])
+    transfer.post().wait(T)
+    del ours
+    assert alive() is not None
+    transfer.unbind(0)
+    assert alive() is None
+    transfer.rebind(0, filled(pair.a, 1 << 16, 1))
+    transfer.post().wait(T)
+    assert all_are(theirs, 1)
 
 
 def test_empty_transfers(pair: Pair) -> None:

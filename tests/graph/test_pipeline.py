@@ -1,0 +1,200 @@
+"""How many messages a step takes, and the order of tasks, over transport alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from cluster import Cluster, Split
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rdmarpc.graph.command import STEP, TO_NONE, TO_ZERO, Command
+from rdmarpc.graph.header import MicroBatch
+from rdmarpc.graph.pipeline import Part
+from rdmarpc.graph.remote_update import numbers_of
+from rdmarpc.graph.tasks import Agenda, Batch, Task
+
+PLACEMENT = {"0": "w1", "1": "w1", "2": "w2"}
+
+
+def posts(split: Split) -> dict[str, int]:
+    counts = split.cluster.ask("counters", dict.fromkeys(split.counts, ()))
+    return {"w0": split.cluster.device.counters()["posts"], **{w: counter["posts"] for w, counter in counts.items()}}
+
+
+class Trainer:
+    """A split model, its twin here, and a step of both."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.twin = copy.deepcopy(net)
+        self.split = Split(cluster, net, PLACEMENT)
+        self.caller = self.split.caller
+        self.optimizer = torch.optim.SGD(self.twin.parameters(), 0.1)
+        for worker, count in self.split.counts.items():
+            group = {**self.optimizer.defaults, "params": list(range(count))}
+            cluster.ask("optimizer", {worker: (1, torch.optim.SGD, self.optimizer.defaults, [group], self.caller.sync())})
+        numbers, _ = numbers_of(self.optimizer.param_groups)
+        self.command = Command(STEP, 1, struct.pack(f"<{len(numbers)}d", *numbers))
+
+    def zero(self, how: int = TO_NONE) -> None:
+        for worker, count in self.split.counts.items():
+            for position in range(count):
+                self.caller.zero(worker, position, how)
+
+    def step(self, chunks: int = 0) -> None:
+        x = torch.randn(8, 16)
+        if chunks:
+            pieces = x.chunk(chunks)
+            signature = ("part", tuple(pieces[0].shape))
+            plan = self.caller.plan(signature, lambda: self.split.graph(pieces[:1]))
+            self.caller.forward_backward([Part(plan, [piece], lambda out: out.pow(2).sum()) for piece in pieces], 1)
+        else:
+            self.split(x).pow(2).sum().backward()
+        self.caller.step(dict.fromkeys(self.split.counts, self.command))
+        for piece in x.chunk(chunks or 1):
+            self.twin(piece).pow(2).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        self.caller.sync()
+        for at, worker in ((0, "w1"), (2, "w2")):
+            [state] = self.split.cluster.ask("state", {worker: (str(at), self.caller.commands)}).values()
+            assert torch.equal(state["weight"], self.twin[at].weight)
+
+
+def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
+    trainer = Trainer(cluster)
+    caller = trainer.caller
+    crossing = 3 + 2  # the input and two activations; gradients of the two
+    for chunks in (0, 1, 4):
+        for _ in range(3):
+            trainer.zero()
+            trainer.step(chunks)
+        trainer.check()
+        before, commands = posts(trainer.split), caller.commands
+        for _ in range(5):
+            trainer.zero()
+            trainer.step(chunks)
+        trainer.check()
+        assert caller.commands - commands == 5
+        # Per worker STEP, and DONE of the whole batch; one more of each micro-batch from where backwards end. Every write has
+        # its credit, and there is nothing else.
+        reports = 2 + max(0, chunks - 1)
+        made = sum(posts(trainer.split).values()) - sum(before.values())
+        assert made == 5 * 2 * (max(1, chunks) * crossing + 2 + reports), chunks
+    # What is not the same for all parameters of a worker goes by a command of its own.
+    for of_bias in (TO_ZERO, TO_NONE):
+        commands = caller.commands
+        trainer.zero(TO_ZERO)
+        for worker in trainer.split.counts:
+            caller.zero(worker, 1, of_bias)
+        trainer.step()
+        assert caller.commands - commands == 2
+        trainer.check()
+    caller.close()
+
+
+# -- the order of tasks, with the real ``Agenda`` and ``Batch`` and everything else in miniature
+
+
+class Pipe:
+    """A chain of levels, the first and the last at the caller, with ``slots`` on every edge; what can happen next is drawn."""
+
+    def __init__(self, owners: list[int], count: int, slots: int, draw: random.Random) -> None:
+        self.owners, self.count, self.slots, self.draw = owners, count, slots, draw
+        self.levels = len(owners)
+        self.agendas = {owner: Agenda() for owner in owners}
+        mine = {owner: [level for level, at in enumerate(owners) if at == owner] for owner in owners}
+        self.duties = [SimpleNamespace(at=mine[o].index(level), level=level, backward=True) for level, o in enumerate(owners)]
+        self.batches = {owner: Batch(1, count, self.levels, len(mine[owner])) for owner in owners}
+        # By (from level, to level): micro-batches that wait for a slot, that lie in one unseen, that hold one.
+        pairs = [(a, a + 1) for a in range(self.levels - 1)] + [(a + 1, a) for a in range(self.levels - 1)]
+        self.waiting: dict[tuple[int, int], list[int]] = {pair: [] for pair in pairs}
+        self.landed: dict[tuple[int, int], list[int]] = {pair: [] for pair in pairs}
+        self.held: dict[tuple[int, int], set[int]] = {pair: set() for pair in pairs}
+        self.log: list[list[tuple[bool, int]]] = [[] for _ in owners]
+        self.begun = 0
+
+    def add(self, level: int, index: int, backward: bool) -> None:
+        owner = self.owners[level]
+        run = SimpleNamespace(micro=MicroBatch(index, self.count, self.levels), sequence=1 + index, batch=self.batches[owner])
+        self.agendas[owner].add(Task(run, self.duties[level], backward, 0))
+
+    def send(self, pair: tuple[int, int], index: int) -> None:
+        self.waiting[pair].append(index)
+        self.fill(pair)
+
+    def fill(self, pair: tuple[int, int]) -> None:
+        while self.waiting[pair] and len(self.held[pair]) < self.slots:
+            index = self.waiting[pair].pop(0)
+            self.held[pair].add(index)
+            self.landed[pair].append(index)
+
+    def free(self, pair: tuple[int, int], index: int) -> None:
+        if pair in self.held:
+            self.held[pair].discard(index)
+            self.fill(pair)
+
+    def run(self, owner: int) -> bool:
+        task: Any = self.agendas[owner].next(0)
+        if task is None:
+            return False
+        self.batches[owner].ran(task)
+        level, index = task.duty.level, task.run.micro.number
+        self.log[level].append((task.backward, index))
+        if not task.backward:
+            if level + 1 < self.levels:
+                self.send((level, level + 1), index)
+            else:
+                self.add(level, index, True)
+            return True
+        if level > 0:
+            self.send((level, level - 1), index)
+        self.free((level + 1, level), index)
+        self.free((level - 1, level), index)
+        return True
+
+    def happen(self) -> bool:
+        """One thing that can; ``False`` if nothing can."""
+        things = [("land", pair) for pair, unseen in self.landed.items() if unseen] + [("run", o) for o in self.agendas]
+        if self.begun < self.count and self.begun - sum(back for back, _ in self.log[0]) < self.levels:
+            things.append(("begin", 0))
+        self.draw.shuffle(things)
+        for what, where in things:
+            if what == "run" and self.run(where):  # type: ignore[arg-type]
+                return True
+            if what == "begin":
+                self.add(0, self.begun, False)
+                self.begun += 1
+                return True
+            if what == "land":
+                unseen = self.landed[where]  # type: ignore[index]
+                index = unseen.pop(self.draw.randrange(len(unseen)))
+                self.add(where[1], index, where[1] < where[0])  # type: ignore[index]
+                return True
+        return False
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 3), st.integers(0, 1 << 32))
+def test_no_order_of_events_blocks_or_breaks_1f1b(workers, count, slots, seed):
+    pipe = Pipe([0, *workers, 0], count, slots, random.Random(seed))
+    while pipe.happen():
+        pass
+    for level, log in enumerate(pipe.log):
+        for backward in (False, True):
+            assert [index for back, index in log if back == backward] == list(range(count)), (level, log)
+        flight = most = 0
+        for back, _ in log:
+            flight += -1 if back else 1
+            most = max(most, flight)
+        assert most <= max(1, pipe.levels - level)

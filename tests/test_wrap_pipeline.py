@@ -1,0 +1,373 @@
+"""``forward_backward`` and ``prepare``: micro-batches in flight give the bits of one micro-batch after another."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrap_models as models
+from test_wrap import assert_same_state, batches, both, drive
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc import parts as _parts
+from rdmarpc import wrap
+
+CHAIN = {"0": "worker1", "2": "worker2", "4": "worker1"}
+
+
+def one_after_another(
+    twin: nn.Module, loss_fn: Callable[..., Any], chunks: int, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """What ``forward_backward`` computes."""
+    total: Any = None
+    for part, target in zip(x.chunk(chunks), y.chunk(chunks)):
+        loss = loss_fn(twin(part), target)
+        loss = loss * (len(part) / len(x)) if chunks > 1 else loss
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total
+
+
+def train(
+    model: nn.Module,
+    twin: nn.Module,
+    data: list[tuple[torch.Tensor, torch.Tensor]],
+    chunks: int,
+    loss_fn: Callable[..., torch.Tensor] = F.cross_entropy,
+) -> None:
+    mine = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    theirs = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    for number, (x, y) in enumerate(data):
+        loss = model.forward_backward(loss_fn, x, target=y, chunks=chunks)
+        expected = one_after_another(twin, loss_fn, chunks, x, y)
+        assert not loss.requires_grad
+        assert loss.item() == expected.item(), f"step {number}"
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(model, twin)
+
+
+# -- the same bits
+
+
+def same_bits() -> None:
+    for make, placement, shape, classes in (
+        (models.mlp, CHAIN, (8, 20), 4),
+        (models.Cnn, {"features": "worker1", "middle": "worker2", "classifier": "worker1"}, (8, 1, 8, 8), 10),
+        (models.Skip, {"a": "worker1", "b": "worker2", "c": "worker1"}, (8, 20), 4),
+        (models.PingPong, {"first": "worker1", "third": "worker2"}, (8, 20), 4),
+    ):
+        model, twin = both(make, placement)
+        for chunks in (1, 4):
+            train(model, twin, batches(3, *shape, classes=classes), chunks)
+        train(model, twin, batches(2, 10, *shape[1:], classes=classes), 4)  # 3, 3, 3 and 1
+        assert model.counters(False)["steps"] == 3 * (1 + 4) + 2 * 4
+        model.close()
+
+
+def inputs_and_whole_tensors() -> None:
+    torch.manual_seed(0)
+    model, twin = both(models.TuplesAndInputs, {"pair": "worker1", "join": "worker2"})
+    base = torch.randn(6, 20, requires_grad=True)
+    other = base.detach().clone().requires_grad_()
+    x, z = base * 2, other * 2  # inputs that come from a graph: their gradients go on into it, once
+    y = torch.randn(6, 20)
+
+    def loss_fn(output: dict[str, torch.Tensor]) -> torch.Tensor:
+        return output["out"].pow(2).mean() + output["left"].mean()
+
+    loss = model.forward_backward(loss_fn, x, chunks=3, y=y, double=True)
+    leaf = z.detach().requires_grad_()
+    expected = torch.zeros(())
+    for part, also in zip(leaf.chunk(3), y.chunk(3)):
+        some = loss_fn(twin(part, y=also, double=True)) * (2 / 6)
+        some.backward()
+        expected = expected + some.detach()
+    z.backward(leaf.grad)
+    assert torch.equal(loss, expected)
+    assert torch.equal(base.grad, other.grad)
+    model.close()
+
+
+def equal() -> None:
+    same_bits()
+    inputs_and_whole_tensors()
+
+
+def test_micro_batches_are_equal_to_the_bit():
+    drive(equal, 3, timeout=120.0)
+
+
+def over_tcp() -> None:
+    model, twin = both(models.mlp, CHAIN)
+    train(model, twin, batches(4, 10, 20), 4)
+
+
+def test_over_tcp():
+    drive(over_tcp, 3, transport="tcp")
+
+
+# -- the order
+
+
+def logged(folder: str, count: int) -> None:
+    """Worker 2 finishes its first forward when worker 1 has run two, worker 1 its first backward when worker 2 has run its
+    second forward: what runs in turns would wait for ever."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        models.Logged("one", folder, {("backward", 0): ("two", "forward", 1)}),
+        models.Logged("two", folder, {("forward", 0): ("one", "forward", 1)}),
+    )
+    twin = nn.Sequential(models.Logged("one"), models.Logged("two"))
+    twin.load_state_dict(net.state_dict())
+    model = wrap(net, {"0": "worker1", "1": "worker2"})
+
+    def slow_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return F.cross_entropy(output, y)
+
+    train(model, twin, batches(2, 4 * count, 20), count, slow_loss)
+    for worker, window in (("worker1", 3), ("worker2", 2)):
+        log = rpc.rpc_sync(worker, models.take_log)
+        for kind in ("forward", "backward"):
+            assert [number for _, what, number in log if what == kind] == list(range(2 * count))
+        flight = most = 0
+        for _, kind, _ in log:
+            flight += 1 if kind == "forward" else -1
+            most = max(most, flight)
+        assert 2 <= most <= window, log
+    model.close()
+
+
+def test_micro_batches_overlap_and_are_bounded(tmp_path):
+    drive(partial(logged, str(tmp_path), 6), 3)
+
+
+# -- whatever the speed, however few the slots
+
+
+def jitter_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    time.sleep(random.uniform(0, 0.004))
+    return F.cross_entropy(output[:, :4], y)
+
+
+def speeds() -> None:
+    for delays, depth in (((0.0, 0.01), 1), ((0.01, 0.0), 2), ((0.005, 0.005), 3)):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(models.Logged(str(at), delay=delay) for at, delay in enumerate((*delays, *delays))))
+        twin = copy.deepcopy(net)
+        for part in twin:
+            part.delay = 0.0
+        # Six levels on two workers, with as few as two slots an edge.
+        model = wrap(net, {"0": "worker1", "1": "worker2", "2": "worker1", "3": "worker2"}, depth=depth)
+        train(model, twin, batches(3, 16, 20), 8, jitter_loss)
+        assert model.counters()["bytes_staged"] == 0
+        model.close()
+    # Parts that keep an input, and a parameter whose gradient is what landed.
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 20), models.Positional(), models.Keeping())
+    twin = copy.deepcopy(net)
+    model = wrap(net, {"0": "worker2", "1": "worker1", "2": "worker2"}, depth=1)
+    for _ in range(3):
+        train(model, twin, batches(3, 64, 20), 8)
+    model.close()
+
+
+def kept_outputs() -> None:
+    model, twin = both(models.mlp, CHAIN)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keeping(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept.append((output.detach(), output.detach().clone()))
+        return F.cross_entropy(output, y)
+
+    for x, y in batches(3, 8, 20):
+        model.forward_backward(keeping, x, target=y, chunks=4)
+    assert all(torch.equal(output, copied) for output, copied in kept)
+    # All but one of the three slots are lent out, the other outputs are copies.
+    assert model.counters(False)["bytes_staged"] == (len(kept) - 2) * 2 * 4 * 4
+    kept.clear()
+    model.zero_grad()
+    train(model, twin, batches(2, 8, 20), 4)
+    assert model.counters(False)["bytes_staged"] == 10 * 2 * 4 * 4
+    model.close()
+
+
+def seed() -> None:
+    torch.manual_seed(7)
+
+
+def dropout() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(models.Dropping(), models.Dropping(), nn.Linear(20, 4))
+    placement = {"0": "worker1", "1": "worker2"}
+    piped, turns = (wrap(copy.deepcopy(net), placement) for _ in range(2))
+    for model in (piped, turns):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for worker in ("worker1", "worker2"):
+            rpc.rpc_sync(worker, seed)
+        for x, y in batches(3, 8, 20):
+            if model is piped:
+                model.forward_backward(F.cross_entropy, x, target=y, chunks=4)
+            else:
+                one_after_another(model, F.cross_entropy, 4, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(piped, turns)
+    piped.close()
+    turns.close()
+
+
+def robust() -> None:
+    speeds()
+    kept_outputs()
+    dropout()
+
+
+def test_speeds_slots_kept_outputs_and_dropout():
+    drive(robust, 3, timeout=120.0)
+
+
+# -- errors
+
+
+def left_over() -> list[int]:
+    """Runs, batches, and waiting tasks of the models in this process."""
+    [(_, host)] = _parts._table(rpc.agent.current()).values()
+    executor = host.executor
+    return [len(executor._runs), len(executor._batches), len(executor._agenda._tasks)]
+
+
+class Stop(Exception):
+    pass
+
+
+def errors() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 20), models.Failing(), nn.Linear(4, 4))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(20))
+        net[0].bias.zero_()
+    twin = copy.deepcopy(net)
+    model = wrap(net, {"0": "worker1", "1": "worker2", "2": "worker1"}, timeout=20)
+    # The first layer stays the identity: it is what tells the second to fail.
+    trained = [[p for name, p in network.named_parameters() if name[0] != "0"] for network in (model, twin)]
+    mine, theirs = (torch.optim.SGD(parameters, 0.1) for parameters in trained)
+    [(good, y)] = batches(1, 16, 20)
+    calls = 0
+
+    def failing_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise Stop("the loss fails")
+        return F.cross_entropy(output, y)
+
+    model.forward_backward(F.cross_entropy, good, target=y, chunks=8)  # gradients for the first failure to clear
+    for code, kind, text in (
+        (100, KeyError, "worker2.*forward of"),
+        (200, ZeroDivisionError, "backward of"),
+        (0, Stop, "loss"),
+    ):
+        bad, calls = good.clone(), 0
+        bad[6, 0] = code  # the first sample of the fourth micro-batch
+        model.zero_grad()
+        twin.zero_grad()
+        with pytest.raises(kind, match=text):
+            model.forward_backward(F.cross_entropy if code else failing_loss, bad, target=y, chunks=8)
+        # Without another zero_grad: what the failed backward was to clear is cleared by the next one.
+        model.forward_backward(F.cross_entropy, good, target=y, chunks=8)
+        one_after_another(twin, F.cross_entropy, 8, good, y)
+        mine.step()
+        theirs.step()
+        assert_same_state(model, twin)
+        for worker in ("worker1", "worker2"):
+            assert rpc.rpc_sync(worker, left_over) == [0, 0, 0]
+    output = model(good[:2])
+    with pytest.raises(rpc.RdmaError, match="forward_backward allows none"):
+        model.forward_backward(F.cross_entropy, good, target=y, chunks=8)
+    model.forward_backward(F.cross_entropy, good, target=y, chunks=4)  # another plan, with no forward pending
+    del output
+
+    def nested(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(good).sum()
+
+    with pytest.raises(rpc.RdmaError, match="loss function of its own"):
+        model.forward_backward(nested, good, target=y, chunks=2)
+    for arguments, match in (
+        ({"target": y[:5]}, "target has 5 samples, and none"),
+        ({"target": y, "chunks": 0}, "chunks"),
+        ({"target": y, "chunks": 1 << 16}, "chunks"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.forward_backward(F.cross_entropy, good, **arguments)
+    with pytest.raises(ValueError, match="one of shape"):
+        model.forward_backward(lambda output, y: output, good, target=y)
+    model.zero_grad()
+    twin.zero_grad()
+    model.forward_backward(F.cross_entropy, good, target=y, chunks=2)
+    one_after_another(twin, F.cross_entropy, 2, good, y)
+    mine.step()
+    theirs.step()
+    assert_same_state(model, twin)
+    model.close()
+    few = wrap(models.mlp(), {"0": "worker1"}, plans=1)
+    with pytest.raises(rpc.NotSupported, match="plans=1"):
+        few.forward_backward(F.cross_entropy, *(batches(1, 9, 20)[0][:1]), target=batches(1, 9, 20)[0][1], chunks=2)
+    few.close()
+    slow = wrap(nn.Sequential(models.Slow(3.0)), {"0": "worker1"}, timeout=0.5)
+    started = time.monotonic()
+    with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 0.5 s; worker0 level 2: .* lacks 1 inputs"):
+        slow.forward_backward(torch.sum, torch.zeros(2, 20), chunks=2)
+    assert time.monotonic() - started < 2.5
+    slow.close()
+
+
+def test_errors_in_mid_pipeline():
+    drive(errors, 3, timeout=90.0)
+
+
+# -- before the first step
+
+
+def prepared() -> None:
+    model, twin = both(models.mlp, {"0": "worker1", "1": "worker1", "2": "worker2", "3": "worker2"}, depth=3, chunks=4)
+    x, y = batches(1, 10, 20)[0]
+    plan = model.prepare(x)
+    assert (plan.depth, plan.sizes, plan.levels) == (3, [3, 3, 3, 1], 4)
+    # 20 -> 32 at worker1 (with its ReLU), 32 -> 16 at worker2 (and tanh), 16 -> 4 here; three samples, and one, of float32.
+    into1, into2, back = 20 * 4, 32 * 4, 16 * 4
+    header, both_sizes = 64, 3 + 1
+    of = {memory.worker: memory for memory in plan.memory}
+    assert of["worker1"].parameters == (20 * 32 + 32) * 4
+    assert of["worker0"].parameters == (16 * 4 + 4) * 4
+    assert of["worker1"].receive == 3 * (both_sizes * (into1 + into2) + 4 * header)  # the input, and the gradient of its output
+    assert of["worker1"].send == 3 * (both_sizes * into2 + 2 * header)
+    assert of["worker2"].send == 4 * (both_sizes * back + 2 * header) + 3 * (both_sizes * into2 + 2 * header)
+    assert [of[f"worker{rank}"].in_flight for rank in range(3)] == [4, 3, 2]
+    assert of["worker1"].activations == 3 * 3 * into1
+    assert of["worker2"].activations == 2 * 3 * into2
+    text = str(plan)
+    for piece in ("depth=3 chunks=4 (3 samples, the last one 1), 4 levels", "worker2", f"{of['worker2'].send:,}", "activation"):
+        assert piece in text, piece
+    before = model.counters()
+    assert (before["steps"], before["plans"]) == (0, 2)
+    train(model, twin, [(x, y)] * 3, 4)
+    after = model.counters()
+    assert (after["steps"], after["plans"]) == (12, 2)
+    assert after["registrations"] == before["registrations"]
+    assert model.prepare(x, chunks=1).sizes == [10]
+    model.close()
+
+
+def test_what_it_takes_is_shown_before_the_first_step():
+    drive(prepared, 3)
