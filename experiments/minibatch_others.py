@@ -49,7 +49,7 @@ def measure(what: str, exchange: Exchange, keep: Callable[[str], None], job: dic
             net = model.make()
         for parameter, gradient in zip(net.parameters(), gradients(net)):
             parameter.grad = gradient
-        samples.add(name, nbytes, what, per_iteration(partial(exchange, net), max(3, iterations(nbytes) // 10)))
+        samples.add(name, nbytes, what, per_iteration(partial(exchange, net), max(2, iterations(nbytes) // 10)))
         net.zero_grad()
         if number == job["rounds"] - 1:
             keep("")

@@ -1,6 +1,7 @@
 """The workers of the mini-batch benchmark that stand for rdmarpc: worker0 trains, worker1 is the parameter server.
 
-worker0 measures the floor, too: so many bytes by one warm copy from private into shared memory, there and back.
+worker0 measures the floor, too: so many bytes by one warm memcpy from private into shared memory, there and back; and, because
+rdmarpc chooses between the two by itself, the same by stores that go past the caches.
 """
 
 import mmap
@@ -81,7 +82,10 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
             served = rpc.serve(net, ["worker1"], Still, timeout=TIMEOUT_S)
         for parameter, gradient in zip(served.parameters(), gradients(served)):
             parameter.grad = gradient
-        samples.add(name, nbytes, "floor", floor_us(nbytes))
+        memory = Copies(nbytes)
+        for what, way in (("floor", copy), ("past_caches", copy_past_caches)):
+            samples.add(name, nbytes, what, per_iteration(partial(memory.there_and_back, way), iterations(nbytes)))
+        del memory
         for staging in ("traced", "always") if number % 2 == 0 else ("always", "traced"):
             served.staging = staging
             exchange(served)  # the first one finds out where the gradients lie, or makes the memory for the copies
@@ -113,12 +117,6 @@ def computation_us(net: nn.Module, model: Model, batch: int) -> float:
         elapsed.append(time.perf_counter_ns() - start)
     net.zero_grad()
     return sum(elapsed[1:]) / STEPS / 1e3
-
-
-def floor_us(nbytes: int) -> float:
-    """So many bytes there and as many back, by the faster of two ways to copy: that of the C library, and past the caches."""
-    memory = Copies(nbytes)
-    return min(per_iteration(partial(memory.there_and_back, way), iterations(nbytes)) for way in (copy, copy_past_caches))
 
 
 class Copies:
