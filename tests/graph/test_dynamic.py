@@ -203,7 +203,7 @@ def refused(cluster: Cluster, split: Split) -> None:
             with pytest.raises(
                 ArenaFull, match=r"on worker 'w1': activation input0 \(dynamic edge \d+\): .*(.|\n)*arena_limit"
             ):
-                split.caller.forward(plan, (torch.zeros(1_200_000, 16),), 1)
+                split.caller.forward(plan, (torch.zeros(4_000_000, 16),), 1)
         x[0, 0] = 0
         assert split.caller.forward(plan, (x,), 1).shape == (7, 4)
     split.caller.close()
