@@ -84,13 +84,7 @@ class Host:
         fittings, flow = self._plans.pop(plan)
         if flow is not None:
             self.executor.remove(flow)
-
-        def remove() -> None:
-            self.station.remove(fittings, leased)
-            if flow is not None:
-                flow.close()
-
-        self._on_executor(remove, 0)
+        self._on_executor(lambda: self.station.remove(fittings, leased), 0)
 
     def add_mode(self, number: int, mode: Mode) -> None:
         self._modes[number] = mode
