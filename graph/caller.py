@@ -25,10 +25,11 @@ import torch
 from ..transport import NotSupported, RdmaError, TransferTimeout
 from .analyze import TransferGraph
 from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
-from .header import CLEAR, DONE, ERROR, GRAD, Header
+from .header import CLEAR, DONE, ERROR, GRAD, SHARED, Header
 from .outlet import Outlet
 from .pipeline import Part, Pipeline
 from .place import REPORT, Edge, Placement, control_edges, place
+from .production import Production
 from .program import Machine, Segment, fill
 from .slot import Inlet, Slot, take
 from .stage import Cross, Pass, Plan, Stage
@@ -223,22 +224,33 @@ class Caller:
         return run
 
     def _run(self, run: Pass, store: dict[str, Any]) -> Any:
-        graph = run.plan.graph
-        token = self._anchor
+        plan, token = run.plan, self._anchor
         first = dict(store)
-        for item in run.plan.schedule:
-            if isinstance(item, Segment):
-                env = {name: store[name] for name in item.inputs} if item.level else first
-                self.machine.run(item.instructions, env, lambda name, tensor: None)
-                store.update(env)
-                continue
-            tensors = [store[name] for name, _ in item.sends if name in store]
-            if run.grad:
-                token, *outputs = Cross.apply(token, self, run, item, *tensors)
-            else:
-                outputs = self.exchange(run, item, tensors)
-            store.update(zip((name for name, _ in item.receives), outputs))
-        return fill(graph.output, store)
+        duties = iter(plan.flow.duties)
+        production: Production | None = None
+        try:
+            for item in plan.schedule:
+                if isinstance(item, Segment):
+                    env = {name: store[name] for name in item.inputs} if item.level else first
+                    production = plan.flow.production(next(duties), run.mode, run.grad)
+                    if production is None:
+                        self.machine.run(item.instructions, env, lambda name, tensor: None)
+                    else:
+                        self.machine.run(item.instructions, env, production.made, production.around)
+                    store.update(env)
+                    continue
+                tensors = [store[name] for name, _ in item.sends if name in store]
+                if run.grad:
+                    token, *outputs = Cross.apply(token, self, run, item, *tensors)
+                else:
+                    outputs = self.exchange(run, item, tensors)
+                if production is not None:
+                    production.finish()
+                store.update(zip((name for name, _ in item.receives), outputs))
+        finally:
+            if production is not None:
+                production.finish()
+        return fill(plan.graph.output, store)
 
     def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
@@ -275,6 +287,13 @@ class Caller:
     def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
             run.backward_started = True
+            for name, tensor, version in run.shared:
+                if tensor._version != version:
+                    raise NotSupported(
+                        f"{name} was written in place by {self.name!r}, and its maker needs it for the backward",
+                        hint="use operations that make a new tensor there, for example ReLU(inplace=False)",
+                    )
+            run.shared.clear()
             self._ready()
             run.zeroed = self.begin_backward(run.plan, run.mode)
         header = Header(0, run.sequence, CLEAR if run.zeroed else 0, run.mode, self.commands)
@@ -397,6 +416,8 @@ class Caller:
             if not inlet.spare():
                 self.station.device.count_staged(inlet.edge.nbytes)
                 tensor = tensor.clone()
+            if header.flags & SHARED:
+                run.shared.append((inlet.edge.value, tensor, tensor._version))
         run.landed[inlet.edge.number] = tensor
 
     def _reported(self, inlet: Inlet, slot: Slot, header: Header) -> None:

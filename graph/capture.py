@@ -89,12 +89,22 @@ def capture(
 
 
 def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> Capture:
-    """One call of a module of a skeleton. Raises as ``capture``."""
+    """One call of a module of a skeleton, whose inputs somebody else may read afterwards. Raises as ``capture``."""
     graph = fx.Graph()
     args, kwargs = join(*(graph.placeholder(f"input{at}") for at in range(len(inputs))))
     graph.output(graph.call_module(path, args, kwargs))
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return propagate(model, graph, inputs)
+        found = propagate(model, graph, inputs, made=True)
+    if any(node.op == "placeholder" for node, _ in found.written):
+        raise writes_input(path)
+    return found
+
+
+def writes_input(path: str) -> NotSupported:
+    return NotSupported(
+        f"part {path!r} writes into its input, which the forward may use again",
+        hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
+    )
 
 
 def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
@@ -152,13 +162,15 @@ def propagate(
     inputs: list[TensorSpec],
     constants: dict[str, torch.Tensor] | None = None,
     sizes: Sizes | None = None,
+    made: bool = False,
 ) -> Capture:
-    """Run a graph on fake tensors."""
+    """Run a graph on fake tensors. ``made``: its inputs are no leaves."""
     sizes = sizes or Sizes()
     with sizes.under(mode_of(model)), quiet():
         fakes = sizes.inputs([spec.shape for spec in inputs], [spec.dtype for spec in inputs])
         for fake, spec in zip(fakes, inputs):
             fake.requires_grad_(spec.requires_grad)
+        fakes = [fake.clone() for fake in fakes] if made else fakes
         propagator = _Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
     check_writes(graph, values)

@@ -16,7 +16,7 @@ After Xue et al., "Fast Distributed Deep Learning over RDMA" (EuroSys'19), dynam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,6 @@ from .slot import Inlet, Slot
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Work
     from .station import Station
-
-
-_OWN_USES = 2
-"""Of a storage that nobody else has: the tensor that we hold, and the Python object that asks."""
 
 
 class DynamicSlot(Slot):
@@ -121,11 +117,6 @@ class DynamicTarget:
 class DynamicOutlet(Outlet):
     """The sender's half."""
 
-    def sources(self) -> list[torch.Tensor]:
-        """What has not been read yet."""
-        read = [target.source for target in self._targets] + [payload for _, payload in self._waiting]
-        return [source for source in read if source is not None]
-
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         for blob, number in slots:
             remote = RemoteRegion.load(blob)
@@ -149,17 +140,3 @@ class DynamicOutlet(Outlet):
         view, order = found if found is not None else (payload.resolve_conj().resolve_neg(), 0)
         copy = device.empty(view.shape, dtype=edge.dtype).copy_(view)
         return copy.as_strided(payload.shape, strides(tuple(payload.shape), order)), order
-
-
-def keep_apart(outlets: Sequence[DynamicOutlet], parameters: Sequence[torch.Tensor]) -> None:
-    """After a backward: give a parameter a gradient of its own where the one that it has is still to be read by a peer."""
-    addresses = set()
-    for outlet in outlets:
-        for source in outlet.sources():
-            storage = source.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
-                addresses.add(storage.data_ptr())
-    if addresses:
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in addresses:
-                parameter.grad = parameter.grad.clone()

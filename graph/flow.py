@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .analyze import TransferGraph
-from .dynamic import DynamicOutlet
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
 from .production import MIN_BYTES, Production
@@ -28,7 +27,7 @@ class Input:
     differentiable: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Duty:
     """One segment at its worker, number ``at`` of those there. ``backward``: gradients come to it. ``missing``: inputs
     (triggers too) before its forward can run, ``gradients_missing``: gradients of its outputs before its backward can."""
@@ -68,7 +67,7 @@ class Flow:
         graph = fittings.placement.graph
         assert graph is not None
         self.fittings, self.worker, self.graph = fittings, worker, graph
-        self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT and isinstance(o, DynamicOutlet)]
+        self.unread = [o for o in fittings.outlets.values() if o.edge.kind == GRADIENT]
         """Where gradients of this worker lie until they are read."""
         mine = [segment for segment in graph.segments if segment.worker == worker]
         self.duties = [Duty(at, segment, segment.level) for at, segment in enumerate(mine)]
@@ -125,30 +124,21 @@ class Flow:
         return sources
 
     def production(self, duty: Duty, mode: int, grad: bool) -> Production | None:
-        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place, as at the
-        caller, whose modules are the user's."""
-        if self.worker == self.graph.caller:
-            return None
+        """How this segment makes what it sends under these flags; ``None``: there is nothing worth making in place."""
         key = (duty.at, mode, grad)
         if key not in self._productions:
             outlets = {}
             for name, route in duty.outputs.items():
-                sends = [outlet for outlet in route.sends if outlet.mapped]
+                sends = [outlet for outlet in route.sends if outlet.mapped and name not in self.graph.inputs]
                 value = self.graph.values[name]
                 if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
                     outlets[name] = sends[0]
-            self._productions[key] = Production(outlets, modules=True) if outlets else None
+            self._productions[key] = Production(outlets) if outlets else None
         return self._productions[key]
 
     def notes(self) -> dict[str, str]:
         """Value -> where it is made, or why it is copied (see ``Production``)."""
         return {name: note for made in self._productions.values() if made for name, note in made.notes.items()}
-
-    def close(self) -> None:
-        """Leave the modules as they were."""
-        for production in self._productions.values():
-            if production is not None:
-                production.close()
 
 
 def levels(graph: TransferGraph) -> int:

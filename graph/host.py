@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..transport import RdmaError
-from .capture import TensorSpec, check_result
+from .capture import TensorSpec, check_result, writes_input
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
@@ -84,13 +84,7 @@ class Host:
         fittings, flow = self._plans.pop(plan)
         if flow is not None:
             self.executor.remove(flow)
-
-        def remove() -> None:
-            self.station.remove(fittings, leased)
-            if flow is not None:
-                flow.close()
-
-        self._on_executor(remove, 0)
+        self._on_executor(lambda: self.station.remove(fittings, leased), 0)
 
     def add_mode(self, number: int, mode: Mode) -> None:
         self._modes[number] = mode
@@ -140,7 +134,11 @@ class Host:
             self.executor.use_mode(mode)
             part = deepcopy(self.root.get_submodule(path))
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                result = part(*args, **kwargs)
+                given, more = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))  # no leaves
+                result = part(*given, **more)
+            leaves = pytree.tree_leaves((given, more))
+            if any(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                raise writes_input(path)
             check_result(f"part {path!r}", result)
             return pytree.tree_map(spec, result)
 

@@ -30,12 +30,12 @@ def capture_by(
     raise Uncaptured(refused, error) from error
 
 
-class Uncaptured(Exception):
+class Uncaptured(NotSupported):
     """No method worked. ``refused`` has the reasons, ``error`` is the last."""
 
     def __init__(self, refused: list[str], error: Exception | None) -> None:
         self.refused, self.error = refused, error
-        super().__init__("\n".join(refused) or "the forward is not captured")
+        super().__init__("\n".join(["the forward cannot be captured as a whole", *refused]), hint=getattr(error, "hint", ""))
 
 
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:

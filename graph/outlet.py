@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .station import Station
 
 
+_OWN_USES = 2
+"""Of a storage that nobody else has: the tensor that we hold, and the Python object that asks."""
+
+
 class Target:
     """One slot at the consumer, as the sender sees it: two prepared writes, with and without payload.
 
@@ -44,6 +48,7 @@ class Target:
         "_work",
         "_writing",
         "outlet",
+        "source",
     )
 
     def __init__(self, outlet: Outlet, station: Station, channel: Channel, remote: RemoteRegion, number: int) -> None:
@@ -66,6 +71,8 @@ class Target:
             else:
                 self._mapped = channel.map(remote[HEADER_BYTES:])
         self._work: Work | None = None
+        self.source: torch.Tensor | None = None
+        """What is being written."""
         self._credit, self._writing = True, False
         self._lease: weakref.ref[memoryview] | None = None
         self._address = 0
@@ -95,6 +102,7 @@ class Target:
             torch.frombuffer(memoryview(self._stage.numpy()), dtype=payload.dtype).copy_(payload.reshape(-1))
             payload = self._stage
         self._full.rebind(1, payload)
+        self.source = payload
         self._work = self._full.post()
         self.release()
 
@@ -106,7 +114,7 @@ class Target:
     def _over(self) -> None:
         if self._full is not self._bare:
             self._full.unbind(1)
-        self._work = None
+        self._work = self.source = None
 
     def credited(self) -> bool:
         """The consumer lets us use it again. ``False`` if it had never been used."""
@@ -237,6 +245,11 @@ class Outlet:
             header, payload = self._waiting.popleft()
             target.write(header, payload, self._station.timeout)
 
+    def sources(self) -> list[torch.Tensor]:
+        """What has not been read yet: it must stay as it is."""
+        read = [target.source for target in self._targets] + [payload for _, payload in self._waiting]
+        return [source for source in read if source is not None]
+
     def forget(self, sequence: int) -> None:
         """Drop what waits for a slot and belongs to this forward."""
         self._waiting = deque(item for item in self._waiting if item[0].sequence != sequence)
@@ -268,3 +281,17 @@ class Outlet:
             self.flush()
 
         return credited
+
+
+def keep_apart(outlets: Sequence[Outlet], parameters: Sequence[torch.Tensor]) -> None:
+    """After a backward: give a parameter a gradient of its own where the one that it has is still to be read by a peer."""
+    addresses = set()
+    for outlet in outlets:
+        for source in outlet.sources():
+            storage = source.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
+                addresses.add(storage.data_ptr())
+    if addresses:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in addresses:
+                parameter.grad = parameter.grad.clone()

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .outlet import Outlet
+from .program import Machine
 
 MIN_BYTES = 2 << 20
 """Smaller payloads are copied about as fast: a window takes some 20 us, and a slot lies in the cache of another core."""
@@ -61,11 +62,10 @@ class Origin:
 
 class Recorder(TorchDispatchMode):
     """Notes every allocation of a run, by address. An address that is allocated again belongs to the later operation; whatever
-    is still alive at the end is therefore attributed rightly. ``modules``: look for the innermost module, too."""
+    is still alive at the end is therefore attributed rightly."""
 
-    def __init__(self, modules: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._modules = modules
         self._origins: dict[int, Origin] = {}
         self._instruction, self._operations = 0, 0
         self._calls: dict[nn.Module | None, tuple[FrameType | None, int, int]] = {}  # its last call, which, operations before
@@ -87,8 +87,8 @@ class Recorder(TorchDispatchMode):
     def _innermost(self) -> nn.Module | None:
         # From the stack: global hooks would be seen by other threads, and some modules take another way when they have hooks.
         found = []
-        frame: FrameType | None = sys._getframe(2) if self._modules else None
-        while frame is not None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not Machine.run.__code__:
             if frame.f_code is nn.Module._call_impl.__code__:
                 found.append((frame.f_locals["self"], frame))
             frame = frame.f_back
@@ -116,83 +116,56 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-class _Tap:
-    """Stands in for a module's ``forward``, to know when it runs. No hooks: some modules compute in another way when they, or
-    modules inside them, have hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.makings: list[Making] = []
-        self._module, self._forward = module, module.forward
-        self._before = module.__dict__.get("forward")
-        module.forward = self
-
-    @staticmethod
-    def of(module: nn.Module) -> _Tap:
-        found = module.__dict__.get("forward")
-        return found if isinstance(found, _Tap) else _Tap(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entered = [making for making in self.makings if making.called()]
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            for making in entered:
-                making.leave()
-
-    def remove(self, making: Making) -> None:
-        self.makings.remove(making)
-        if not self.makings:
-            del self._module.forward
-            if self._before is not None:
-                self._module.forward = self._before
-
-
 class Making:
-    """One value that its producer writes into the slot. ``outlet`` is the one whose slot it is; other consumers get copies."""
+    """One value that its producer writes into the slot. ``outlet`` is the one whose slot it is; other consumers get copies.
+
+    A context around the instruction that makes it. For that long it stands in for the module's ``forward``, to know when that
+    runs. No hooks: some modules compute in another way when they, or modules inside them, have hooks.
+    """
 
     def __init__(self, origin: Origin, outlet: Outlet, missed: Callable[[Making], None]) -> None:
         self.origin, self.outlet = origin, outlet
         self._missed = missed
         self._variant = out_variant(origin.op)
         self._window = _Window(self)
-        self._armed, self._calls, self._open = False, 0, False
-        self._tap = None if origin.module is None else _Tap.of(origin.module)
-        if self._tap is not None:
-            self._tap.makings.append(self)
-
-    def close(self) -> None:
-        if self._tap is not None:
-            self._tap.remove(self)
+        self._armed, self._calls = False, 0
+        self._forward: Any = None
+        self._before: Any = None
 
     def __enter__(self) -> None:
         self._armed, self._calls = True, 0
-        if self._tap is None:
+        module = self.origin.module
+        if module is None:
             self._enter()
+            return
+        self._forward, self._before = module.forward, module.__dict__.get("forward")
+        module.__dict__["forward"] = self._call
 
     def __exit__(self, kind: Any, *exc: object) -> None:
-        self.leave()
+        module = self.origin.module
+        if module is None:
+            self._window.__exit__(None, None, None)
+        else:
+            del module.__dict__["forward"]
+            if self._before is not None:
+                module.__dict__["forward"] = self._before
         if self._armed and kind is None:
             self._missed(self)
         self._armed = False
 
-    def called(self) -> bool:
-        """A call of the module begins; whether it is the one."""
-        if self._armed:
-            self._calls += 1
-            if self._calls == self.origin.call:
-                self._enter()
-                return True
-        return False
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls != self.origin.call:
+            return self._forward(*args, **kwargs)
+        self._enter()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._window.__exit__(None, None, None)
 
     def _enter(self) -> None:
         self._window.left = self.origin.nth
         self._window.__enter__()
-        self._open = True
-
-    def leave(self) -> None:
-        if self._open:
-            self._open = False
-            self._window.__exit__(None, None, None)
 
     def make(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operation that was recorded as the allocating one."""
@@ -226,13 +199,13 @@ class _Window(TorchDispatchMode):
 class Production:
     """The outgoing values of one segment under one set of flags. Belongs to the thread of the station.
 
-    ``outlets``: value -> the outlet into whose slots it might be produced. ``modules``: whether the modules are ours to
-    put taps on, so that windows are narrow. ``notes`` says of each value where it is made, or why it is copied.
+    ``outlets``: value -> the outlet into whose slots it might be produced. ``notes`` says of each value where it is
+    made, or why it is copied.
     """
 
-    def __init__(self, outlets: Mapping[str, Outlet], modules: bool) -> None:
-        self._outlets, self._modules = outlets, modules
-        self._recorder: Recorder | None = Recorder(modules)
+    def __init__(self, outlets: Mapping[str, Outlet]) -> None:
+        self._outlets = outlets
+        self._recorder: Recorder | None = Recorder()
         self._makings: dict[int, list[Making]] = {}
         self._names: dict[Making, str] = {}
         self._misses: Counter[str] = Counter()
@@ -254,8 +227,8 @@ class Production:
         return stack
 
     def made(self, name: str, tensor: torch.Tensor) -> None:
-        """A value of ``outlets`` exists."""
-        if self._recorder is None:
+        """A value exists, and has not been sent."""
+        if self._recorder is None or name not in self._outlets:
             return
         origin = self._recorder.origin(tensor)
         reason = _why_not(origin, tensor)
@@ -275,8 +248,9 @@ class Production:
         for outlet in self._outlets.values():
             outlet.cancel()
         if self._stale:
-            self.close()
-            self._stale, self._recorder = False, Recorder(self._modules)
+            self._makings.clear()
+            self._names.clear()
+            self._stale, self._recorder = False, Recorder()
         elif self._recorder is not None and self.notes.keys() >= self._outlets.keys():
             self._recorder = None
 
@@ -284,14 +258,6 @@ class Production:
         self._misses[self._names[making]] += 1
         self._stale = True
         making.outlet.device.count("production_misses")
-
-    def close(self) -> None:
-        """Leave the modules as they were."""
-        for making in self._names:
-            making.close()
-        self._makings.clear()
-        self._names.clear()
-        self.notes.clear()
 
 
 def _why_not(origin: Origin | None, tensor: torch.Tensor) -> str | None:

@@ -104,18 +104,27 @@ def _look_up(module: str, name: str) -> Any:
 
 def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
     """``arguments`` with every ``Ref`` replaced; lists and dicts are new, and the receiver's to change."""
-    if isinstance(arguments, Ref):
+    kind = type(arguments)
+    if kind is Ref:
         return env[arguments.name]
-    if isinstance(arguments, tuple):
-        items = [fill(item, env) for item in arguments]
-        return type(arguments)(*items) if hasattr(arguments, "_fields") else type(arguments)(items)
-    if isinstance(arguments, list):
-        return [fill(item, env) for item in arguments]
+    if kind is tuple:
+        return tuple([env[item.name] if type(item) is Ref else fill(item, env) for item in arguments])
+    if kind in _PLAIN:
+        return arguments
     if isinstance(arguments, dict):
         return {key: fill(item, env) for key, item in arguments.items()}
+    if isinstance(arguments, tuple):
+        items = [fill(item, env) for item in arguments]
+        return kind(*items) if hasattr(arguments, "_fields") else kind(items)
+    if isinstance(arguments, list):
+        return [fill(item, env) for item in arguments]
     if isinstance(arguments, slice):
         return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
     return arguments
+
+
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.Tensor])
+"""Types of arguments that hold nothing else."""
 
 
 def names_in(arguments: Any) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..transport import NotSupported
-from .dynamic import keep_apart
 from .flow import Duty, Flow, Route, Source
 from .header import CLEAR, GRAD, Header, MicroBatch
+from .outlet import keep_apart
 from .program import Machine
 from .tasks import ALONE, Agenda, Batch, Task
 

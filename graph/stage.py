@@ -107,6 +107,8 @@ class Pass:
     ) -> None:
         self.plan, self.sequence, self.grad, self.mode = plan, sequence, grad, mode
         self.landed: dict[int, torch.Tensor | None] = {}
+        self.shared: list[tuple[str, torch.Tensor, int]] = []
+        """What its maker still reads where it landed: name, tensor, version (see ``header.SHARED``)."""
         self.finished = False
         self.zeroed: Mapping[str, bytes] = {}
         self.backward_started = False

@@ -50,7 +50,7 @@ class Batch:
         (self.backwards if task.backward else self.forwards)[task.duty.at] += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
     """A segment whose inputs (backward: whose gradients) are here; it may start once ``commands`` commands have been
     applied."""

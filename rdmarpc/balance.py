@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .graph.capture import TensorSpec, module_calls, skeleton
-from .graph.methods import METHODS, Uncaptured, capture_by
+from .graph.methods import METHODS, capture_by
 from .placing import Places, join, own_tensors
 from .transport import NotSupported
 
@@ -172,7 +172,7 @@ def _calls(
 
             found, _ = capture_by(METHODS["fx"], shape, specs, fill, is_whole)
             called = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
-    except (NotSupported, Uncaptured):
+    except NotSupported:
         return None
     return {path: at for at, path in reversed(list(enumerate(called)))}
 
@@ -256,12 +256,12 @@ class _Seconds:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             for _ in range(self.repeats + 1):
                 given, more = pytree.tree_map(_fresh, (args, kwargs))
-                started = time.perf_counter()
+                started = perf_counter()
                 outputs = [t for t in pytree.tree_leaves(module(*given, **more)) if isinstance(t, torch.Tensor)]
                 roots = [t for t in outputs if t.requires_grad]
                 if roots:
                     torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-                times.append(time.perf_counter() - started)
+                times.append(perf_counter() - started)
         return statistics.median(times[1:])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rdmarpc import auto_placement
-from rdmarpc.balance import partition
+from rdmarpc.balance import _Seconds, partition
 from rdmarpc.placing import resolve
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
@@ -89,21 +89,35 @@ def test_tied_parameters_stay_together():
 
 
 class Busy(nn.Module):
-    """Costs time, and no parameters."""
+    """Costs time, and no parameters: its forward and backward move the clock of the test."""
+
+    clock = 0.0
 
     def forward(self, x):
-        for _ in range(40):
-            x = torch.tanh(x @ x.T @ x)
-        return x
+        Busy.clock += 1.0
+        return Tick.apply(x)
 
 
-def test_by_time():
-    # By bytes the linear layers are the weight; by time, by far, the busy ones.
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Busy(), Busy())
+class Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Busy.clock += 2.0
+        return grad
+
+
+def test_by_time(monkeypatch):
+    # By bytes the linear layers are the weight; by time the busy ones.
+    monkeypatch.setattr("rdmarpc.balance.perf_counter", lambda: Busy.clock)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Busy(), nn.BatchNorm1d(64), Busy())
     x = torch.randn(64, 64)
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    assert auto_placement(net, ["w0", "w1"]) == {"0": "w0", "1-3": "w1"}
-    assert auto_placement(net, ["w0", "w1"], by="time", inputs=(x,)) == {"0-2": "w0", "3": "w1"}
+    assert auto_placement(net, ["w0", "w1"]) == {"0": "w0", "1-4": "w1"}
+    assert auto_placement(net, ["w0", "w1"], by="time", inputs=(x,)) == {"0-3": "w0", "4": "w1"}
+    assert _Seconds(net, (x,), {})(["2", "3"]) == 3.0
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
 

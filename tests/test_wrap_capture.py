@@ -18,7 +18,7 @@ import rdmarpc as rpc
 from rdmarpc import wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
-from test_capture import Shapes
+from test_capture import Nested, Shapes
 
 
 class Experts(nn.Module):
@@ -184,6 +184,8 @@ def loop() -> None:
     with pytest.raises(rpc.NotSupported, match=r"writes into 'body.start', which lives on worker 'worker1'"):
         model(x)
     model.body.writing = False
+    with pytest.raises(rpc.NotSupported, match="micro-batches need a forward that can be captured"):
+        model.forward_backward(F.cross_entropy, x, target=y)
     with torch.autocast("cpu"), pytest.raises(rpc.NotSupported, match="autocast"):
         model(x)
     assert_same_state(model, twin)
@@ -244,7 +246,64 @@ def shapes() -> None:
         assert type(result) is dict
     assert model.captured == "fx, recorded"
     assert torch.equal(model.result, twin.result)
+    # What knows sizes as numbers is not used for others.
+    with torch.no_grad():
+        for rows in (5, 6, 4, 5, 1, 6):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x)["z"], twin(x)["z"])
+    assert model.counters()["plans"] == 5
     model.close()
+
+
+class Rectified(nn.Module):
+    """The input of an in-place part is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu = nn.Linear(20, 20), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.relu(x) + x
+
+
+def rectified() -> None:
+    model = wrap(Rectified(), {"a": "worker1", "relu": "worker2"}, capture="eager")
+    with pytest.raises(rpc.NotSupported, match=r"part 'relu' writes into its input"):
+        model(torch.randn(2, 20))
+    model.close()
+
+
+def exported() -> None:
+    """Through ``torch.export``: parts are cut inside, buffers and random numbers are the model's."""
+    placement = {
+        "start": "worker1",
+        "blocks.0-1": "worker1",
+        "blocks.1.two": "worker2",
+        "blocks.2-3": "worker2",
+        "head": "worker2",
+    }
+    model, twin = both(lambda: Dropped(0.3), placement, capture="export")
+    rpc.rpc_sync("worker2", seed)
+    seed()
+    train_both(model, twin, batches(3, 6, 8), lambda p: torch.optim.Adam(p, 1e-2))
+    assert model.captured == "export"
+    for network in (model, twin):
+        network.eval()
+    with torch.no_grad():
+        for rows in (6, 3, 2, 3):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x), twin(x))
+    assert_same_state(model, twin)
+    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied|export"):
+        model(torch.randn(2, 9))
+    model.close()
+
+
+class Dropped(Nested):
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.head.append(nn.Dropout(chance))
 
 
 def choices() -> None:
@@ -262,7 +321,7 @@ def choices() -> None:
 
 
 def everything() -> None:
-    for scenario in (choices, shapes, looking, experts, listing, numpy, loop):
+    for scenario in (choices, shapes, rectified, exported, looking, experts, listing, numpy, loop):
         torch.manual_seed(0)
         scenario()
 

@@ -130,3 +130,30 @@ def modes() -> None:
 
 def test_training_and_evaluation():
     drive(modes, 3)
+
+
+def at_the_caller() -> None:
+    # What this process makes is made in the worker's memory too; modules are left as they were.
+    model, twin = both(partial(models.Ends, WIDTH), {"head": "worker1"})
+    seen = steps(model, twin, 5)
+    assert grown(seen, "bytes_produced") == 4 * BATCH * WIDTH
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    model.close()
+    # What a worker made in our memory, written by what runs here: tanh needs its result for the backward.
+    model, twin = both(partial(models.Written, WIDTH), {"one": "worker1"})
+    for number in range(3):
+        x = torch.randn(BATCH, WIDTH)
+        assert torch.equal(model(x), twin(x))
+        if number == 0:
+            model(x).sum().backward()
+    models.Written.spoil = True
+    result = model(x)
+    with pytest.raises(rpc.NotSupported, match="one was written in place by 'worker0'"):
+        result.sum().backward()
+    models.Written.spoil = False
+    assert torch.equal(model(x), twin(x))
+    model.close()
+
+
+def test_the_caller_makes_and_takes():
+    drive(at_the_caller, 2)

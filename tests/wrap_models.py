@@ -470,3 +470,21 @@ class Dropping(nn.Module):
 
     def forward(self, x):
         return self.drop(self.layer(x))
+
+
+class Write(nn.Module):
+    def forward(self, x):
+        return x.detach().mul_(2.0) + x if Written.spoil and not isinstance(x, FakeTensor) else x * 1.0
+
+
+class Written(nn.Module):
+    """What runs behind ``one`` writes into its result, but not while it is traced."""
+
+    spoil = False
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.write = nn.Sequential(nn.Linear(width, width), nn.Tanh()), Write()
+
+    def forward(self, x):
+        return self.write(self.one(x))

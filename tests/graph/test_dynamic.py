@@ -50,9 +50,9 @@ class Delayed(nn.Module):
 class Shifted(nn.Module):
     """The gradient of ``shift`` lies where the gradient of its input does."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(5, 16))
+        self.shift = nn.Parameter(torch.zeros(rows, 16))
 
     def forward(self, x):
         return (x + self.shift.unsqueeze(0).squeeze(0)) * 2
@@ -75,9 +75,9 @@ class Sleeping(nn.Module):
 class Twice(nn.Module):
     """The worker of ``shifted`` goes backward twice while that of the others sleeps, and has not read the first gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.first, self.middle, self.sleeping, self.shifted = nn.Linear(16, 16), nn.Tanh(), Sleeping(), Shifted()
+        self.first, self.middle, self.sleeping, self.shifted = nn.Linear(16, 16), nn.Tanh(), Sleeping(), Shifted(rows)
 
     def forward(self, x):
         y = self.first(x)
@@ -102,7 +102,7 @@ def counted(cluster: Cluster, split: Split, key: str) -> int:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_dynamic_edges(kind):
     torch.set_num_threads(1)
-    cluster = Cluster(3, kind, arena_limit=64 << 20)
+    cluster = Cluster(3, kind, arena_limit=192 << 20)
     try:
         torch.manual_seed(3)
         net = nn.Sequential(Delayed(1), Delayed(2), Delayed(3), nn.Linear(16, 4))
@@ -111,7 +111,8 @@ def test_dynamic_edges(kind):
         steps(cluster, split, twin)
         sources(cluster, split, twin)
         refused(cluster, split)
-        accumulated(cluster)
+        accumulated(cluster, 5, Sizes(known=False))
+        accumulated(cluster, 100_000, None)
         bad_metadata(cluster)
         death(cluster)
     finally:
@@ -202,22 +203,22 @@ def refused(cluster: Cluster, split: Split) -> None:
             with pytest.raises(
                 ArenaFull, match=r"on worker 'w1': activation input0 \(dynamic edge \d+\): .*(.|\n)*arena_limit"
             ):
-                split.caller.forward(plan, (torch.zeros(1_200_000, 16),), 1)
+                split.caller.forward(plan, (torch.zeros(4_000_000, 16),), 1)
         x[0, 0] = 0
         assert split.caller.forward(plan, (x,), 1).shape == (7, 4)
     split.caller.close()
 
 
-def accumulated(cluster: Cluster) -> None:
-    """A gradient that is still to be read is not accumulated into, whatever shares its memory."""
+def accumulated(cluster: Cluster, rows: int, sizes: Sizes | None) -> None:
+    """A gradient that is still to be read, or to be sent, is not accumulated into, whatever shares its memory."""
     torch.manual_seed(4)
-    net = Twice()
+    net = Twice(rows)
     twin = copy.deepcopy(net)
     split = Split(cluster, net, {"first": "w2", "sleeping": "w2", "shifted": "w1"})
-    x = torch.randn(5, 16)
+    x = torch.randn(rows, 16)
 
     def build() -> Any:
-        found = capture(split.shape, [TensorSpec((5, 16), x.dtype)], lambda *t: (t, {}), Sizes(known=False))
+        found = capture(split.shape, [TensorSpec((rows, 16), x.dtype)], lambda *t: (t, {}), sizes)
         return analyze(found, split.owner, "w0")
 
     plan = split.caller.plan("any", build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -273,6 +274,13 @@ def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> No
         assert news is not None and news[0] == second
         fresh += news[1]
     assert poller.wait(0) is None
+    assert poller.take() is None
+    pair.ab.notify(2)
+    deadline = time.monotonic() + T
+    while (news := poller.take()) is None:
+        assert time.monotonic() < deadline
+    assert news == (second, 1)
+    assert poller.take() is None
     threading.Timer(0.15, poller.kick).start()
     assert poller.wait(T) == (poller.KICK, 1)
     threading.Timer(0.15, cb.notify, (1,)).start()
