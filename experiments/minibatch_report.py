@@ -58,7 +58,7 @@ def print_table(result: dict[str, Any]) -> None:
     """Everything on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 150
+        console.width = 180
     config = result["config"]
     table = Table(title=f"a mini-batch over {config['device']}: medians of {config['rounds']} rounds, ms", box=SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
