@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rdmarpc as rpc
 from rdmarpc.experiments.paper_models import MODELS, Convolution, loss_of
 from rdmarpc.graph import describe as transfers
+from rdmarpc.graph.analyze import analyze
+from rdmarpc.graph.capture import TensorSpec
+from rdmarpc.graph.describe import describe
+from rdmarpc.graph.methods import METHODS, capture_by
+from rdmarpc.graph.place import place
+from rdmarpc.placing import resolve
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import results, run_group
@@ -42,6 +50,40 @@ def test_sizes_are_those_of_the_paper(name):
     assert len(parameters) == model.tensors == tensors and f"{model.mib:.2f}" == mib
     if name == "InceptionV3":
         assert sum(isinstance(module, Convolution) for module in net.modules()) == 96
+
+
+CUT = {
+    "AlexNet": ({"0-16": "w0", "17-20": "w1"}, 4, 2 * (32768 + 80)),
+    "InceptionV3": (None, 14, None),
+    "VGG16": ({"0-34": "w0", "35-38": "w1"}, 4, 2 * (32768 + 80)),
+    "LSTM": ({"gate.0-1": "w0", "gate.2-3": "w1", "output": "w1"}, 71, None),
+    "GRU": ({"gate.0-1": "w0", "gate.2": "w1", "output": "w1"}, 54, None),
+    "FCN5": ({"0-3": "w0", "4-8": "w1"}, 4, 2 * (32768 + 80)),
+    "Transformer": (None, 5, None),
+}
+"""Placement over two workers by bytes, what crosses in a step with two samples: edges, bytes (``None``: not written down)."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_transfer_graph_of_each(name):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net = MODELS[name].make()
+    x, _ = MODELS[name].sample(2)
+    placement = rpc.auto_placement(net, ["w0", "w1"])
+    places = resolve(net, placement, "w0", ["w0", "w1"])
+    spec = TensorSpec(tuple(x.shape), x.dtype)
+    found, refused = capture_by(METHODS["auto"], net, [spec], lambda *given: (given, {}), places.whole)
+    graph = analyze(found, places.owner, "w0", places.scope)
+    plan = describe(place(graph, 1, 2, itertools.count(1)), {})
+    expected, edges, nbytes = CUT[name]
+    assert expected in (None, placement) and not refused
+    assert len(plan.crossings) == edges and plan.nbytes == (nbytes or plan.nbytes) > 0
+    assert all(crossing.static for crossing in plan.crossings)
+    # Even as far as it goes: one layer has most of VGG-16.
+    shares = dict.fromkeys(("w0", "w1"), 0)
+    for path, parameter in net.named_parameters():
+        shares[places.owner(path)] += parameter.numel()
+    assert sum(shares.values()) == MODELS[name].parameters and min(shares.values()) > MODELS[name].parameters / 9
 
 
 def steps(names: list[str], rank: int) -> None:
