@@ -154,6 +154,10 @@ class Caller:
         """Of the plans that are kept, the last used last."""
         return [plan.placement for plan in self._plans.values()]
 
+    def notes(self) -> dict[str, str]:
+        """As ``Host.notes``, of what this process makes."""
+        return {name: note for plan in self._plans.values() for name, note in plan.flow.notes().items()}
+
     def _make_room(self) -> None:
         idle = [signature for signature, plan in self._plans.items() if not plan.pending]
         while len(self._plans) >= self._limit and idle:

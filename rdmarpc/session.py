@@ -408,11 +408,11 @@ class WrappedModel(nn.Module):
         return session.signatures.missed() + (session.runner.missed() if session.runner is not None else [])
 
     def production(self) -> dict[str, str]:
-        """For each large tensor that other workers make and send: the operation that writes it straight into its slot at the
-        receiver, or why it is copied. Filled by the first step of each kind."""
+        """For each large tensor that is made at one worker and sent to another: the operation that writes it straight into its
+        slot at the receiver, or why it is copied. Filled by the first step of each kind."""
         session: Session = self.__dict__["_rdmarpc"]
         answers = session.ask("notes", dict.fromkeys(session.workers, ()))
-        return {name: note for notes in answers.values() for name, note in notes.items()}
+        return {name: note for notes in (session.caller.notes(), *answers.values()) for name, note in notes.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""

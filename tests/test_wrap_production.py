@@ -137,6 +137,7 @@ def at_the_caller() -> None:
     model, twin = both(partial(models.Ends, WIDTH), {"head": "worker1"})
     seen = steps(model, twin, 5)
     assert grown(seen, "bytes_produced") == 4 * BATCH * WIDTH
+    assert "aten.addmm" in model.production()["body"]
     assert all("forward" not in module.__dict__ for module in model.modules())
     model.close()
     # What a worker made in our memory, written by what runs here: tanh needs its result for the backward.
