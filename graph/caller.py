@@ -33,7 +33,7 @@ from .production import Production
 from .program import Machine, Segment, fill
 from .slot import Inlet, Slot, take
 from .stage import Cross, Pass, Plan, Stage
-from .station import Arrived, Fittings, Offer, Station
+from .station import Arrived, Fittings, Leased, Offer, Station
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device
@@ -510,10 +510,17 @@ class Caller:
                 outlet.forget(sequence)
             self.command(dict.fromkeys(self.workers, Command(DISCARD, sequence)))
 
-    def close(self) -> None:
-        """Idempotent. The workers' hosts are closed by whoever opened them."""
+    def leased(self) -> Leased:
+        """As ``Host.stop``: nothing is sent any more."""
         with self._lock:
             self.station.close()
+            return {number: slots for plan in self._plans.values() for number, slots in plan.fittings.leased().items()}
+
+    def close(self, leased: Leased | None = None) -> None:
+        """As ``Host.close``. Idempotent. The workers' hosts are closed by whoever opened them."""
+        with self._lock:
+            self.station.close()
+            self.station.leave([plan.fittings for plan in self._plans.values()], leased)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor | None:

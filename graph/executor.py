@@ -78,12 +78,13 @@ class Executor(threading.Thread):
             self.station.poller.kick()
         return future
 
-    def finish(self, timeout: float = 5.0) -> None:
-        """End the thread and free everything. Idempotent."""
+    def finish(self, timeout: float = 5.0) -> bool:
+        """End the thread and free everything; whether it has ended. Idempotent."""
         self._closing = True
         if self.is_alive() and threading.current_thread() is not self:
             self.station.poller.kick()
             self.join(timeout)
+        return not self.is_alive()
 
     def arrived(self, edge: Edge) -> Arrived:
         """Who takes what lands in this edge."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..transport import RdmaError
+from ..transport import RdmaError, TransferTimeout
 from .capture import TensorSpec, check_result, writes_input
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
@@ -195,9 +195,18 @@ class Host:
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)
 
-    def close(self) -> None:
-        """Idempotent; returns when the executor has ended."""
+    def stop(self) -> Leased:
+        """First half of the end: nothing runs here any more, and nothing is sent. Returns where tensors of this worker still
+        lie. ``TransferTimeout`` if a part does not come to its end."""
+        if not self.executor.finish():
+            raise TransferTimeout(f"a part of a model that was closed still runs on {self.station.name!r}")
+        return {number: slots for fittings, _ in self._plans.values() for number, slots in fittings.leased().items()}
+
+    def close(self, leased: Leased | None = None) -> None:
+        """Second half, after every worker has stopped: our slots are given back, but for those where tensors of others lie (for
+        ever: nobody would tell us of their end). ``None``: somebody may still write into any of them."""
         self.executor.finish()
+        self.station.leave([fittings for fittings, _ in self._plans.values()], leased)
 
     def _on_executor(self, job: Callable[[], Any], commands: int) -> Any:
         return self.executor.submit(job, commands).result(self.station.timeout)

@@ -83,8 +83,12 @@ class Target:
 
     @property
     def leased(self) -> bool:
-        """Whether a tensor here lies in the slot."""
+        """Whether a tensor here lies in the slot, or has and the station does not know of its end yet."""
         return self._lease is not None
+
+    @property
+    def occupied(self) -> bool:
+        return self._lease is not None and self._lease() is not None
 
     @property
     def mapped(self) -> bool:
@@ -227,8 +231,8 @@ class Outlet:
         self.flush()
 
     def leased(self) -> list[int]:
-        """Positions of the slots that tensors here lie in."""
-        return [at for at, target in enumerate(self._targets) if target.leased]
+        """Positions of the slots that tensors here lie in at this moment."""
+        return [at for at, target in enumerate(self._targets) if target.occupied]
 
     @property
     def mapped(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Leased = dict[int, list[int]]
 """Slots by edge number and position."""
+_kept: list[torch.Tensor] = []
+"""Slots of closed models that must not be used again."""
 Arrived = Callable[["Inlet", "Slot", Header], None]
 _GRACE_S = 0.05
 SLICE = 0.25
@@ -50,6 +52,10 @@ class Fittings:
         self.placement = placement
         self.inlets: dict[int, Inlet] = {}
         self.outlets: dict[int, Outlet] = {}
+
+    def leased(self) -> Leased:
+        """Which slots at our peers have tensors of ours in them."""
+        return {number: leased for number, outlet in self.outlets.items() if (leased := outlet.leased())}
 
     def outlets_of(self, kind: str, value: str) -> list[Outlet]:
         return [outlet for outlet in self.outlets.values() if (outlet.edge.kind, outlet.edge.value) == (kind, value)]
@@ -111,7 +117,7 @@ class Station:
             inlet.close()
         for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
             channel.fence(self.timeout)
-        return {number: leased for number, outlet in fittings.outlets.items() if (leased := outlet.leased())}
+        return fittings.leased()
 
     def remove(self, fittings: Fittings, leased: Leased) -> None:
         """Second half, after every worker has retired it: its numbers are used again, and the memory of its slots but for those
@@ -192,6 +198,14 @@ class Station:
         if worker in self.peers and not self.closed:
             self._lost[worker] = error
             self.poller.kick()
+
+    def leave(self, plans: Sequence[Fittings], leased: Leased | None) -> None:
+        """The model is closed everywhere. See ``Host.close``."""
+        _kept.extend(self._kept)
+        for fittings in plans:
+            for number, inlet in fittings.inlets.items():
+                slots = range(len(inlet.slots)) if leased is None else leased.get(number, ())
+                _kept.extend(inlet.slots[at].memory for at in slots)
 
     def close(self) -> None:
         if not self.closed:

@@ -18,6 +18,7 @@ from . import agent as _agent
 from .agent import Agent
 from .graph.host import Host
 from .graph.layout import dense, strides
+from .graph.station import Leased
 from .transport import NotSupported, RdmaError
 
 _hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.WeakKeyDictionary()
@@ -111,8 +112,14 @@ def ask_model(model: str, method: str, args: tuple[Any, ...]) -> Any:
     return getattr(found[1], method)(*args)
 
 
-def close_model(model: str) -> None:
-    """Called at an owner: give everything back. Idempotent."""
+def stop_model(model: str) -> Leased:
+    """Called at an owner: see ``Host.stop``."""
+    found = _table(_agent.current()).get(model)
+    return {} if found is None else found[1].stop()
+
+
+def close_model(model: str, leased: Leased | None) -> None:
+    """Called at an owner: give everything back, see ``Host.close``. Idempotent."""
     found = _table(_agent.current()).pop(model, None)
     if found is not None:
-        found[1].close()
+        found[1].close(leased)

@@ -26,11 +26,12 @@ from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
 from .graph.stage import Plan
+from .graph.station import Leased
 from .placing import Places, divide, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_ins
 from .signature import Miss, Signatures
-from .transport import NotSupported, RdmaError
+from .transport import NotSupported, RdmaError, TransferTimeout
 
 
 def wrap(
@@ -192,11 +193,24 @@ class Session:
             raise
 
     def _close_parts(self) -> None:
+        """In two rounds: no slot is given back while anybody may write there, or has tensors there."""
+        leased: Leased | None = {} if self._caller is None else self._caller.leased()
         for worker in self.workers:
             try:
-                self._call_all(_parts.close_model, {worker: (self.key,)})
+                answer = self._call_all(_parts.stop_model, {worker: (self.key,)})[worker]
+            except TransferTimeout:
+                leased = None
             except Exception:
                 continue  # lost, or shut down: nothing of ours is left there
+            else:
+                leased = None if leased is None else {**leased, **answer}
+        for worker in self.workers:
+            try:
+                self._call_all(_parts.close_model, {worker: (self.key, leased)})
+            except Exception:
+                continue
+        if self._caller is not None:
+            self._caller.close(leased)
 
     # -- modes
 
@@ -242,7 +256,6 @@ class Session:
         if not self.closed:
             self.closed = True
             self._close_parts()
-            self.caller.close()
 
 
 class WrappedModel(nn.Module):

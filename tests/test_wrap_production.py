@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 from itertools import pairwise
@@ -158,3 +159,31 @@ def at_the_caller() -> None:
 
 def test_the_caller_makes_and_takes():
     drive(at_the_caller, 2)
+
+
+def churn() -> None:
+    # Much comes to every worker at once, of the size of slots, into memory that was given back.
+    sent = [torch.full((BATCH * WIDTH + 16,), float(number)) for number in range(12)]
+    for worker in ("worker1", "worker2"):
+        rpc.rpc_sync(worker, gc.collect)
+        assert torch.equal(rpc.rpc_sync(worker, torch.cat, args=(sent,)), torch.cat(sent))
+
+
+def closing() -> None:
+    # Whoever keeps what was made in a slot keeps it when the model is closed.
+    model, twin = both(partial(models.Ends, WIDTH), {"head": "worker1"})
+    kept = []
+    model.body.register_forward_hook(lambda module, args, result: kept.append((result, result.detach().clone())))
+    steps(model, twin, 4)
+    model.close()
+    # A part that still runs when the model is closed writes into no slot that was given back.
+    model = rpc.wrap(models.Late(WIDTH), {"one": "worker2", "two": "worker1"}, timeout=0.4)
+    with pytest.raises(rpc.TransferTimeout):
+        model(torch.ones(BATCH, WIDTH))
+    model.close()
+    churn()
+    assert len(kept) == 4 and all(torch.equal(old, copy) for old, copy in kept)
+
+
+def test_closed_models_leave_nothing_half_done():
+    drive(closing, 3)

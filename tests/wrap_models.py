@@ -488,3 +488,25 @@ class Written(nn.Module):
 
     def forward(self, x):
         return self.write(self.one(x))
+
+
+class Linger(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        if not isinstance(x, FakeTensor):
+            time.sleep(1.0)
+        return self.layer(x)
+
+
+class Late(nn.Module):
+    """``one`` takes a second."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.two, self.one = nn.Linear(width, 8), Linger(width)
+
+    def forward(self, x):
+        return self.two(self.one(x))
