@@ -19,7 +19,8 @@ Invariants (C11 order):
 
 Large copies adapt too (``_move``): writing to memory that a far core has in its cache can be ten times slower than a warm
 memcpy, because every line's ownership has to come over first; stores that go past the caches do not wait for that, but are
-slower where the cores share a cache. So a copy that turned out slow makes the next ones on that channel go past the caches.
+slower where the cores share a cache. So a copy that turned out slow makes the next ones on that channel go past the caches, and
+what is larger than any cache always does: it need not be read before it is written.
 
 Waits spin (first with pause, then giving the core away between looks, so that two workers on one core progress), then sleep
 in the kernel; they return to Python at least every ``slice_ns`` so that signals are handled. How long they spin adapts: a
@@ -63,6 +64,7 @@ SPIN = _budget.ctypes.data
 """Address of this process's spin budget (ns). A hint: threads may overwrite each other's."""
 
 _MOVE_MIN = 128 << 10  # bytes from which on a copy is judged
+_PAST = 32 << 20  # bytes of one post from which on no cache keeps what it writes for the reader
 _SLOW_BYTES_PER_US = 6000  # a plain copy below this rate (6 GB/s) is one of contended memory, or of memory never touched
 _STREAMED = 64  # copies past the caches after two slow ones in a row, before a plain one is tried again
 
@@ -152,6 +154,9 @@ def _move(dst: int, src: int, nbytes: int, state: int) -> int:
     if nbytes < _MOVE_MIN:
         memcpy(dst, src, nbytes)
         return 0
+    if nbytes >= _PAST:
+        copy_past_caches(dst, src, nbytes)
+        return 0
     left = load_acquire(state)
     if left > 0:
         copy_past_caches(dst, src, nbytes)
@@ -199,8 +204,13 @@ def post(block: int) -> int:
         return CLOSED
     stats = load_acquire(block + 8 * WR_STATS)
     at = block + 8 * WR_HEAD
+    past = load_acquire(block + 8 * WR_BYTES) >= _PAST
     for _ in range(load_acquire(block)):
-        _move(load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stats + 16)
+        dst, src, nbytes = load_acquire(at), load_acquire(at + 8), load_acquire(at + 16)
+        if past and nbytes >= STREAM_BYTES:
+            copy_past_caches(dst, src, nbytes)
+        else:
+            _move(dst, src, nbytes, stats + 16)
         at += 24
     return _leave(block, inflight, stats, load_acquire(block + 8 * WR_BYTES))
 
