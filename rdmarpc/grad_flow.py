@@ -294,10 +294,10 @@ Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
 def _begin(agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
-    count = next(_counts)
     run = Pass(context, retain_graph)
     with context.lock:
         context.check()
+        count = next(_counts)  # under the lock: a pass that is counted, and not yet known, would be taken as over
         context.passes[agent.number, count] = run
         oldest = min(other for worker, other in context.passes if worker == agent.number)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
