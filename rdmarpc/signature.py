@@ -108,16 +108,22 @@ class Signatures:
                 if len(self._families) > _FAMILIES:
                     self._families.popitem(last=False)
                 return plan
-            if shapes == known.first or not known.dynamic:
+            if shapes == known.first:
                 return self._make(family, shapes, build, Sizes())
+            if not known.dynamic:
+                plan = self._make(family, shapes, build, Sizes())
+                self._miss(known, shapes)
+                return plan
             if known.own < OWN_PLANS and (recurring or shapes in known.seen):
                 known.own += 1
                 return self._make(family, shapes, build, Sizes())
             plan = self._shared(family, known, shapes, build)
-            if known.dynamic:
-                self.misses += 1
-                known.count(shapes)
+            self._miss(known, shapes)
             return plan
+
+    def _miss(self, known: _Family, shapes: Shapes) -> None:
+        self.misses += 1
+        known.count(shapes)
 
     def _shared(self, family: Hashable, known: _Family, shapes: Shapes, build: Build) -> Plan:
         """The dynamic plan; traced (again) if it has to be."""
