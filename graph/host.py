@@ -18,7 +18,7 @@ from .executor import Executor
 from .flow import Flow
 from .place import Placement
 from .program import Machine
-from .remote_update import build_optimizer, read_numbers
+from .remote_update import build_optimizer, copy_state, load_state, read_numbers
 from .station import Fittings, Leased, Offer, Station
 
 if TYPE_CHECKING:
@@ -164,23 +164,10 @@ class Host:
     def optimizer_state(self, number: int, commands: int) -> dict[int, dict[str, Any]]:
         """State per parameter position."""
 
-        def copy() -> dict[int, dict[str, Any]]:
-            optimizer = self._optimizers[number]
-            at = {id(parameter): position for position, parameter in enumerate(self.parameters)}
-            return {
-                at[id(parameter)]: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-                for parameter, state in optimizer.state.items()
-            }
-
-        return self._on_executor(copy, commands)
+        return self._on_executor(lambda: copy_state(self._optimizers[number], self.parameters), commands)
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]], commands: int) -> None:
-        def load() -> None:
-            optimizer = self._optimizers[number]
-            for position, entries in state.items():
-                optimizer.state[self.parameters[position]] = dict(entries)
-
-        self._on_executor(load, commands)
+        self._on_executor(lambda: load_state(self._optimizers[number], self.parameters, state), commands)
 
     # -- the rest
 

@@ -69,3 +69,23 @@ def build_optimizer(
         return old
     known = inspect.signature(kind.__init__).parameters
     return kind(real, **{key: value for key, value in defaults.items() if key in known})
+
+
+def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
+    """A copy of the optimizer's state, per position of a parameter."""
+    return {
+        at: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state[parameter].items()
+        }
+        for at, parameter in enumerate(parameters)
+        if parameter in optimizer.state
+    }
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
+) -> None:
+    """The inverse of ``copy_state``."""
+    for at, entries in state.items():
+        optimizer.state[parameters[at]] = dict(entries)

@@ -32,7 +32,7 @@ from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
 from .header import STAGED, Header
-from .remote_update import build_optimizer, read_numbers
+from .remote_update import build_optimizer, copy_state, load_state, read_numbers
 from .station import Station
 
 if TYPE_CHECKING:
@@ -178,16 +178,10 @@ class Server(threading.Thread):
 
     def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
         """Copies, per position of a parameter."""
-        state = self._optimizers[number].state
-        found = {at: state[parameter] for at, parameter in enumerate(self._parameters) if parameter in state}
-        return {
-            at: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
-            for at, entries in found.items()
-        }
+        return copy_state(self._optimizers[number], self._parameters)
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
-        for at, entries in state.items():
-            self._optimizers[number].state[self._parameters[at]] = dict(entries)
+        load_state(self._optimizers[number], self._parameters, state)
 
     def load(self, values: dict[int, torch.Tensor]) -> None:
         """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""
