@@ -514,13 +514,13 @@ class Caller:
         """As ``Host.stop``: nothing is sent any more."""
         with self._lock:
             self.station.close()
-            return {number: slots for plan in self._plans.values() for number, slots in plan.fittings.leased().items()}
+            return self.station.leased()
 
     def close(self, leased: Leased | None = None) -> None:
         """As ``Host.close``. Idempotent. The workers' hosts are closed by whoever opened them."""
         with self._lock:
             self.station.close()
-            self.station.leave([plan.fittings for plan in self._plans.values()], leased)
+            self.station.leave(leased)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor | None:

@@ -187,13 +187,13 @@ class Host:
         lie. ``TransferTimeout`` if a part does not come to its end."""
         if not self.executor.finish():
             raise TransferTimeout(f"a part of a model that was closed still runs on {self.station.name!r}")
-        return {number: slots for fittings, _ in self._plans.values() for number, slots in fittings.leased().items()}
+        return self.station.leased()
 
     def close(self, leased: Leased | None = None) -> None:
         """Second half, after every worker has stopped: our slots are given back, but for those where tensors of others lie (for
         ever: nobody would tell us of their end). ``None``: somebody may still write into any of them."""
         self.executor.finish()
-        self.station.leave([fittings for fittings, _ in self._plans.values()], leased)
+        self.station.leave(leased)
 
     def _on_executor(self, job: Callable[[], Any], commands: int) -> Any:
         return self.executor.submit(job, commands).result(self.station.timeout)

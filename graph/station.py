@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,7 @@ class Station:
         self.ports = Ports(self.poller)
         self._freed: deque[Slot | Target] = deque()
         self._inlet_of: dict[Slot, Inlet] = {}
+        self._fitted: list[Fittings] = []
         self._kept: list[torch.Tensor] = []
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
@@ -100,6 +101,7 @@ class Station:
                 outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
                 fittings.outlets[edge.number] = outlet
                 offer.credits[edge.number] = outlet.numbers
+        self._fitted.append(fittings)
         return fittings, offer
 
     def connect(self, fittings: Fittings, offers: Offer) -> None:
@@ -122,6 +124,7 @@ class Station:
     def remove(self, fittings: Fittings, leased: Leased) -> None:
         """Second half, after every worker has retired it: its numbers are used again, and the memory of its slots but for those
         where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
+        self._fitted.remove(fittings)
         for inlet in fittings.inlets.values():
             self._kept.extend(inlet.slots[at].memory for at in leased.get(inlet.edge.number, ()))
             for slot, number in zip(inlet.slots, inlet.numbers):
@@ -199,10 +202,14 @@ class Station:
             self._lost[worker] = error
             self.poller.kick()
 
-    def leave(self, plans: Sequence[Fittings], leased: Leased | None) -> None:
+    def leased(self) -> Leased:
+        """Which slots at our peers have tensors of ours in them, in all plans."""
+        return {number: slots for fittings in self._fitted for number, slots in fittings.leased().items()}
+
+    def leave(self, leased: Leased | None) -> None:
         """The model is closed everywhere. See ``Host.close``."""
         _kept.extend(self._kept)
-        for fittings in plans:
+        for fittings in self._fitted:
             for number, inlet in fittings.inlets.items():
                 slots = range(len(inlet.slots)) if leased is None else leased.get(number, ())
                 _kept.extend(inlet.slots[at].memory for at in slots)
