@@ -6,9 +6,11 @@ import itertools
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
@@ -115,8 +117,18 @@ class Agent:
         return self.links.to(self.resolve(worker).number).channel
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
-        """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block."""
-        self._lost_callbacks.append(callback)
+        """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is
+        called for as long as its object lives: the agent outlives the models that listen."""
+        if not isinstance(callback, MethodType):
+            self._lost_callbacks.append(callback)
+            return
+        method = weakref.WeakMethod(callback, lambda _: self._lost_callbacks.remove(tell))
+
+        def tell(worker: str, error: RdmaError) -> None:
+            if (found := method()) is not None:
+                found(worker, error)
+
+        self._lost_callbacks.append(tell)
 
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
@@ -253,7 +265,7 @@ class Agent:
         if link.worker != self.number:
             self.contexts.lost(link.worker)
         self.termination.fail(error)
-        for callback in self._lost_callbacks:
+        for callback in list(self._lost_callbacks):
             callback(link.name, error)
         return touched
 

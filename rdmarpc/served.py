@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -148,13 +147,7 @@ class Session:
         self.trainer = Trainer(agent.name, agent.device, agent.channel, self._explain, timeout)
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
-        lost = weakref.WeakMethod(self.trainer.station.lost)  # the agent outlives the model
-
-        def tell(worker: str, error: RdmaError) -> None:
-            if (method := lost()) is not None:
-                method(worker, error)
-
-        agent.on_peer_lost(tell)
+        agent.on_peer_lost(self.trainer.station.lost)
         self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
         try:
             self._set_up()

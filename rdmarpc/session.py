@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,13 +124,7 @@ class Session:
             self._close_parts()
             raise
         self.signatures = Signatures(self._caller)
-        station = weakref.WeakMethod(self._caller.station.lost)  # the agent outlives the model
-
-        def lost(worker: str, error: RdmaError) -> None:
-            if (tell := station()) is not None:
-                tell(worker, error)
-
-        agent.on_peer_lost(lost)
+        agent.on_peer_lost(self._caller.station.lost)
 
     @property
     def caller(self) -> Caller:
