@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
 from .grad_context import Context
 from .grad_graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
-from .grad_record import RECEIVED, Source, adds_up, engaged
+from .grad_record import ANCHOR, RECEIVED, Source, adds_up, engaged
 from .grad_record import edge as edge_of
 from .transport import NotSupported
 
@@ -39,6 +39,16 @@ _FREED = (
     "what was sent has had its gradient. Specify retain_graph=True if you need to backward through the graph a second time."
 )
 
+
+def _first_call() -> None:
+    # With the first edge that it is given torch (2.13) makes a type, behind the guard of a C++ static; making it can start the
+    # garbage collector, and that can let go of the GIL. Two first calls at once could so wait for each other for ever.
+    with torch.enable_grad():
+        edge = get_gradient_edge(ANCHOR.clone())
+    _engine.run_backward((edge,), (NOTHING_MORE.new_zeros(ANCHOR.shape),), False, False, (BEHIND,), True, True)
+
+
+_first_call()
 
 _ordering = threading.Condition()
 _ordered: set[Node] = set()
