@@ -12,7 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from rdmarpc import grad_pass  # makes the first call
 
 leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
-calls = [((get_gradient_edge(leaf * 2),), (torch.ones(2),), False, False, (get_gradient_edge(leaf),), True, True) for leaf in leaves]
+pairs = [(get_gradient_edge(leaf * 2), get_gradient_edge(leaf)) for leaf in leaves]
+calls = [((edge,), (torch.ones(2),), False, False, (leaf,), True, True) for edge, leaf in pairs]
 backward = torch.autograd.variable.Variable._execution_engine.run_backward
 
 
