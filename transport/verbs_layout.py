@@ -1,13 +1,19 @@
 """Where things lie in the native structures of libibverbs: byte offsets, sizes and numbers of ``<infiniband/verbs.h>``.
 
-These structures are libibverbs' stable interface to compiled programs (symbol version ``IBVERBS_1.1``; inline functions of the header
-read them, so they cannot move), on 64-bit little-endian Linux. Fields that a later version appends lie behind what is named
-here. All integers of a work request and a completion are in the host's byte order, except ``imm_data`` (network order).
+These structures are libibverbs' stable interface to compiled programs (symbol version ``IBVERBS_1.1``; inline functions of
+the header read them, so they cannot move), on 64-bit little-endian Linux. Fields that a later version appends lie behind what
+is named here. All integers of a work request and a completion are in the host's byte order, except ``imm_data`` (network
+order).
 """
 
 from __future__ import annotations
 
+# struct ibv_device
+DEVICE_NAME = 24
+"""``char name[64]``."""
+
 # struct ibv_context; OPS_*: pointers to functions, byte offsets inside ibv_context
+CONTEXT_DEVICE = 0
 CONTEXT_CMD_FD = 264
 CONTEXT_ASYNC_FD = 268
 CONTEXT_NUM_COMP_VECTORS = 272
@@ -42,6 +48,9 @@ CQ_CQE = 28
 SRQ_CONTEXT = 0
 SRQ_PD = 16
 SRQ_HANDLE = 24
+
+# struct ibv_pd
+PD_CONTEXT = 0
 
 # struct ibv_comp_channel
 CHANNEL_CONTEXT = 0

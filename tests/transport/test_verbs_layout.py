@@ -10,10 +10,12 @@ import pytest
 from rdmarpc.transport import verbs_layout
 
 STRUCTS = {
+    "DEVICE": "ibv_device",
     "CONTEXT": "ibv_context",
     "QP": "ibv_qp",
     "CQ": "ibv_cq",
     "SRQ": "ibv_srq",
+    "PD": "ibv_pd",
     "CHANNEL": "ibv_comp_channel",
     "SEND_WR": "ibv_send_wr",
     "SGE": "ibv_sge",
