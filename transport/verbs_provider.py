@@ -88,17 +88,14 @@ class MemoryRegion(abc.ABC):
 
 
 class CompletionQueue(abc.ABC):
-    """``ibv_cq`` with a completion channel of its own. ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when
-    an armed queue has something new. Nobody but ``take_events`` reads from it."""
+    """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``). ``address``: of the ``ibv_cq``;
+    ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its events by ``ibv_get_cq_event``, never
+    by reading the descriptor (some drivers count their arm sequence in there), and acknowledge each before ``close``: that
+    would wait for it for ever."""
 
     address: int
     channel_fd: int
     depth: int
-
-    @abc.abstractmethod
-    def take_events(self) -> int:
-        """Take and acknowledge the events that wait on ``channel_fd``: how many there were. Then arm the queue anew and poll
-        it. (By ``ibv_get_cq_event``: some drivers count their arm sequence in it.) Thread-safe."""
 
     @abc.abstractmethod
     def close(self) -> None: ...

@@ -31,15 +31,27 @@ FIELDS = {
     "ASYNC_EVENT_TYPE": "event_type",
 }
 WC_FIELDS = ("wr_id", "status", "opcode", "vendor_err", "byte_len", "imm_data", "qp_num", "src_qp", "wc_flags")
+MASKS = {
+    "qp_state": "STATE",
+    "qp_access_flags": "ACCESS_FLAGS",
+    "port_num": "PORT",
+    "ah_attr": "AV",
+    "max_rd_atomic": "MAX_QP_RD_ATOMIC",
+    "dest_qp_num": "DEST_QPN",
+}
 NUMBERS = re.compile("(WR|SEND|WC|QPS|QPT|ACCESS)_[A-Z_]+")
 
 
 def constants() -> dict[str, int]:
-    return {name: value for name, value in vars(verbs_layout).items() if isinstance(value, int)}
+    numbers = {name: value for name, value in vars(verbs_layout).items() if isinstance(value, int)}
+    return numbers | {f"QP_ATTR_MASK[{field}]": value for field, value in verbs_layout.QP_ATTR_MASK.items()}
 
 
 def in_c(name: str) -> str:
     """The C expression whose value the constant claims to be."""
+    if name.startswith("QP_ATTR_MASK["):
+        field = name[len("QP_ATTR_MASK[") : -1]
+        return f"IBV_QP_{MASKS.get(field, field.upper())}"
     if name.startswith("OPS_"):
         return f"offsetof(struct ibv_context, ops.{name[4:].lower()})"
     for prefix in sorted(STRUCTS, key=len, reverse=True):
