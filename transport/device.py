@@ -32,6 +32,8 @@ class Device(abc.ABC):
     """
 
     name: str
+    port = 0
+    """Address of what whoever waits on this device has to poll (``verbs_kernels``); 0: nothing."""
 
     def __init__(
         self,
