@@ -198,17 +198,55 @@ def unlock(word: int) -> int:
 
 
 @njit(i64(i64, i64), nogil=True, cache=True)
-def find_lane(port: int, qp_num: int) -> int:
-    """The lane of a queue pair, or 0. The table is an open-addressing one of (number, lane), lane 0: gone, number 0: free."""
+def _find_slot(port: int, qp_num: int) -> int:
+    """Where the table has a queue pair, or where it may be entered. The table is one of (number, lane) with open addressing:
+    number 0, nobody was ever here; lane 0, somebody was."""
     table, mask = load_acquire(port + 8 * PORT_TABLE), load_acquire(port + 8 * PORT_TABLE_MASK)
-    slot = qp_num & mask
+    slot, free = qp_num & mask, 0
     while True:
-        number = load_acquire(table + 16 * slot)
+        entry = table + 16 * slot
+        number = load_acquire(entry)
         if number == qp_num:
-            return load_acquire(table + 16 * slot + 8)
+            return entry
+        if free == 0 and load_acquire(entry + 8) == 0:
+            free = entry
         if number == 0:
-            return 0
+            return free
         slot = (slot + 1) & mask
+
+
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def enter_lane(port: int, qp_num: int, lane: int) -> int:
+    """Have completions of a queue pair go to this lane."""
+    lock(port + 8 * PORT_LOCK)
+    entry = _find_slot(port, qp_num)
+    store_release(entry, qp_num)
+    store_release(entry + 8, lane)
+    unlock(port + 8 * PORT_LOCK)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def drop_lane(port: int, qp_num: int) -> int:
+    """Completions of this queue pair concern nobody from now on."""
+    lock(port + 8 * PORT_LOCK)
+    table, mask = load_acquire(port + 8 * PORT_TABLE), load_acquire(port + 8 * PORT_TABLE_MASK)
+    entry = _find_slot(port, qp_num)
+    store_release(entry + 8, 0)
+    # At the end of a run of entries those that are gone need not be walked over any more.
+    slot = (entry - table) // 16
+    if load_acquire(table + 16 * ((slot + 1) & mask)) == 0:
+        while load_acquire(table + 16 * slot) != 0 and load_acquire(table + 16 * slot + 8) == 0:
+            store_release(table + 16 * slot, 0)
+            slot = (slot - 1) & mask
+    unlock(port + 8 * PORT_LOCK)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def _find_lane(port: int, qp_num: int) -> int:
+    entry = _find_slot(port, qp_num)
+    return load_acquire(entry + 8) if load_acquire(entry) == qp_num else 0
 
 
 @njit(i64(i64, i64), nogil=True, cache=True)
@@ -236,13 +274,15 @@ def end_lane(lane: int) -> int:
 @njit(i64(i64), nogil=True, cache=True)
 def _poll_held(port: int) -> int:
     """Take what the completion queue has, with ``PORT_LOCK`` held. Returns how many completions."""
+    if load_acquire(port + 8 * PORT_CQ) == 0:
+        return 0
     wc, bells = load_acquire(port + 8 * PORT_WC), load_acquire(port + 8 * PORT_BELLS)
     total = 0
     while True:
         got = _call_poll(load_acquire(port + 8 * PORT_POLL_CQ), load_acquire(port + 8 * PORT_CQ), WC_BATCH, wc)
         for index in range(got):
             entry = wc + index * at.WC_BYTES
-            lane = find_lane(port, _u32(entry + at.WC_QP_NUM))
+            lane = _find_lane(port, _u32(entry + at.WC_QP_NUM))
             status = _u32(entry + at.WC_STATUS)
             if status != at.WC_SUCCESS:
                 if lane != 0:
@@ -287,9 +327,11 @@ def poll(port: int) -> int:
 @njit(i64(i64), nogil=True, cache=True)
 def _arm(port: int) -> int:
     """Invariant 3: have the next completion raise an event, and take what came before."""
-    if load_acquire(port + 8 * PORT_ARMED) == 0 and compare_exchange(port + 8 * PORT_ARMED, 0, 1) != 0:
-        _call_2(load_acquire(port + 8 * PORT_REQ_NOTIFY), load_acquire(port + 8 * PORT_CQ), 0)
     lock(port + 8 * PORT_LOCK)
+    cq = load_acquire(port + 8 * PORT_CQ)
+    if cq != 0 and load_acquire(port + 8 * PORT_ARMED) == 0:
+        store_release(port + 8 * PORT_ARMED, 1)
+        _call_2(load_acquire(port + 8 * PORT_REQ_NOTIFY), cq, 0)
     found = _poll_held(port)
     unlock(port + 8 * PORT_LOCK)
     return found
@@ -307,6 +349,15 @@ def asleep(port: int) -> int:
 @njit(i64(i64), nogil=True, cache=True)
 def awake(port: int) -> int:
     fetch_add(port + 8 * PORT_SLEEPERS, -1)
+    return 0
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def shut(port: int) -> int:
+    """The completion queue is about to be destroyed: nobody polls it any more after the return."""
+    lock(port + 8 * PORT_LOCK)
+    store_release(port + 8 * PORT_CQ, 0)
+    unlock(port + 8 * PORT_LOCK)
     return 0
 
 
@@ -397,8 +448,8 @@ def serve(port: int, limit_ns: int) -> int:
             continue
         if load_acquire(fds) >> 48 != 0:
             _take_events(port)
-            store_release(port + 8 * PORT_ARMED, 0)
             lock(port + 8 * PORT_LOCK)
+            store_release(port + 8 * PORT_ARMED, 0)
             _poll_held(port)
             unlock(port + 8 * PORT_LOCK)
             if load_acquire(port + 8 * PORT_SLEEPERS) > 0:

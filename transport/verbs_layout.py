@@ -145,3 +145,22 @@ ACCESS_REMOTE_READ = 4
 ASYNC_EVENT_BYTES = 16
 ASYNC_EVENT_ELEMENT = 0
 ASYNC_EVENT_TYPE = 8
+
+# enum ibv_qp_attr_mask: the bit that says that a field of struct ibv_qp_attr is set
+QP_ATTR_MASK = {
+    "qp_state": 1 << 0,
+    "qp_access_flags": 1 << 3,
+    "pkey_index": 1 << 4,
+    "port_num": 1 << 5,
+    "ah_attr": 1 << 7,
+    "path_mtu": 1 << 8,
+    "timeout": 1 << 9,
+    "retry_cnt": 1 << 10,
+    "rnr_retry": 1 << 11,
+    "rq_psn": 1 << 12,
+    "max_rd_atomic": 1 << 13,
+    "min_rnr_timer": 1 << 15,
+    "sq_psn": 1 << 16,
+    "max_dest_rd_atomic": 1 << 17,
+    "dest_qp_num": 1 << 20,
+}
