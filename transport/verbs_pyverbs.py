@@ -13,7 +13,7 @@ from typing import Any
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import BYTES_OF_MTU, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
+from .verbs_native import BYTES_OF_MTU, HOP_LIMIT, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
 from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
@@ -150,7 +150,7 @@ class PyverbsContext(NativeContext):
         if not route.global_route:
             return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=0)
         dgid = self.addr.GID(route.dgid.hex(":", 2))
-        path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=64)
+        path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=HOP_LIMIT)
         return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=1, gr=path)
 
     def new_context(self) -> Any:
