@@ -72,6 +72,7 @@ class IbverbsContext(NativeContext):
             max_msg_sz=attr.max_msg_sz,
             gid_tbl_len=attr.gid_tbl_len,
             gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=LINK_LAYERS[attr.link_layer] == "INFINIBAND",  # the package does not say, and it never hurts
         )
 
     def errno_of(self, error: Exception) -> int | None:

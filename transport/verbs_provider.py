@@ -39,7 +39,7 @@ class DeviceAttr:
 @dataclass(frozen=True, slots=True)
 class PortAttr:
     """``ibv_query_port``. ``state``: ``"ACTIVE"``, ``"DOWN"``, ...; ``link_layer``: ``"INFINIBAND"`` or ``"ETHERNET"``; MTUs in
-    bytes; ``gbit_per_s``: width times speed."""
+    bytes; ``gbit_per_s``: width times speed; ``global_only``: every packet needs a global route header."""
 
     state: str
     link_layer: str
@@ -49,6 +49,7 @@ class PortAttr:
     max_msg_sz: int
     gid_tbl_len: int
     gbit_per_s: float
+    global_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,9 @@ class MemoryRegion(abc.ABC):
 class CompletionQueue(abc.ABC):
     """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``).
 
-    ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its events
-    by ``ibv_get_cq_event``, never by reading the descriptor (some drivers count their arm sequence in there), and acknowledge
-    each before ``close``, which would wait for it for ever.
+    ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its
+    events by ``ibv_get_cq_event``, never by reading the descriptor (some drivers count their arm sequence in there), and
+    acknowledge each before ``close``, which would wait for it for ever.
     """
 
     address: int

@@ -18,6 +18,8 @@ from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
 """Where Debian, Fedora and SUSE put it."""
+_GRH_REQUIRED = 1
+"""``IBV_QPF_GRH_REQUIRED``, of a port's flags: virtual InfiniBand ports."""
 _MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "srq")
 
 
@@ -130,6 +132,7 @@ class PyverbsContext(NativeContext):
             max_msg_sz=attr.max_msg_sz,
             gid_tbl_len=attr.gid_tbl_len,
             gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=bool(attr.flags & _GRH_REQUIRED),
         )
 
     def errno_of(self, error: Exception) -> int | None:
