@@ -15,7 +15,6 @@ acknowledge); a process that is stopped does not beat.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 import selectors
@@ -29,10 +28,10 @@ from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs
 from . import verbs_layout as at
 from .arena import Segment
 from .channel import Channel
-from .device import Device, OnConnect, anonymous
+from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .heartbeat import Heart
-from .notify import BELL_BYTES, BELLS
+from .memory import Memory
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -59,23 +58,26 @@ class VerbsDevice(Device):
         arena_limit: int | None = None,
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
+        memory: Memory | None = None,
     ) -> None:
         self._at = verbs_ports.choose(verbs_provider.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
-        super().__init__("verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
-        self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
-        self.bells = self._bells_memory.ctypes.data
+        super().__init__(
+            "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
+        )
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
         self._stopping = False
-        limits = self._context.device()
+        limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
         self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
         self._sends = min(_SENDS, limits.max_qp_wr)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lay_out()
+        for segment in self.memory.attach(self):
+            self._announce_segment(segment)
         self._listener = socket.create_server((self._at.address if secret else "127.0.0.1", 0), backlog=128)
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -91,7 +93,8 @@ class VerbsDevice(Device):
         """The port block, and the receive requests that are posted again and again."""
         library = ctypes.CDLL("libibverbs.so.1")
         taking, acknowledging = (
-            ctypes.cast(function, ctypes.c_void_p).value for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
         )
         depth = self._srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
         self._wc = np.zeros(verbs_kernels.WC_BATCH * at.WC_BYTES, np.uint8)
@@ -132,7 +135,7 @@ class VerbsDevice(Device):
         return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
 
     def explain(self) -> str:
-        limits = self._context.device()
+        limits = self._at.device
         return "\n".join(
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
@@ -148,12 +151,13 @@ class VerbsDevice(Device):
 
     # -- memory
 
-    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        return anonymous(nbytes), -1
-
     def _announce_segment(self, segment: Segment) -> None:
-        mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
-        for channel in self._open_channels():
+        with self._lock:
+            if segment.number in self._mrs:
+                return
+            mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
+            channels = self._open_channels()
+        for channel in channels:
             self._tell(channel, verbs_control.SEGMENT, segment.number, segment.key, segment.address, segment.nbytes, mr.rkey)
 
     def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
@@ -292,11 +296,13 @@ class VerbsDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
             self._channels.add(channel)
-            segments = {segment.number for segment in self.arena.segments}
-            for number, (address, nbytes, key) in self._regions.items():
-                if (mr := self._mrs.get(number)) is not None:
-                    kind = verbs_control.SEGMENT if number in segments else verbs_control.REGION
-                    stream.send(kind, number, key, address, nbytes, mr.rkey)
+            segments, foreign = self.memory.registered()
+            for number, mr in self._mrs.items():
+                if (segment := segments.get(number)) is not None:
+                    stream.send(verbs_control.SEGMENT, number, segment.key, segment.address, segment.nbytes, mr.rkey)
+                elif (region := foreign.get(number)) is not None:
+                    address, nbytes, key = region
+                    stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
             stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
             stream.pulse.free()

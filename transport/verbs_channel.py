@@ -27,14 +27,14 @@ import torch
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .device import anonymous
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
+from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_provider import QueuePair
-from .verbs_status import completion_error
+from .verbs_status import error_of
 from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
 
 if TYPE_CHECKING:
@@ -217,8 +217,11 @@ class VerbsChannel(Channel):
         seen = self.lane + 8 * verbs_kernels.LANE_SEEN
         if kernels.load(seen):
             kernels.store(seen, 0)
-        elif kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(self.lane + 8 * verbs_kernels.LANE_REACHED):
-            verbs_kernels.post(self.lane, self._keepalive.address)
+        elif kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(
+            self.lane + 8 * verbs_kernels.LANE_REACHED
+        ):
+            if verbs_kernels.post(self.lane, self._keepalive.address) > 0:
+                kernels.add(self.lane + 8 * verbs_kernels.LANE_POSTS, -1)  # nobody's
 
     def _refuse(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
@@ -302,7 +305,7 @@ class VerbsChannel(Channel):
         """The first work completion error, by name; ``None`` if there was none."""
         status = kernels.load(self.lane + 8 * verbs_kernels.LANE_STATUS)
         vendor = kernels.load(self.lane + 8 * verbs_kernels.LANE_VENDOR)
-        return completion_error(status, peer=self.peer, device="verbs", vendor=vendor) if status else None
+        return error_of(status, peer=self.peer, vendor_err=vendor) if status else None
 
     def end(self, error: RdmaError) -> bool:
         """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""

@@ -74,7 +74,7 @@ class Chain:
         self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
         self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
         first, self.elements = self._memory.ctypes.data, self._elements.ctypes.data
-        memory, elements = memoryview(self._memory), memoryview(self._elements)  # type: ignore[arg-type]
+        memory, elements = memoryview(self._memory), memoryview(self._elements)
         self.nbytes = 0
         for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
             last = index == self.count - 1
@@ -245,7 +245,7 @@ class VerbsTransfer(Transfer):
 class VerbsWindow(Window):
     """One work request whose range is filled in by each ``put``."""
 
-    __slots__ = ("_chain", "_channel", "_inline", "_lock", "_local", "_notify", "_remote", "_slices")
+    __slots__ = ("_chain", "_channel", "_inline", "_local", "_lock", "_notify", "_remote", "_slices")
 
     def __init__(self, channel: VerbsChannel, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
         self._channel, self._notify = channel, imm
@@ -256,7 +256,9 @@ class VerbsWindow(Window):
         if nbytes and lkey is None:
             raise ValueError("the local side of a window is arena memory")
         self._inline = channel.max_inline
-        self._chain = Chain([(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)])
+        self._chain = Chain(
+            [(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)]
+        )
         self._lock = threading.Lock()
 
     def put(self, offset: int, nbytes: int) -> None:
