@@ -36,6 +36,8 @@ class Device(abc.ABC):
     """64 random bits: this device's life."""
     bells: int
     """Address of ``BELLS`` bells in memory that this device's signallers can reach."""
+    port = 0
+    """Address of what whoever waits on this device has to poll (``verbs_kernels``); 0: nothing."""
 
     def __init__(
         self, name: str, *, secret: bytes, arena_limit: int | None, on_connect: OnConnect | None, peer_timeout: float
