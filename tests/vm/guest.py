@@ -42,19 +42,7 @@ FAILED, OUT_OF_TIME = 125, 124
 NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
 """With these a kernel compiled on the host is loaded from numba's cache in the guest, whose processor is another one."""
 
-THIRD_PARTY = [
-    "numpy",
-    "torch",
-    "torch._dynamo",
-    "numba",
-    "hypothesis",
-    "psutil",
-    "pytest",
-    "_pytest.assertion.rewrite",
-    "hydra",
-    "matplotlib.pyplot",
-    "rich",
-]
+THIRD_PARTY = ("numpy", "torch", "torch._dynamo", "numba", "psutil", "matplotlib.pyplot", "rich")
 """What programs in a guest that stays find imported: nothing of ours, which may change from one program to the next."""
 
 PASSED_ON = ("PATH", "HOME", "LANG", "USER", "VIRTUAL_ENV")
@@ -140,6 +128,11 @@ class Guest:
         search = os.pathsep.join(str(place) for place in path)
         arguments = [sys.executable, str(ZYGOTE), BOX_INSIDE, *modules]
         return self.command(arguments, name="python", timeout=float("inf"), env={"PYTHONPATH": search})
+
+    def wait_preloaded(self, timeout: float) -> None:
+        failed = self.box / "python.rc"
+        if not self._wait(lambda: (self.box / "python.ready").exists() or failed.exists(), timeout) or failed.exists():
+            raise GuestFailed(f"nothing was imported in {timeout:g} s:\n{(self.box / 'python.out').read_text()[-2000:]}")
 
     @property
     def pid(self) -> int:
