@@ -124,7 +124,7 @@ class Guest:
         return self.command(command, **options).wait(output)
 
     def preload(self, modules: Sequence[str] = THIRD_PARTY, path: Sequence[Path] = ()) -> Command:
-        """Starts the process that commands with ``python=True`` are forked from. They wait until it has imported ``modules``."""
+        """Starts the process that commands with ``python=True`` are forked from, when it has imported ``modules``."""
         search = os.pathsep.join(str(place) for place in path)
         arguments = [sys.executable, str(ZYGOTE), BOX_INSIDE, *modules]
         return self.command(arguments, name="python", timeout=float("inf"), env={"PYTHONPATH": search})

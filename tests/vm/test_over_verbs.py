@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,6 @@ from typing import Any
 import packets
 import programs
 import pytest
-
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "rpc")]
-
 import test_autograd_landing
 import test_autograd_results
 import test_calls
@@ -60,7 +55,7 @@ def test_training_is_equal_to_the_bit(optimizer: str) -> None:
 
 
 def test_the_training_job(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """As a user starts it: losses as in one process, nothing registered or staged in the steady state, and every byte by RDMA."""
+    """As a user starts it: losses as in one process, nothing registered or staged in the steady state, every byte by RDMA."""
     before = packets.counters()
     done = programs.run(
         *("-m", "experiments.train", "device=verbs", "epochs=1", "torch_rpc=false", f"hydra.run.dir={tmp_path}"), timeout=110
