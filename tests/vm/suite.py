@@ -135,9 +135,8 @@ def main(arguments: list[str]) -> int:
         print(f"{seconds:7.1f} s  {name}")
     for complaint in complaints:
         print(f"vm-test FAILED: {complaint}")
-    print(
-        f"vm-test: {ran} RDMA tests executed, {len(skipped)} skipped\n{output.closing or 'pytest did not reach its closing line'}"
-    )
+    print(f"vm-test: {ran} RDMA tests executed, {len(skipped)} skipped")
+    print(output.closing or "pytest did not reach its closing line")
     return 1 if complaints else 0
 
 
