@@ -143,6 +143,13 @@ class Guest:
     def alive(self) -> bool:
         return self._qemu is not None and self._qemu.poll() is None
 
+    def processor_time(self) -> float:
+        """Seconds of processor time that the guest has taken; 0 when it does not run."""
+        if not self.alive():
+            return 0.0
+        words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """Ends the guest as a loss of power would."""
         self.close_qemu()
