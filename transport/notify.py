@@ -99,7 +99,7 @@ class Poller:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.bell = device._take_bell()
+        self.bell = device.memory.take_bell()
         self.bell_address = device.bells + self.bell * BELL_BYTES
         self.port = device.port
         # Private memory: the kick record, and the nil record that a dropped row watches for ever.
@@ -170,4 +170,4 @@ class Poller:
         kernels.signal(self._kick, self._device.bells)
 
     def close(self) -> None:
-        self._device._return_bell(self.bell)
+        self._device.memory.return_bell(self.bell)
