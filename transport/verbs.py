@@ -8,8 +8,8 @@ sleeps on the completion channel when every waiter does (``verbs_kernels``), one
 thread per incoming connection during its handshake.
 
 Who is dead: a process that ended ends its control stream; a host or link that is gone does not acknowledge packets, which are
-sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device has to
-acknowledge); a process that is stopped does not beat.
+sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device
+has to acknowledge); a process that is stopped does not beat.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class VerbsDevice(Device):
         self._lay_out()
         for segment in self.memory.attach(self):
             self._announce_segment(segment)
-        self._listener = socket.create_server((self._at.address if secret else "127.0.0.1", 0), backlog=128)
+        host = self._at.address if secret else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -132,20 +134,20 @@ class VerbsDevice(Device):
     @property
     def address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
 
     def explain(self) -> str:
-        limits = self._at.device
+        limits, limit = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB"
         return "\n".join(
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
                 *(f"  {line}" for line in self._at.lines),
-                f"  largest message {self.max_msg_sz} bytes; {self._sends} requests a queue pair, {self._srq.depth} receives for all",
-                f"  firmware       {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions of {limits.max_mr_size} bytes",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
-                "  death          a process at once, a host or link after about 2 s, "
-                f"a stopped process after {self._looks.timeout:g} s",
-                "  waiting        who waits polls the completion queue; then its completion channel",
+                f"  messages       of up to {self.max_msg_sz} bytes; {self._sends} a queue pair, {self._srq.depth} receives",
+                f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
+                "  waiting        whoever waits polls the completion queue, then sleeps on its channel",
             )
         )
 
@@ -198,15 +200,14 @@ class VerbsDevice(Device):
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        fields = peer.decode("ascii", "replace").split(":")
-        if len(fields) != 5 or fields[0] != "verbs" or not fields[2].isdigit():
+        where, uid, endpoint = (peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2) + ["", ""])[:3]
+        host, _, port = where.rpartition(":")
+        if not peer.startswith(b"verbs:") or not port.isdigit():
             raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
-        _, host, port, uid, endpoint = fields
         if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
             raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
-        where = f"{host}:{port}"
         try:
-            sock = socket.create_connection((host, int(port)), timeout)
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
         except TimeoutError:
             raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="verbs") from None
         except OSError as error:

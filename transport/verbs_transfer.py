@@ -3,10 +3,9 @@
 A copy is one work request, or several where it is larger than the port's largest message. The notification rides on the last
 WRITE; behind READs it is a WRITE of no bytes with a fence, which leaves when their data is here.
 
-The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the transfer
-lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead (``bytes_staged``), because to
-register costs more than to copy until it is very large.
-"""
+The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the
+transfer lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead
+(``bytes_staged``), because to register costs more than to copy until it is very large."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ class VerbsWork(Work):
 
 
 class Chain:
-    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address, rkey,
-    bytes, imm)."""
+    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
+    rkey, bytes, imm)."""
 
     __slots__ = ("_elements", "_memory", "address", "count", "elements", "nbytes", "words")
 
