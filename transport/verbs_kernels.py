@@ -16,8 +16,8 @@ Invariants:
 2. Data before count: the completion of a WRITE_WITH_IMM is seen after its data is in memory (InfiniBand specification, 9.7.7);
    the count is a ``fetch_add`` after that look, the receiver reads it with acquire.
 3. No lost wake-up: a waiter counts itself in its record's ``sleepers``, then in ``PORT_SLEEPERS``; arms; polls *holding the
-   lock* (what came before the arming raises no event); looks at its record; sleeps. What comes after the arming raises an event;
-   the device's thread disarms, polls, and arms again for as long as anybody sleeps.
+   lock* (what came before the arming raises no event); looks at its record; sleeps. What comes after the arming raises an
+   event; the device's thread disarms, polls, and arms again for as long as anybody sleeps.
 4. The send queue never overflows: a chain is posted under ``LANE_LOCK`` only if ``posted + its requests - reached`` is at most
    the queue's depth. ``wr_id`` of the signalled request is ``posted`` after it, so ``reached`` is a plain store.
 5. Nothing is posted on a lane whose ``LANE_CLOSED`` is set under ``LANE_LOCK``; a chain of 0 requests was revoked.
