@@ -47,6 +47,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 class VerbsChannel(Channel):
     device: VerbsDevice
+    registered_only = True
 
     def __init__(self, device: VerbsDevice, stream: ControlStream, qp: QueuePair, peer: Setup, hello: bytes) -> None:
         super().__init__(device)
