@@ -1,10 +1,9 @@
 """The sender's half of an edge: one prepared write a slot, and the credits to use it.
 
-What makes the payload may write it where it has to be (``reserve``, see ``production``): into the slot itself where that is mapped
-here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then ``send``
-writes it from there. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
-registered buffer first, and counted.
-"""
+What makes the payload may write it where it has to be (``reserve``, see ``production``): into the slot itself where that is
+mapped here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then
+``send`` writes it from there. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
+registered buffer first, and counted."""
 
 from __future__ import annotations
 
@@ -227,9 +226,9 @@ class Outlet:
         self.flush()
 
     def reserve(self, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor | None:
-        """Memory for the next payload, of a free slot or registered for one, to be written and then given to ``send``. ``None``
-        where the device cannot, or while slots are short: one is always left for payloads that are copied, so a producer that keeps
-        its tensors for ever cannot block the edge."""
+        """Memory for the next payload, of a free slot or registered for one, to be written and then given to ``send``.
+        ``None`` where the device cannot, or while slots are short: one is always left for payloads that are copied, so a
+        producer that keeps its tensors for ever cannot block the edge."""
         taken = sum(target.leased for target in self._targets)
         if self._waiting or self._reserved is not None or taken + 1 >= len(self._targets):
             return None
