@@ -47,9 +47,14 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
         raise NotSupported("require='rdma', and tcp is none", device="tcp", hint="open auto, verbs or shm")
     if kind == "tcp":
         return TcpDevice(place, **options)
+    if kind == "verbs":
+        from .verbs import VerbsDevice  # needs libibverbs
+
+        return VerbsDevice(place, **options)
     if kind == "auto":
         return AutoDevice(place, require=require, **options)
-    raise NotSupported(f"no device {name!r}", hint="one of auto, shm, tcp, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]")
+    hint = "one of auto, shm, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
+    raise NotSupported(f"no device {name!r}", hint=hint)
 
 
 def check_require(require: str) -> None:

@@ -25,7 +25,7 @@ import time
 
 import numpy as np
 
-from . import auth, kernels, verbs_control, verbs_kernels, verbs_ports, verbs_provider
+from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
 from .arena import Segment
 from .channel import Channel
@@ -35,7 +35,8 @@ from .heartbeat import Heart
 from .notify import BELL_BYTES, BELLS
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
-from .verbs_provider import MemoryRegion, QueuePair, Route
+from .verbs_endpoint import Endpoint
+from .verbs_provider import MemoryRegion, QueuePair
 
 _HANDSHAKE_TIMEOUT = 5.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -43,7 +44,7 @@ _TICK_NS = 500_000_000
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
 # Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
-_TIMEOUT, _RETRY_CNT, _MAX_RD_ATOMIC = 16, 7, 16
+_TIMEOUT, _RETRY_CNT = 16, 7
 _LANES = 1 << 13
 
 
@@ -73,7 +74,6 @@ class VerbsDevice(Device):
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
         self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
         self._sends = min(_SENDS, limits.max_qp_wr)
-        self._rd_atomic = min(_MAX_RD_ATOMIC, limits.max_qp_rd_atom), min(_MAX_RD_ATOMIC, limits.max_qp_init_rd_atom)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lay_out()
         self._listener = socket.create_server((self._at.address if secret else "127.0.0.1", 0), backlog=128)
@@ -198,7 +198,7 @@ class VerbsDevice(Device):
         if len(fields) != 5 or fields[0] != "verbs" or not fields[2].isdigit():
             raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
         _, host, port, uid, endpoint = fields
-        if why := verbs_ports.why_not(self._at.endpoint, endpoint):
+        if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
             raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
         where = f"{host}:{port}"
         try:
@@ -260,29 +260,23 @@ class VerbsDevice(Device):
         )
         patience = int(self._looks.timeout * 1000)
         psn = secrets.randbits(24)
-        here = self._at
-        return qp, Setup(self.uid, self.epoch, patience, qp.qp_num, here.port.lid, psn, here.gid.raw, here.port.active_mtu)
+        return qp, Setup(self.uid, self.epoch, patience, qp.qp_num, psn, self._at.endpoint.dump())
 
     def _channel(self, sock: socket.socket, qp: QueuePair, ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
         """Both ends are known: connect the queue pair, and have its completions counted."""
         here = self._at
-        qp.connect(
-            Route(
-                port=here.number,
-                sgid_index=here.gid.index,
-                dgid=theirs.gid,
-                dlid=theirs.lid,
-                dest_qp_num=theirs.qp_num,
-                rq_psn=theirs.psn,
-                sq_psn=ours.psn,
-                mtu=min(ours.mtu, theirs.mtu),
-                global_route=here.global_route,
-                timeout=_TIMEOUT,
-                retry_cnt=_RETRY_CNT,
-                max_rd_atomic=self._rd_atomic[1],
-                max_dest_rd_atomic=self._rd_atomic[0],
-            )
+        route = verbs_endpoint.route(
+            here.endpoint,
+            Endpoint.load(theirs.endpoint),
+            port=here.number,
+            sgid_index=here.gid.index,
+            dest_qp_num=theirs.qp_num,
+            rq_psn=theirs.psn,
+            sq_psn=ours.psn,
+            timeout=_TIMEOUT,
+            retry_cnt=_RETRY_CNT,
         )
+        qp.connect(route)
         host, port = sock.getpeername()[:2]
         channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qp, theirs, hello)
         self._enter_lane(qp.qp_num, channel)

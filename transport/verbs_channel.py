@@ -34,7 +34,7 @@ from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_provider import QueuePair
-from .verbs_status import error_of
+from .verbs_status import completion_error
 from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class VerbsChannel(Channel):
         """The first work completion error, by name; ``None`` if there was none."""
         status = kernels.load(self.lane + 8 * verbs_kernels.LANE_STATUS)
         vendor = kernels.load(self.lane + 8 * verbs_kernels.LANE_VENDOR)
-        return error_of(status, peer=self.peer, vendor_err=vendor) if status else None
+        return completion_error(status, peer=self.peer, device="verbs", vendor=vendor) if status else None
 
     def end(self, error: RdmaError) -> bool:
         """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""

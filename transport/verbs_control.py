@@ -24,26 +24,25 @@ from typing import NamedTuple
 from . import auth
 from .errors import PeerLost
 from .heartbeat import Pulse
+from .verbs_endpoint import Endpoint
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct("<QIIIHI16sI")
+_SETUP = struct.Struct(f"<QIIII{Endpoint.SIZE}s")
 MAX_HELLO = 64 << 10
 _SEND_TIMEOUT_S = 5.0
 
 
 class Setup(NamedTuple):
-    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``mtu`` in bytes."""
+    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``endpoint`` a dumped ``Endpoint``."""
 
     uid: int
     epoch: int
     patience_ms: int
     qp_num: int
-    lid: int
     psn: int
-    gid: bytes
-    mtu: int
+    endpoint: bytes
 
 
 def send_setup(sock: socket.socket, setup: Setup, hello: bytes) -> None:

@@ -42,6 +42,8 @@ MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 """Bytes to ``enum ibv_mtu``."""
 BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
 PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
+HOP_LIMIT = 64
+"""Of a global route: as many routers as IP packets start with."""
 LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
 _WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}

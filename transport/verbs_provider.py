@@ -10,7 +10,12 @@ call through the operations table of the context (``verbs_kernels``). Names are 
 from __future__ import annotations
 
 import abc
+import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from .errors import NotSupported, RdmaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class DeviceAttr:
 @dataclass(frozen=True, slots=True)
 class PortAttr:
     """``ibv_query_port``. ``state``: ``"ACTIVE"``, ``"DOWN"``, ...; ``link_layer``: ``"INFINIBAND"`` or ``"ETHERNET"``; MTUs in
-    bytes; ``gbit_per_s``: width times speed."""
+    bytes; ``gbit_per_s``: width times speed; ``global_only``: every packet needs a global route header."""
 
     state: str
     link_layer: str
@@ -44,6 +49,7 @@ class PortAttr:
     max_msg_sz: int
     gid_tbl_len: int
     gbit_per_s: float
+    global_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,12 @@ class MemoryRegion(abc.ABC):
 
 
 class CompletionQueue(abc.ABC):
-    """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``). ``address``: of the ``ibv_cq``;
-    ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its events by ``ibv_get_cq_event``, never
-    by reading the descriptor (some drivers count their arm sequence in there), and acknowledge each before ``close``: that
-    would wait for it for ever."""
+    """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``).
+
+    ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its
+    events by ``ibv_get_cq_event``, never by reading the descriptor (some drivers count their arm sequence in there), and
+    acknowledge each before ``close``, which would wait for it for ever.
+    """
 
     address: int
     channel_fd: int
@@ -188,3 +196,37 @@ class Provider(abc.ABC):
 
     @abc.abstractmethod
     def open(self, name: str) -> Context: ...
+
+
+def choose() -> Provider:
+    """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
+    cannot be used, and how to get it. One provider a process: the first call that succeeds decides for the later ones."""
+    global _chosen
+    with _choosing:
+        if _chosen is None:
+            _chosen = _choose(os.environ.get("RDMARPC_VERBS", ""))
+        return _chosen
+
+
+_chosen: Provider | None = None
+_choosing = threading.Lock()
+
+
+def _choose(wanted: str) -> Provider:
+    from .verbs_ibverbs import IbverbsProvider
+    from .verbs_pyverbs import PyverbsProvider
+
+    kinds: dict[str, Callable[[], Provider]] = {"pyverbs": PyverbsProvider, "ibverbs": IbverbsProvider}
+    if wanted and wanted not in kinds:
+        raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")
+    refused = []
+    for name in [wanted] if wanted else list(kinds):
+        try:
+            return kinds[name]()
+        except RdmaError as error:
+            refused.append(f"{name}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+    raise NotSupported(
+        "no Python package reaches libibverbs here: " + "; ".join(refused),
+        device="verbs",
+        hint="Debian, Ubuntu: apt install python3-pyverbs ibverbs-providers; anywhere: pip install ibverbs",
+    )

@@ -13,11 +13,13 @@ from typing import Any
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import BYTES_OF_MTU, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
+from .verbs_native import BYTES_OF_MTU, HOP_LIMIT, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
 from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
 """Where Debian, Fedora and SUSE put it."""
+_GRH_REQUIRED = 1
+"""``IBV_QPF_GRH_REQUIRED``, of a port's flags: virtual InfiniBand ports."""
 _MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "srq")
 
 
@@ -130,6 +132,7 @@ class PyverbsContext(NativeContext):
             max_msg_sz=attr.max_msg_sz,
             gid_tbl_len=attr.gid_tbl_len,
             gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=bool(attr.flags & _GRH_REQUIRED),
         )
 
     def errno_of(self, error: Exception) -> int | None:
@@ -150,7 +153,7 @@ class PyverbsContext(NativeContext):
         if not route.global_route:
             return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=0)
         dgid = self.addr.GID(route.dgid.hex(":", 2))
-        path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=64)
+        path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=HOP_LIMIT)
         return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=1, gr=path)
 
     def new_context(self) -> Any:

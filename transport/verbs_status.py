@@ -156,12 +156,12 @@ def event_name(event: int) -> str:
     return EVENTS[event] if 0 <= event < len(EVENTS) else f"EVENT_{event}"
 
 
-def completion_error(status: int, *, peer: str, device: str, doing: str = "the copy", vendor: int = 0) -> RdmaError:
-    """The error for a completion that is not ``SUCCESS``; ``doing`` says what failed, ``vendor`` is the adapter's own code."""
+def error_of(status: int, *, peer: str, vendor_err: int = 0) -> RdmaError:
+    """The error for a completion whose status is not ``SUCCESS``; ``vendor_err`` is the adapter's own code."""
     name = status_name(status)
     meaning = MEANINGS.get(name, _OTHER)
-    code = f" (vendor code {vendor:#x})" if vendor else ""
-    return meaning.error(f"{doing} failed: {meaning.cause}{code}", peer=peer, device=device, status=name, hint=meaning.hint)
+    code = f" (the adapter's code: {vendor_err:#x})" if vendor_err else ""
+    return meaning.error(f"the copy failed: {meaning.cause}{code}", peer=peer, device="verbs", status=name, hint=meaning.hint)
 
 
 _ERRNO_HINTS = {

@@ -4,47 +4,60 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass, field
 
+from .tcp_place import interface_address
 from .verbs_provider import Gid
 
 ROOT = "/sys/class/infiniband"
+NETWORK = "/sys/class/net"
+NODES = "/sys/devices/system/node"
 _KINDS = {"IB/RoCE v1": "RoCEv1", "RoCE v2": "RoCEv2"}
 
 
-def _read(*parts: str) -> str:
-    """The text of a file below ``ROOT``, empty if there is none (or the entry of a table is not in use: EINVAL)."""
-    try:
-        with open(os.path.join(ROOT, *parts)) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A port of an RDMA device as the kernel shows it."""
+
+    device: str
+    number: int
+    node_type: str
+    """``"CA"`` (InfiniBand, RoCE), ``"RNIC"`` (iWARP), ..."""
+    state: str
+    """``"ACTIVE"``, ``"DOWN"``, ``"INIT"``, ..."""
+    link_layer: str
+    """``"INFINIBAND"`` or ``"ETHERNET"``"""
+    lid: int
+    gbit_per_s: float
+    gids: tuple[Gid, ...]
+    distance: int | None
+    """NUMA distance from the memory of this process to the adapter (10: the same node); ``None`` where the kernel has none."""
+    interfaces: dict[str, str] = field(default_factory=dict)
+    """Network interfaces of the port, each with its IPv4 address or ``""``."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.number}"
 
 
-def _list(*parts: str) -> list[str]:
-    try:
-        return os.listdir(os.path.join(ROOT, *parts))
-    except OSError:
-        return []
-
-
-def devices() -> list[str]:
-    """Names of the RDMA devices that the kernel has, sorted."""
-    return sorted(_list())
+def survey() -> list[Found]:
+    """All ports of all devices, in the order of their names. Empty where there is no RDMA."""
+    return [_port(device, number) for device in sorted(_list(ROOT)) for number in ports(device)]
 
 
 def ports(device: str) -> list[int]:
     """The port numbers of a device."""
-    return sorted(int(name) for name in _list(device, "ports") if name.isdigit())
+    return sorted(int(name) for name in _list(ROOT, device, "ports") if name.isdigit())
 
 
 def gids(device: str, port: int) -> list[Gid]:
     """The entries in use of a port's GID table."""
-    table = os.path.join(device, "ports", str(port))
+    table = os.path.join(ROOT, device, "ports", str(port))
     ethernet = _read(table, "link_layer") == "Ethernet"
     found = []
     for index in sorted(int(name) for name in _list(table, "gids") if name.isdigit()):
         text = _read(table, "gids", str(index))
-        if not text or not text.strip("0:"):
+        if not text.strip("0:"):
             continue
         kind = _KINDS.get(_read(table, "gid_attrs", "types", str(index)), "") if ethernet else "IB"
         netdev = _read(table, "gid_attrs", "ndevs", str(index))
@@ -52,18 +65,70 @@ def gids(device: str, port: int) -> list[Gid]:
     return found
 
 
-def numa_node(device: str) -> int:
-    """The NUMA node of the adapter, -1 where there is none (one node, or no hardware behind it)."""
-    text = _read(device, "device", "numa_node")
-    return int(text) if text else -1
+def distance(device: str) -> int | None:
+    """NUMA distance from the processors that this process may run on to the adapter, the least one; ``None`` if unknown."""
+    text = _read(ROOT, device, "device", "numa_node")
+    node = int(text) if text else -1
+    mine = os.sched_getaffinity(0)
+    found = []
+    for name in _list(NODES) if node >= 0 else []:
+        if not (name.startswith("node") and name[4:].isdigit() and mine & _span(_read(NODES, name, "cpulist"))):
+            continue
+        row = _read(NODES, name, "distance").split()
+        if node < len(row):
+            found.append(int(row[node]))
+    return min(found, default=None)
 
 
-def cpus_of_node(node: int) -> set[int]:
-    """The processors of a NUMA node, empty if there is no such node."""
+def _port(device: str, number: int) -> Found:
+    table = os.path.join(ROOT, device, "ports", str(number))
+    entries = tuple(gids(device, number))
+    names = {gid.netdev for gid in entries if gid.netdev} | set(_interfaces(device, number))
+    return Found(
+        device=device,
+        number=number,
+        node_type=_after_colon(_read(ROOT, device, "node_type")),
+        state=_after_colon(_read(table, "state")),
+        link_layer=_read(table, "link_layer").upper(),
+        lid=int(_read(table, "lid") or "0", 0),
+        gbit_per_s=float((_read(table, "rate").split() or ["0"])[0]),
+        gids=entries,
+        distance=distance(device),
+        interfaces={name: interface_address(name) or "" for name in sorted(names)},
+    )
+
+
+def _interfaces(device: str, number: int) -> list[str]:
+    """Those beside the GID table: of an InfiniBand port (IPoIB), and below a software device."""
+    found = [_read(ROOT, device, "parent")]
+    for name in _list(ROOT, device, "device", "net"):
+        port = _read(NETWORK, name, "dev_port")
+        if port and int(port) == number - 1:
+            found.append(name)
+    return [name for name in found if name]
+
+
+def _after_colon(text: str) -> str:
+    return text.rpartition(":")[2].strip()
+
+
+def _span(text: str) -> set[int]:
+    """``"0-3,8"`` as a set."""
+    pairs = [part.split("-") for part in text.split(",") if part]
+    return {cpu for pair in pairs for cpu in range(int(pair[0]), int(pair[-1]) + 1)}
+
+
+def _read(*parts: str) -> str:
+    """The text of a file, empty if there is none (or the entry of a table is not in use: EINVAL)."""
     try:
-        with open(f"/sys/devices/system/node/node{node}/cpulist") as file:
-            text = file.read().strip()
+        with open(os.path.join(*parts)) as file:
+            return file.read().strip()
     except OSError:
-        return set()
-    spans = [part.split("-") for part in text.split(",") if part]
-    return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+        return ""
+
+
+def _list(*parts: str) -> list[str]:
+    try:
+        return os.listdir(os.path.join(*parts))
+    except OSError:
+        return []
