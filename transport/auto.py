@@ -83,7 +83,7 @@ class AutoDevice(Device):
         """By their names: those that could be opened."""
         self.refused: dict[str, Refusal] = {}
         """The others."""
-        self._has_rdma = bool(verbs_sysfs.devices())
+        self._has_rdma = bool(verbs_sysfs.survey())
         self._reasons: weakref.WeakKeyDictionary[Channel, str] = weakref.WeakKeyDictionary()  # of those that fell back
         self._told: set[str] = set()
         self._fallbacks = 0

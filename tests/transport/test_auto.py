@@ -30,7 +30,7 @@ def kind() -> str:
 @pytest.fixture
 def broken_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This host has an RDMA device, as far as the kernel says, that no driver opens."""
-    (tmp_path / "broken0" / "ports").mkdir(parents=True)
+    (tmp_path / "broken0" / "ports" / "1").mkdir(parents=True)
     monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
     yield
 
@@ -105,7 +105,7 @@ def test_a_fallback_is_told_once_a_peer_and_counted(
 
 def test_the_peer_is_told_why_we_cannot(open_device: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        (tmp_path / "broken0").mkdir()
+        (tmp_path / "broken0" / "ports" / "1").mkdir(parents=True)
         patch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
         theirs = open_device("auto")
     assert isinstance(theirs, AutoDevice)
