@@ -1,5 +1,6 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
+# make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
@@ -9,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run test bench lint format typecheck-links clean
+.PHONY: run test vm-test bench lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -19,6 +20,9 @@ bench: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+vm-test: $(INSTALLED)
+	$(BIN)/python tests/vm/suite.py $(ARGS)
 
 lint: $(INSTALLED) typecheck-links
 	$(BIN)/ruff check .
