@@ -16,14 +16,14 @@ from pathlib import Path
 
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
-from .transport import AutoDevice, RdmaError, host_id, open_device
+from .transport import AutoDevice, RdmaError, host_id, open_device, verbs_ports, verbs_provider
 from .transport.arena import default_limit
 from .transport.tcp_place import routed_address
-from .transport.verbs_ports import describe, pick_gid, rank
 from .transport.verbs_sysfs import Found, survey
 
 _CONNECT_TIMEOUT_S = 3.0
 _WIDTH = 100
+_CHOSEN = 3  # lines of a port that say what was chosen; the others, why not another
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
 _WITHIN = {
@@ -47,16 +47,14 @@ def ports(found: list[Found]) -> list[Finding]:
     if not found:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
-    order, lines = rank(found)
-    findings = []
-    for port in order[:1]:
-        _, gid = pick_gid(port)
-        nic = ", ".join(f"{name} {address}".strip() for name, address in port.interfaces.items())
-        findings.append(Finding("rdma", OK, f"{port.name}: {describe(port)}; {gid}" + (f"; {nic}" if nic else "")))
-    for line in lines:
-        state = LIMITS if " left out: " in line else OK
-        findings.append(Finding("rdma", state if order else MISSING, line))
-    return findings
+    try:
+        port = verbs_ports.choose(verbs_provider.choose())
+    except RdmaError as error:
+        return [Finding("rdma", MISSING, error.message, error.hint)]
+    port.context.close()
+    chosen, others = port.lines[:_CHOSEN], port.lines[_CHOSEN:]
+    rest = [Finding("rdma", LIMITS if " left out: " in line else OK, line) for line in others]
+    return [Finding("rdma", OK, "; ".join(chosen)), *rest]
 
 
 def host(root: Path = Path("/")) -> list[Finding]:

@@ -113,7 +113,7 @@ class AutoDevice(Device):
     def _open(self, kind: str, make: Callable[[], Device]) -> None:
         try:
             self.devices[kind] = make()
-        except (RdmaError, OSError, ImportError) as error:
+        except (RdmaError, OSError) as error:
             self.refused[kind] = Refusal.of(error)
 
     def _open_verbs(self, options: dict[str, Any]) -> Device:
