@@ -177,7 +177,7 @@ def _entry(state: str, topic: str, text: str, hint: str, width: int) -> list[str
     head = f"  {mark:<7} {topic:<12} "
     margin = " " * len(head)
     lines = textwrap.wrap(text, width, initial_indent=head, subsequent_indent=margin)
-    if hint:
+    if hint and "rdmarpc doctor" not in hint:  # which this is
         lines += textwrap.wrap(f"> {hint}", width, initial_indent=margin, subsequent_indent=margin + "  ")
     return lines
 

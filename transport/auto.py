@@ -5,8 +5,9 @@ every tensor of the arena, every region and every poller is good for all. An add
 commas; where a host has RDMA hardware that cannot be used, ``no-verbs:REASON`` (percent-encoded) stands among them.
 
 A *fallback* is a connection over tcp although one end at least has RDMA hardware. It is never silent: it is counted
-(``fallbacks``) and, once for every peer, written to the log ``rdmarpc`` as a warning with the reason, at both ends. A peer on
-this host is reached over shm, and one where neither end has such hardware over tcp: these are no fallbacks.
+(``fallbacks``) and, once for every peer, written to the log ``rdmarpc`` as a warning with the reason: at the end that connects,
+and at the other if it has such hardware. A peer on this host is reached over shm, and one where neither end has such hardware
+over tcp: these are no fallbacks.
 
 ``require="rdma"``: no peer is reached over tcp, which is not even opened. Within a host shm is allowed: it is as one-sided as
 RDMA, nobody at the peer takes part in a copy, and it is faster.
@@ -144,14 +145,16 @@ class AutoDevice(Device):
         return {kind: self._refusal(kind, parts) for kind in KINDS}
 
     def _refusal(self, kind: str, parts: dict[str, str]) -> Refusal | None:
-        if kind in self.refused:
-            return self.refused[kind]
+        ours = self.refused.get(kind)
+        told = f"at the peer: {unquote(parts[_UNUSABLE].partition(':')[2])}" if kind == "verbs" and _UNUSABLE in parts else ""
+        if ours is not None:
+            return Refusal(f"{ours.why}; {told}", ours.hint) if told else ours
         if kind not in parts:
-            unusable = parts.get(_UNUSABLE) if kind == "verbs" else None
-            return Refusal(f"at the peer: {unquote(unusable.partition(':')[2])}" if unusable else f"the peer has no {kind}")
+            return Refusal(told or f"the peer has no {kind}")
         if why := self.devices[kind].why_not(parts[kind].encode()):
             return Refusal(why)
-        if kind != "shm" and "shm" in parts and parts["shm"].split(":")[1] != host_id() and _on_loopback(parts[kind]):
+        elsewhere = "shm" in parts and parts["shm"].split(":")[1:2] != [host_id()]
+        if kind != "shm" and elsewhere and _on_loopback(parts[kind]):
             return Refusal("the peer listens on loopback only", "give every worker the same secret")
         return None
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_reached_is_said(open_device: Open) -> None:
     }
     with pytest.raises(NotSupported, match="same secret"):
         auto.connect(b"auto:shm:0123456789abcdef:1,tcp:[::1]:9:1")
-    for nonsense in (b"", b"auto:", b"\xff\xfe", b"shm", b"tcp:x", b"auto:tcp:host:port:1,shm:::"):
+    for nonsense in (b"", b"auto:", b"\xff\xfe", b"shm", b"tcp:x", b"auto:tcp:host:port:1,shm:::", b"auto:shm,tcp:[::1]:9:1"):
         with pytest.raises(NotSupported, match="no device reaches"):
             auto.connect(nonsense)
     with pytest.raises(NotSupported, match="nosuch0"):
