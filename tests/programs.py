@@ -26,7 +26,12 @@ def _main(arguments: list[str], out: str) -> None:
     log = os.open(out, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # Children of the program are its forks. They run the same code: it never knows how its context starts a process.
+    execute(arguments)
+
+
+def execute(arguments: list[str]) -> None:
+    """As the interpreter would, here. Children of the program are its forks. They run the same code: it never knows how its
+    context starts a process."""
     mp.context._concrete_contexts["spawn"] = mp.get_context("fork")  # type: ignore[attr-defined]
     if arguments[0] == "-m":
         sys.path.insert(0, str(ROOT))
@@ -88,3 +93,7 @@ def run(*arguments: str, fresh: bool = False, timeout: float = 110.0) -> subproc
             program.kill()
             raise
         return subprocess.CompletedProcess(arguments, code, out.read_text())
+
+
+if __name__ == "__main__":  # in a process that has imported everything (tests/vm/zygote.py)
+    execute(sys.argv[1:])
