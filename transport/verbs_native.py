@@ -406,12 +406,20 @@ class NativeContext(Context):
         with self.lock:
             if self.native is None or self.foreign():
                 return
-            for child in sorted(self.children, key=lambda child: order.index(type(child))):
-                self.end(child)
-            self.call("ibv_dealloc_pd", self.pd.close)
-            self.call("ibv_close_device", self.native.close)
+            children = sorted(self.children, key=lambda child: order.index(type(child)))
+            steps = [functools.partial(self.end, child) for child in children]
+            steps.append(lambda: self.call("ibv_dealloc_pd", self.pd.close))
+            steps.append(lambda: self.call("ibv_close_device", self.native.close))
+            failed = []
+            for step in steps:  # an adapter that failed may refuse some of them: the others are done all the same
+                try:
+                    step()
+                except RdmaError as error:
+                    failed.append(error)
             self.native = None
             _open.discard(self)
+        if failed:
+            raise failed[0]
 
     def natives(self) -> list[Any]:
         """Every object of the package that a destructor could end."""
