@@ -156,6 +156,12 @@ class _Owner:
         self.context, self.native = context, native
         context.children.append(self)
 
+    def owned(self) -> Any:
+        """The package's object, as long as it is open."""
+        if self.native is None:
+            raise RdmaError(f"a closed {type(self).__name__} was used", device=self.context.name)
+        return self.native
+
     def close(self) -> None:
         self.context.end(self)
 
@@ -223,33 +229,37 @@ class NativeQueuePair(_Owner, QueuePair):
             ),
         )
 
-    def modify(self, **fields: int) -> None:
-        """Set these fields of ``ibv_qp_attr``; ``qp_state`` is one of them."""
-        self.context.call("ibv_modify_qp", lambda: self.context.modify(self.native, fields, None))
+    def modify(self, verb: str, route: Route | None = None, **fields: int) -> None:
+        """Set these fields of ``ibv_qp_attr`` (``qp_state`` is one of them), and the address vector."""
+        with self.context.lock:
+            native = self.owned()
+            self.context.call(verb, lambda: self.context.modify(native, fields, route))
 
     def connect(self, route: Route) -> None:
-        ready_to_receive = {
-            "qp_state": at.QPS_RTR,
-            "path_mtu": MTU[route.mtu],
-            "dest_qp_num": route.dest_qp_num,
-            "rq_psn": route.rq_psn,
-            "max_dest_rd_atomic": route.max_dest_rd_atomic,
-            "min_rnr_timer": 12,
-        }
-        self.context.call("ibv_modify_qp to RTR", lambda: self.context.modify(self.native, ready_to_receive, route))
         self.modify(
+            "ibv_modify_qp to RTR",
+            route,
+            qp_state=at.QPS_RTR,
+            path_mtu=MTU[route.mtu],
+            dest_qp_num=route.dest_qp_num,
+            rq_psn=route.rq_psn,
+            max_dest_rd_atomic=route.max_dest_rd_atomic,
+            min_rnr_timer=12,  # 0.64 ms
+        )
+        self.modify(
+            "ibv_modify_qp to RTS",
             qp_state=at.QPS_RTS,
             sq_psn=route.sq_psn,
             timeout=route.timeout,
             retry_cnt=route.retry_cnt,
-            rnr_retry=7,
+            rnr_retry=7,  # for ever
             max_rd_atomic=route.max_rd_atomic,
         )
 
     def error(self) -> None:
         with self.context.lock:
             if self.native is not None and not self.context.foreign():
-                self.modify(qp_state=at.QPS_ERR)
+                self.modify("ibv_modify_qp to ERR", qp_state=at.QPS_ERR)
 
 
 class NativeContext(Context):
@@ -343,7 +353,7 @@ class NativeContext(Context):
         self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
     ) -> QueuePair:
         assert isinstance(cq, NativeCompletionQueue) and isinstance(srq, NativeSharedReceiveQueue)
-        queues = cq.native, srq.native
+        queues = cq.owned(), srq.owned()
         while True:
             make = functools.partial(self.new_queue_pair, *queues, depth, max_sge, max_inline)
             try:
@@ -354,9 +364,17 @@ class NativeContext(Context):
                     raise
                 max_inline //= 2
         pair = self.add(NativeQueuePair, native, cq, srq, granted, inline)
-        pair.modify(
-            qp_state=at.QPS_INIT, pkey_index=0, port_num=port, qp_access_flags=at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ
-        )
+        try:
+            pair.modify(
+                "ibv_modify_qp to INIT",
+                qp_state=at.QPS_INIT,
+                pkey_index=0,
+                port_num=port,
+                qp_access_flags=at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ,
+            )
+        except RdmaError:
+            pair.close()
+            raise
         return pair
 
     def gids(self, port: int) -> list[Gid]:
@@ -407,7 +425,7 @@ class NativeContext(Context):
             if self.native is None or self.foreign():
                 return
             children = sorted(self.children, key=lambda child: order.index(type(child)))
-            steps = [functools.partial(self.end, child) for child in children]
+            steps: list[Callable[[], Any]] = [functools.partial(self.end, child) for child in children]
             steps.append(lambda: self.call("ibv_dealloc_pd", self.pd.close))
             steps.append(lambda: self.call("ibv_close_device", self.native.close))
             failed = []

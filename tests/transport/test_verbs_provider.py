@@ -210,8 +210,8 @@ def test_what_is_closed_is_gone(provider: verbs_provider.Provider) -> None:
     loop.pairs[0].close()
     loop.pairs[0].close()
     loop.pairs[0].error()
-    with pytest.raises(RdmaError):
-        loop.pairs[0].connect(None)  # type: ignore[arg-type]
+    with pytest.raises(RdmaError, match="closed"):
+        loop.pairs[0].connect(route_to_itself(loop))
     loop.context.close()  # with children open: it closes them first
     loop.context.close()
     for thing in (*loop.pairs, loop.srq, loop.cq, loop.region):
@@ -234,6 +234,8 @@ def test_limits_are_named(loop: Loop) -> None:
         context.shared_receive_queue(2 * limits.max_srq_wr)
     with pytest.raises(RdmaError, match="ibv_create_qp failed"):
         context.queue_pair(loop.cq, loop.srq, port=loop.port.number, depth=2 * limits.max_qp_wr, max_sge=1, max_inline=0)
+    with pytest.raises(RdmaError, match="ibv_modify_qp to INIT failed"):
+        context.queue_pair(loop.cq, loop.srq, port=99, depth=16, max_sge=1, max_inline=0)
     with pytest.raises(RdmaError, match="ibv_modify_qp to RTR failed"):
         loop.pairs[0].connect(route_to_itself(loop))  # is connected already
     with pytest.raises(RdmaError, match="ibv_query_port"):
