@@ -202,14 +202,21 @@ class VerbsDevice(Device):
 
     # -- connections
 
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        if fields[0] != "verbs" or len(fields) < 5 or not fields[-3].isdigit():
+            return "an address looks like verbs:HOST:PORT:ID:ENDPOINT"
+        try:
+            return verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
+        except RdmaError as error:
+            return error.message
+
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        where, uid, endpoint = (peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2) + ["", ""])[:3]
+        if why := self.why_not(peer):
+            raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
+        where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
         host, _, port = where.rpartition(":")
-        if not peer.startswith(b"verbs:") or not port.isdigit():
-            raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
-        if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
-            raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
         except TimeoutError:
