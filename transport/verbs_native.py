@@ -24,13 +24,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import cma, verbs_sysfs
+from . import cma
 from . import verbs_layout as at
 from .errors import NotSupported, RdmaError
 from .verbs_provider import (
     CompletionQueue,
     Context,
-    Gid,
     MemoryRegion,
     QueuePair,
     Route,
@@ -376,9 +375,6 @@ class NativeContext(Context):
             pair.close()
             raise
         return pair
-
-    def gids(self, port: int) -> list[Gid]:
-        return verbs_sysfs.gids(self.name, port)
 
     def async_event(self) -> str | None:
         event = ctypes.create_string_buffer(at.ASYNC_EVENT_BYTES)

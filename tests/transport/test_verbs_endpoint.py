@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmarpc.transport import RdmaError
@@ -23,6 +23,7 @@ endpoints = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(endpoints)
 def test_dump_and_load(endpoint: Endpoint) -> None:
     assert len(endpoint.dump()) == Endpoint.SIZE
@@ -30,6 +31,7 @@ def test_dump_and_load(endpoint: Endpoint) -> None:
     assert str(endpoint).isalnum()
 
 
+@settings(deadline=None)
 @given(st.one_of(st.binary(max_size=40), st.binary(min_size=Endpoint.SIZE, max_size=Endpoint.SIZE)))
 def test_any_other_bytes_are_refused(blob: bytes) -> None:
     try:
@@ -40,12 +42,14 @@ def test_any_other_bytes_are_refused(blob: bytes) -> None:
     assert Endpoint.load(endpoint.dump()) == endpoint and endpoint.gid == blob[-16:]
 
 
+@settings(deadline=None)
 @given(st.text("0123456789abcdefx ", max_size=60))
 def test_any_other_text_is_refused(text: str) -> None:
     with pytest.raises(RdmaError, match="not the description of a port"):
         Endpoint.parse(text + "x")
 
 
+@settings(deadline=None)
 @given(endpoints, endpoints)
 def test_whether_two_fit_is_the_same_from_both_ends(a: Endpoint, b: Endpoint) -> None:
     assert (why_not(a, b) is None) == (why_not(b, a) is None)
