@@ -172,7 +172,7 @@ class Guest:
             *(("-accel", "kvm", "-cpu", "host") if accel == "kvm" else ("-accel", "tcg,thread=multi", "-cpu", "max")),
             *("-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{self.console}"),
             *("-kernel", str(booted.kernel), "-initrd", str(booted.initramfs)),
-            # An emulated processor's time stamps are the host's, but it does not say so; the other clocks are very slow to read.
+            # An emulated processor's time stamps are the host's, but it does not say so; the other clocks are slow to read.
             *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off no_timer_check tsc=reliable {self._options}"),
             *("-virtfs", f"local,path=/,mount_tag=root,readonly=on,{share}"),
             *("-virtfs", f"local,path={self.box.resolve()},mount_tag=box,{share}"),
