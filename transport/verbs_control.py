@@ -29,8 +29,11 @@ from .verbs_endpoint import Endpoint
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct(f"<QIIII{Endpoint.SIZE}s")
+_SETUP = struct.Struct(f"<QII{Endpoint.SIZE}s")
+_COUNTS = struct.Struct("<II")
+_QUEUE_PAIR = struct.Struct("<II")
 MAX_HELLO = 64 << 10
+MAX_QPS = 16
 _SEND_TIMEOUT_S = 5.0
 
 
@@ -40,23 +43,27 @@ class Setup(NamedTuple):
     uid: int
     epoch: int
     patience_ms: int
-    qp_num: int
-    psn: int
     endpoint: bytes
+    queue_pairs: tuple[tuple[int, int], ...]
+    """(qp_num, first packet sequence number) of each."""
 
 
 def send_setup(sock: socket.socket, setup: Setup, hello: bytes) -> None:
     if len(hello) > MAX_HELLO:
         raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
-    sock.sendall(_SETUP.pack(*setup) + len(hello).to_bytes(4, "little") + hello)
+    uid, epoch, patience_ms, endpoint, queue_pairs = setup
+    pairs = b"".join(_QUEUE_PAIR.pack(*pair) for pair in queue_pairs)
+    counts = _COUNTS.pack(len(queue_pairs), len(hello))
+    sock.sendall(_SETUP.pack(uid, epoch, patience_ms, endpoint) + counts + pairs + hello)
 
 
 def receive_setup(sock: socket.socket) -> tuple[Setup, bytes]:
-    setup = Setup(*_SETUP.unpack(auth.receive_exactly(sock, _SETUP.size)))
-    length = int.from_bytes(auth.receive_exactly(sock, 4), "little")
-    if length > MAX_HELLO:
-        raise PeerLost("the peer sent an overlong hello", device="verbs", status="PROTOCOL")
-    return setup, auth.receive_exactly(sock, length)
+    uid, epoch, patience_ms, endpoint = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+    count, length = _COUNTS.unpack(auth.receive_exactly(sock, _COUNTS.size))
+    if length > MAX_HELLO or not 1 <= count <= MAX_QPS:
+        raise PeerLost("the peer sent a malformed setup", device="verbs", status="PROTOCOL")
+    pairs = tuple(_QUEUE_PAIR.iter_unpack(auth.receive_exactly(sock, count * _QUEUE_PAIR.size)))
+    return Setup(uid, epoch, patience_ms, endpoint, pairs), auth.receive_exactly(sock, length)
 
 
 class Message(NamedTuple):
@@ -76,14 +83,15 @@ class ControlStream:
         self.pulse: Pulse | None = None
         self.heard = True
         """Something came since somebody set this to false."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while something is sent; by the handshake, until its own part is out."""
         self._rest = b""
         self.closed = False
 
     def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, rkey: int = 0) -> None:
         """Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
         data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
-        with self._lock:
+        with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
             if self.pulse is not None:
@@ -124,7 +132,7 @@ class ControlStream:
         return messages
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True
