@@ -53,7 +53,8 @@ class RpcBackendOptions:
     may be changed until ``init_rpc``, which checks them again.
 
     ``num_worker_threads``: user functions that may run here at once. ``rpc_timeout``: seconds a call may take by default, 0
-    = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``.
+    = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``, or
+    ``"slurm://"`` in tasks of one ``srun``: rank, size and first host are SLURM's (``slurm://:PORT`` for a port of your own).
     ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
     ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
