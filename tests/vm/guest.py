@@ -1,0 +1,295 @@
+"""A QEMU guest with a Soft-RoCE device ``rxe0`` that runs commands on the host's own file system.
+
+    python tests/vm/guest.py [--cpus 2] [--memory 6G] -- COMMAND...   one command in a guest of its own
+    python tests/vm/guest.py --serve DIR                              a guest that stays up, until SIGTERM or Ctrl-C
+    python tests/vm/guest.py --in DIR -- COMMAND...                   one command in that guest
+
+A command runs in the caller's working directory with the caller's Python; its output comes as it is written, its exit status is
+ours (125: the guest itself failed, 124: out of time). What it writes is lost, but for the folder ``$RDMARPC_VM_BOX``, which is the
+box ``DIR`` of the host: through it commands go in and results come out. ``RDMARPC_VM_ACCEL``: ``kvm`` or ``tcg``, else KVM is tried first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from image import Image, Unavailable, image
+
+AGENT = Path(__file__).with_name("agent.sh")
+BOX_INSIDE = "/run/box"
+KVM_PATIENCE = 8.0
+"""Seconds in which a guest must have reached its first process under KVM: some machines offer a KVM in which a guest hangs."""
+BOOT_PATIENCE = 120.0
+FAILED, OUT_OF_TIME = 125, 124
+
+PASSED_ON = ("PATH", "HOME", "LANG", "USER", "VIRTUAL_ENV")
+PASSED_ON_PREFIXES = ("PYTHON", "PYTEST_", "NUMBA_", "RDMARPC_", "TORCH_", "OMP_", "MKL_", "HYDRA_")
+
+
+class GuestFailed(RuntimeError):
+    """The guest did not come up, or went down; with the end of its console."""
+
+
+class Guest:
+    """A running guest. It ends with this object, and with the thread that started it, however that ends.
+
+    ``box``: a folder of the host that the guest may write to (a new one by default); its console is ``box/console.log``.
+    ``link``: ``veth`` for a device on a pair of its own, else the network interface that ``rxe0`` is made on, which ``qemu``,
+    more arguments for QEMU, has to bring (``("-netdev", "socket,...", "-device", "virtio-net-pci,host_mtu=4200,...")``).
+    ``address``: of that interface.
+    """
+
+    def __init__(
+        self,
+        box: Path | None = None,
+        *,
+        cpus: int = 2,
+        memory: str = "6G",
+        hostname: str = "guest",
+        link: str = "veth",
+        address: str = "10.77.0.1/24",
+        qemu: Sequence[str] = (),
+    ) -> None:
+        self.hostname = hostname
+        self._own_box = box is None
+        self.box = Path(tempfile.mkdtemp(prefix="rdmarpc-vm-")) if box is None else box
+        self.box.mkdir(parents=True, exist_ok=True)
+        self.console = self.box / "console.log"
+        self.accel = ""
+        self._cpus, self._memory, self._extra = cpus, memory, tuple(qemu)
+        self._options = f"rdmarpc.hostname={hostname} rdmarpc.link={link} rdmarpc.address={address}"
+        self._qemu: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Guest:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Boots; returns when commands are accepted. Raises ``GuestFailed``, ``Unavailable``."""
+        booted = image()
+        for old in self.box.iterdir():
+            if old.suffix in (".sh", ".run", ".out", ".rc", ".pid", ".kill") or old.name == "ready":
+                old.unlink()
+        shutil.copy(AGENT, self.box / "agent.sh")
+        wanted = os.environ.get("RDMARPC_VM_ACCEL", "")
+        if wanted not in ("", "kvm", "tcg"):
+            raise GuestFailed(f"RDMARPC_VM_ACCEL={wanted}: kvm or tcg")
+        if wanted != "tcg" and os.access("/dev/kvm", os.R_OK | os.W_OK):
+            self._boot(booted, "kvm")
+            if self._wait(lambda: "rdmarpc: init" in self._log(), KVM_PATIENCE):
+                self._wait_ready()
+                return
+            self.close_qemu()
+        if wanted == "kvm":
+            raise GuestFailed(f"no guest under KVM on this machine within {KVM_PATIENCE:g} s")
+        self._boot(booted, "tcg")
+        self._wait_ready()
+
+    def command(
+        self, command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 600.0
+    ) -> Command:
+        """Starts a command in the guest. ``env``: besides what is passed on (``PASSED_ON``)."""
+        return Command(self.box, command, cwd=cwd, env=env, timeout=timeout, alive=self.alive)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+        output: Callable[[bytes], object] | None = None,
+    ) -> int:
+        """Runs a command to its end and gives its exit status; ``output`` gets what it writes."""
+        return self.command(command, cwd=cwd, env=env, timeout=timeout).wait(output)
+
+    @property
+    def pid(self) -> int:
+        """The process whose death by SIGKILL is this host's loss of power, and SIGSTOP its pause."""
+        assert self._qemu is not None
+        return self._qemu.pid
+
+    def alive(self) -> bool:
+        return self._qemu is not None and self._qemu.poll() is None
+
+    def close(self) -> None:
+        """Ends the guest as a loss of power would."""
+        self.close_qemu()
+        if self._own_box:
+            shutil.rmtree(self.box, ignore_errors=True)
+
+    def close_qemu(self) -> None:
+        if self._qemu is not None:
+            self._qemu.kill()
+            self._qemu.wait()
+
+    def _boot(self, booted: Image, accel: str) -> None:
+        self.accel = accel
+        self.console.write_bytes(b"")
+        share = "security_model=none,multidevs=remap"
+        arguments = [
+            # The kernel ends QEMU when we are gone, however we ended.
+            *("setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"),
+            *("-machine", "q35", "-smp", str(self._cpus), "-m", self._memory),
+            *(("-accel", "kvm", "-cpu", "host") if accel == "kvm" else ("-accel", "tcg,thread=multi", "-cpu", "max")),
+            *("-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{self.console}"),
+            *("-kernel", str(booted.kernel), "-initrd", str(booted.initramfs)),
+            *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off {self._options}"),
+            *("-virtfs", f"local,path=/,mount_tag=root,readonly=on,{share}"),
+            *("-virtfs", f"local,path={self.box.resolve()},mount_tag=box,{share}"),
+            *self._extra,
+        ]
+        with (self.box / "qemu.log").open("wb") as log:
+            self._qemu = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _wait_ready(self) -> None:
+        if not self._wait((self.box / "ready").exists, BOOT_PATIENCE):
+            tail = self._log()[-1500:] + (self.box / "qemu.log").read_text(errors="replace")[-1500:]
+            raise GuestFailed(
+                f"the guest did not come up within {BOOT_PATIENCE:g} s ({self.accel}); its console ends with:\n{tail}"
+            )
+
+    def _wait(self, condition: Callable[[], bool], patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while not condition():
+            if time.monotonic() > deadline or not self.alive():
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _log(self) -> str:
+        return self.console.read_text(errors="replace")
+
+
+class Command:
+    """A command in the guest whose box is ``box``; ``kill`` ends it and all that it started."""
+
+    def __init__(
+        self,
+        box: Path,
+        command: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._box, self._alive = box, alive
+        self._name = f"{time.time_ns()}-{os.getpid()}"
+        self._deadline = time.monotonic() + timeout
+        self._read = 0
+        passed = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
+        passed |= {"RDMARPC_VM_BOX": BOX_INSIDE, **(env or {})}
+        path = [place for place in (passed.get("PYTHONPATH"), "/run/python") if place]
+        passed["PYTHONPATH"] = os.pathsep.join(path)
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in passed.items()]
+        lines += [f"cd {shlex.quote(str(cwd or Path.cwd()))} || exit {FAILED}", f"exec {shlex.join(command)}"]
+        started = box / f"{self._name}.new"
+        started.write_text("\n".join(lines) + "\n")
+        started.rename(box / f"{self._name}.sh")
+
+    def wait(self, output: Callable[[bytes], object] | None = None) -> int:
+        """The exit status, when it has ended. ``OUT_OF_TIME`` after its time, ``FAILED`` when the guest died."""
+        while (status := self.poll(output)) is None:
+            if not self._alive():
+                return FAILED
+            if time.monotonic() > self._deadline:
+                self.kill()
+                return OUT_OF_TIME
+            time.sleep(0.05)
+        return status
+
+    def poll(self, output: Callable[[bytes], object] | None = None) -> int | None:
+        """The exit status, or None while it runs; ``output`` gets what it wrote since the last call."""
+        ended = self._file("rc").exists()
+        written = self.output()[self._read :]
+        self._read += len(written)
+        if written and output is not None:
+            output(written)
+        return int(self._file("rc").read_text()) if ended else None
+
+    def output(self) -> bytes:
+        """All that it has written so far."""
+        return self._file("out").read_bytes() if self._file("out").exists() else b""
+
+    def kill(self) -> None:
+        self._file("kill").touch()
+
+    def _file(self, kind: str) -> Path:
+        return self._box / f"{self._name}.{kind}"
+
+
+def _print(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()
+
+
+def _serve(guest: Guest) -> int:
+    (guest.box / "qemu.pid").write_text(str(guest.pid))
+    print(f"ready ({guest.accel}); commands: python {__file__} --in {guest.box} -- COMMAND", flush=True)
+    while guest.alive():
+        time.sleep(0.5)
+    return FAILED
+
+
+def _served(box: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(int((box / "qemu.pid").read_text()), 0)
+        return (box / "ready").exists()
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpus", type=int, default=2)
+    parser.add_argument("--memory", default="6G")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the command may take")
+    parser.add_argument("--serve", type=Path, metavar="DIR")
+    parser.add_argument("--in", type=Path, metavar="DIR", dest="inside")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    asked = parser.parse_args()
+    command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    if bool(command) == bool(asked.serve):
+        parser.error("either --serve DIR, or a command after --")
+    # An ordinary end, so that the guest is closed and a command in it is killed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if asked.inside is not None:
+            if not _served(asked.inside):
+                raise GuestFailed(f"no guest serves {asked.inside}: python {__file__} --serve {asked.inside}")
+            running = Command(asked.inside, command, timeout=asked.timeout, alive=lambda: _served(asked.inside))
+            try:
+                return running.wait(_print)
+            except BaseException:
+                running.kill()
+                raise
+        with Guest(asked.serve, cpus=asked.cpus, memory=asked.memory) as guest:
+            return _serve(guest) if asked.serve else guest.run(command, timeout=asked.timeout, output=_print)
+    except (GuestFailed, Unavailable) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)
