@@ -41,7 +41,7 @@ setup(
         "experiments": EXPERIMENTS,
         "examples": ["gymnasium", "scikit-learn"],
         "cloudpickle": ["cloudpickle"],
-        "verbs": ["pyverbs"],
+        "verbs": ["ibverbs"],
         "cuda": ["cuda-python"],
         "bench": ["grpcio"],
         "slurm": ["hydra-submitit-launcher"],

@@ -66,7 +66,7 @@ class Progress:
         self._token, self._jobs_word, self._events, self._runs, self._asleep, self._backlog = (
             base + 64 * at for at in range(6)
         )
-        self._bell, self._table = poller.bell_address, poller.address
+        self._bell, self._table, self._port = poller.bell_address, poller.address, poller.port
         kernels.add(self._bell + 8, 1)  # the free token counts as a sleeper
         self._numbers = itertools.count(1)
         self._local = threading.local()
@@ -132,7 +132,8 @@ class Progress:
         token, table, bell, poller = self._token, self._table, self._bell, self._poller
         spin, limit = kernels.SPIN, kernels.SLICE_NS
         while not awaited.done:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, _PATIENCE_NS if self.unfinished else limit)
+            patience = _PATIENCE_NS if self.unfinished else limit
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, patience, self._port)
             if found >= 0:
                 try:
                     self._read(found >> 32, found & 0xFFFFFFFF)
@@ -291,7 +292,7 @@ class Progress:
         token, table, bell, poller, jobs = self._token, self._table, self._bell, self._poller, self.jobs
         held, running = mine + words.HOLDING, mine + words.RUNNING
         while not self._stopping:
-            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS)
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, self._port)
             if found == kernels.CHANGED:
                 return
             if found == kernels.TIMEOUT:

@@ -39,6 +39,10 @@ def open_device(name: str = "shm", **options: Any) -> Device:
         return ShmDevice(**options)
     if kind == "tcp":
         return TcpDevice(place, **options)
+    if kind == "verbs":
+        from .verbs import VerbsDevice  # needs libibverbs
+
+        return VerbsDevice(place, **options)
     raise NotSupported(f"no device {name!r}", hint="one of shm, tcp, tcp://ADDRESS[:PORT]")
 
 

@@ -62,6 +62,12 @@ class Segment:
             ) from None
         self._reserved = end
 
+    def close(self) -> None:
+        """Close the file. The memory stays mapped for as long as a tensor over it is held."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
 
 @dataclass(slots=True, frozen=True)
 class Block:

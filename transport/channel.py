@@ -87,8 +87,8 @@ class Window(abc.ABC):
 
     @abc.abstractmethod
     def put(self, offset: int, nbytes: int) -> None:
-        """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. Returns when the local
-        bytes may be overwritten. Any thread; the caller keeps the range inside the window."""
+        """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. The caller keeps the range inside
+        the window, and leaves the local bytes as they are until it knows from the peer that they are there. Any thread."""
 
 
 class Mapped(abc.ABC):
@@ -117,6 +117,8 @@ class Channel(abc.ABC):
     """Who is at the other end, for people."""
     peer_hello: bytes
     """What the peer gave to ``connect``, or its ``on_connect`` returned."""
+    port = 0
+    """Address of what has to be polled for news of this channel (``verbs_kernels``); 0: nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -5,61 +5,67 @@ from __future__ import annotations
 import abc
 import hashlib
 import logging
-import mmap
 import os
 import queue
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .arena import Arena, Block, Segment
+from .arena import Block, Segment
 from .channel import Channel
 from .errors import RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
-from .notify import BELL_BYTES, BELLS, Poller
+from .memory import Memory
+from .notify import Poller
 from .region import Region, RemoteRegion, local_bytes
 
 OnConnect = Callable[[Channel], bytes]
 
 
 class Device(abc.ABC):
-    """Owns its arena, its regions and its channels; ``close`` ends them in the right order and is idempotent.
+    """Owns its channels; ``close`` ends them in the right order and is idempotent. Stands on a ``Memory``: one that it was
+    given, or one of its own, which ends with it.
 
     Thread-safe. Not usable in a forked child (``RdmaError``): fork before opening, or spawn.
     """
 
     name: str
-    uid: int
-    """64 random bits: this device's life."""
-    bells: int
-    """Address of ``BELLS`` bells in memory that this device's signallers can reach."""
+    port = 0
+    """Address of what whoever waits on this device has to poll (``verbs_kernels``); 0: nothing."""
 
     def __init__(
-        self, name: str, *, secret: bytes, arena_limit: int | None, on_connect: OnConnect | None, peer_timeout: float
+        self,
+        name: str,
+        *,
+        secret: bytes,
+        arena_limit: int | None,
+        on_connect: OnConnect | None,
+        peer_timeout: float,
+        memory: Memory | None,
+        shared: bool = False,
     ) -> None:
+        """``arena_limit`` and ``shared`` are those of a memory of our own, where no ``memory`` is given. The device attaches
+        itself to it (``Memory.attach``) before it lets peers in."""
         if peer_timeout and peer_timeout < MIN_TIMEOUT_S:
             raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {peer_timeout}")
         self.name = name
         self._looks = Looks(peer_timeout)
-        self.uid = secrets.randbits(64)
-        self.epoch = secrets.randbits(32)
         self.secret = secret
-        self.arena = Arena(self._new_segment, arena_limit)
+        self._own_memory = memory is None
+        self.memory = memory or Memory(arena_limit, shared=shared)
+        # The memory's, at hand for what is hot.
+        self.uid, self.epoch, self.arena = self.memory.uid, self.memory.epoch, self.memory.arena
+        self.bells, self._regions = self.memory.bells, self.memory.regions
         self.on_lost: Callable[[Channel], None] = lambda channel: None
         """Called once for every channel that broke, from a thread of the device. Must not block."""
         self._on_connect: OnConnect = on_connect or (lambda channel: b"")
         self._keep_accepted = on_connect is None
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._regions: dict[int, tuple[int, int, int]] = {}  # number -> (address, bytes, key): what peers may touch
-        self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
-        self._numbers = iter(range(1, 1 << 32))
-        self._bells_free = list(range(BELLS - 1, 0, -1))
         self._lock = threading.RLock()
-        self._counters = {"registrations": 0, "bytes_staged": 0, "posts": 0, "bytes_direct": 0}
+        self._past = (0, 0)  # posts and bytes of channels that ended
         self._pid = os.getpid()
         self.closed = False
         _devices.add(self)
@@ -76,20 +82,7 @@ class Device(abc.ABC):
         """Let peers touch this tensor's memory. Free for arena tensors; other memory is announced to every peer (counted
         as a registration) and stays accessible until ``Region.close``. The tensor must be contiguous."""
         self._check()
-        address, nbytes = local_bytes(tensor)
-        found = self.arena.find(address, nbytes)
-        if found is not None:
-            segment, offset = found
-            return Region(self, tensor, segment.number, segment.key, offset, foreign=False)
-        if nbytes == 0:
-            return Region(self, tensor, 0, 0, 0, foreign=False)
-        with self._lock:
-            number, key = next(self._numbers), secrets.randbits(64)
-            self._regions[number] = (address, nbytes, key)
-            self._pinned[number] = tensor
-            self._counters["registrations"] += 1
-        self._announce(number, key, address, nbytes)
-        return Region(self, tensor, number, key, 0, foreign=True)
+        return self.memory.register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
         """The descriptor of an arena tensor. For other memory hold on to a ``Region`` instead."""
@@ -148,29 +141,26 @@ class Device(abc.ABC):
         """What was chosen, what this host allows, and what it does not, for people."""
 
     def counters(self) -> dict[str, int]:
-        """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``bytes_staged``, ``registrations`` (segments and foreign
-        regions), ``segments``, ``arena_bytes``, ``arena_used``, ``channels``; and what was counted with ``count``."""
+        """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``channels``; and of the memory, so of all devices on it:
+        ``bytes_staged``, ``registrations`` (segments and foreign regions), ``segments``, ``arena_bytes``, ``arena_used``, and
+        what was counted with ``count``."""
+        totals = self.memory.counters()
         with self._lock:
-            totals = dict(self._counters)
+            totals["posts"], totals["bytes_direct"] = self._past
             for channel in self._channels:
                 posts, nbytes = channel._stats()
                 totals["posts"] += posts
                 totals["bytes_direct"] += nbytes
             totals["channels"] = sum(channel.error is None for channel in self._channels)
-        totals["segments"] = len(self.arena.segments)
-        totals["arena_bytes"] = self.arena.capacity
-        totals["arena_used"] = self.arena.used
         return totals
 
     def count_staged(self, nbytes: int) -> None:
         """Count payload bytes that somebody above had to copy besides the transfer itself."""
-        with self._lock:
-            self._counters["bytes_staged"] += nbytes
+        self.memory.count("bytes_staged", nbytes)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter of somebody above; it exists from then on."""
-        with self._lock:
-            self._counters[name] = self._counters.get(name, 0) + amount
+        self.memory.count(name, amount)
 
     def close(self) -> None:
         """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held."""
@@ -182,6 +172,9 @@ class Device(abc.ABC):
         for channel in channels:
             channel.close()
         self._shut()
+        self.memory.detach(self)
+        if self._own_memory:
+            self.memory.close()
 
     def __enter__(self) -> Device:
         return self
@@ -194,37 +187,13 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def _shut(self) -> None: ...
 
-    @abc.abstractmethod
-    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        """Memory for a segment and its file descriptor (-1: private)."""
+    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:  # noqa: B027
+        """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
+        Raises ``RegistrationError`` where it cannot be."""
 
-    @abc.abstractmethod
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
-        """Tell every connected peer of a region (0 bytes: it is gone; returns when no copy on it is under way)."""
-
-    def _new_segment(self, nbytes: int) -> Segment:
-        memory, fd = self._allocate_segment(nbytes)
-        with self._lock:
-            segment = Segment(next(self._numbers), secrets.randbits(64), memory, fd)
-            self._regions[segment.number] = (segment.address, segment.nbytes, segment.key)
-            self._counters["registrations"] += 1
-        self._announce_segment(segment)
-        return segment
-
-    @abc.abstractmethod
-    def _announce_segment(self, segment: Segment) -> None: ...
-
-    def _deregister(self, region: Region) -> None:
-        if os.getpid() != self._pid:
-            return
-        number = region.remote.region
-        with self._lock:
-            known = self._regions.pop(number, None)
-        try:
-            if known is not None and not self.closed:
-                self._announce(number, 0, 0, 0)
-        finally:
-            self._pinned.pop(number, None)
+    def _announce_segment(self, segment: Segment) -> None:  # noqa: B027
+        """Tell every connected peer of a segment, from the thread that allocates. Raises ``RegistrationError`` where it cannot
+        be: then there is no such segment. May name one that ``Memory.attach`` or ``registered`` has named already."""
 
     def _welcomed(self, channel: Channel) -> None:
         """The handshake of a channel that a peer opened is complete."""
@@ -244,23 +213,12 @@ class Device(abc.ABC):
             if channel in self._channels:
                 self._channels.discard(channel)
                 posts, nbytes = channel._stats()
-                self._counters["posts"] += posts
-                self._counters["bytes_direct"] += nbytes
+                self._past = (self._past[0] + posts, self._past[1] + nbytes)
 
     @abc.abstractmethod
     def _forked(self) -> None:
         """In a forked child: close our copies of the sockets, or the peers would not notice the parent's death. Other
         threads' locks may be held for ever here: take none."""
-
-    def _take_bell(self) -> int:
-        with self._lock:
-            if not self._bells_free:
-                raise RdmaError(f"all {BELLS - 1} bells of this device are in use", device=self.name)
-            return self._bells_free.pop()
-
-    def _return_bell(self, bell: int) -> None:
-        with self._lock:
-            self._bells_free.append(bell)
 
     def _check(self) -> None:
         if self.closed:
@@ -288,9 +246,4 @@ def host_id() -> str:
     return hashlib.sha256(f"{boot}/{namespace}".encode()).hexdigest()[:16]
 
 
-def anonymous(nbytes: int) -> mmap.mmap:
-    """Private memory of this process."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-__all__ = ["BELLS", "BELL_BYTES", "Device", "OnConnect", "anonymous", "host_id"]
+__all__ = ["Device", "OnConnect", "host_id"]

@@ -53,6 +53,8 @@ from .atomics import (
     store_release,
     stream,
 )
+from .signals import ring_bell, signal
+from .verbs_kernels import asleep, awake, poll
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
 _CROWDED_NS = 50_000
@@ -104,33 +106,15 @@ def swap_if(address: int, expected: int, desired: int) -> int:
 
 
 @njit(i64(i64), nogil=True, cache=True)
-def wake(word: int) -> int:
-    """Wake everybody who sleeps on this word."""
-    return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
+def progress(port: int) -> int:
+    """Before a look at a record without a wait: take what a port has for us (``port`` 0: there is none)."""
+    return poll(port) if port != 0 else 0
 
 
 @njit(i64(i64), nogil=True, cache=True)
-def ring_bell(bell: int) -> int:
-    """Wake everybody who sleeps on this bell; no system call if nobody does."""
-    fence()
-    if load_acquire(bell + 8) > 0:
-        fetch_add(bell, 1)
-        futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
-    return 0
-
-
-@njit(i64(i64, i64), nogil=True, cache=True)
-def signal(record: int, bells: int) -> int:
-    """Count one notification and wake whoever sleeps for it."""
-    fetch_add(record, 1)
-    fence()
-    word = load_acquire(record + 8)
-    bell = word >> 32
-    if bell > 0:
-        ring_bell(bells + bell * 64)
-    elif word > 0:
-        futex(record, FUTEX_WAKE, WAKE_ALL, 0)
-    return 0
+def wake(word: int) -> int:
+    """Wake everybody who sleeps on this word."""
+    return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
 
 
 @njit(i64(i64, i64, i64), nogil=True, cache=True)
@@ -226,11 +210,14 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     return _leave(block, inflight, stats, nbytes)
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
-def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
+@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) -> int:
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
-    a signal). One waiter a record at a time may be relied on to see every change."""
+    a signal). One waiter a record at a time may be relied on to see every change. ``port``: what the waiter polls meanwhile
+    (``verbs_kernels``), or 0."""
     for _ in range(_PAUSES):
+        if port != 0:
+            poll(port)
         if load_acquire(record) >= target:
             return OK
         pause()
@@ -238,6 +225,8 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
     spin_ns = min(load_acquire(budget), slice_ns)
     before = start
     while before - start < spin_ns:
+        if port != 0:
+            poll(port)
         if load_acquire(record) >= target:
             return OK
         sched_yield()
@@ -249,10 +238,14 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int) -> int:
         return TIMEOUT
     fetch_add(record + 8, 1)
     fence()
+    if port != 0:
+        asleep(port)
     seen = load_acquire(record)
     if seen < target:
         futex(record, FUTEX_WAIT, seen & 0xFFFFFFFF, slice_ns)
     fetch_add(record + 8, -1)
+    if port != 0:
+        awake(port)
     store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     return OK if load_acquire(record) >= target else TIMEOUT
 
@@ -279,21 +272,26 @@ def _claim(table: int, found: int, word: int, expected: int) -> int:
     return found
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
-def take_any(table: int, rows: int) -> int:
+@njit(i64(i64, i64, i64), nogil=True, cache=True)
+def take_any(table: int, rows: int, port: int) -> int:
     """As ``wait_any`` for news that are here already: ``row << 32 | fresh``, taken, or -1."""
+    if port != 0:
+        poll(port)
     found = _scan(table, rows)
     return found if found < 0 else _claim(table, found, 0, 0)
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
-def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget: int, slice_ns: int) -> int:
-    """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen).
+@njit(i64(i64, i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget: int, slice_ns: int, port: int) -> int:
+    """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen); ``port`` as for
+    ``wait_count``.
 
     Returns ``row << 32 | fresh``, ``TIMEOUT`` after ``slice_ns``, or ``CHANGED`` as soon as ``word`` (an address, or 0)
     no longer holds ``expected``. What is returned is taken: ``seen`` is advanced, and ``word`` becomes ``expected + 1``.
     """
     for _ in range(_PAUSES):
+        if port != 0:
+            poll(port)
         found = _scan(table, rows)
         if found >= 0:
             return _claim(table, found, word, expected)
@@ -304,6 +302,8 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     spin_ns = min(load_acquire(budget), slice_ns)
     before = start
     while before - start < spin_ns:
+        if port != 0:
+            poll(port)
         found = _scan(table, rows)
         if found >= 0:
             return _claim(table, found, word, expected)
@@ -319,11 +319,15 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()
+    if port != 0:
+        asleep(port)
     found = _scan(table, rows)
     if found < 0 and (word == 0 or load_acquire(word) == expected):
         futex(bell, FUTEX_WAIT, rings & 0xFFFFFFFF, slice_ns)
         found = _scan(table, rows)
     fetch_add(bell + 8, -1)
+    if port != 0:
+        awake(port)
     store_release(budget, SPIN_MAX_NS if now() - start < SPIN_MAX_NS else SPIN_MIN_NS)
     if found >= 0:
         return _claim(table, found, word, expected)

@@ -49,6 +49,8 @@ class Expectation:
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
+        if self._channel.port:
+            kernels.progress(self._channel.port)
         return kernels.load(self._record) >= self._count.consumed + self.count
 
     def wait(self, timeout: float | None = None) -> None:
@@ -59,7 +61,7 @@ class Expectation:
         state = self._count
         target = state.consumed + self.count
         limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
-        if kernels.wait_count(self._record, target, kernels.SPIN, limit) != kernels.OK:
+        if kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port) != kernels.OK:
             self._wait_on(target, timeout)
         state.consumed = target
 
@@ -82,7 +84,7 @@ class Expectation:
                         hint="the peer may be slow or stuck; a timeout ends the wait, not the copy: channel.abort() does",
                     )
                 limit = min(kernels.SLICE_NS, int(left * 1e9))
-            kernels.wait_count(self._record, target, kernels.SPIN, limit)
+            kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
 
 
 class Poller:
@@ -97,8 +99,9 @@ class Poller:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.bell = device._take_bell()
+        self.bell = device.memory.take_bell()
         self.bell_address = device.bells + self.bell * BELL_BYTES
+        self.port = device.port
         # Private memory: the kick record, and the nil record that a dropped row watches for ever.
         self._private = np.zeros(4, np.int64)
         self._kick, self._nil = self._private.ctypes.data, self._private.ctypes.data + RECORD_BYTES
@@ -141,6 +144,8 @@ class Poller:
     def unread(self, row: int) -> bool:
         """Whether notifications of this row have come that nobody took. Any thread."""
         record, seen = self.table[row]
+        if self.port:
+            kernels.progress(self.port)
         return kernels.load(int(record)) > int(seen)
 
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
@@ -149,7 +154,7 @@ class Poller:
         while True:
             left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
             limit = max(0, min(kernels.SLICE_NS, left))
-            found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, kernels.SPIN, limit)
+            found = kernels.wait_any(self.address, self.rows, self.bell_address, 0, 0, kernels.SPIN, limit, self.port)
             if found >= 0:
                 return found >> 32, found & 0xFFFFFFFF
             if deadline is not None and time.monotonic() >= deadline:
@@ -157,7 +162,7 @@ class Poller:
 
     def take(self) -> tuple[int, int] | None:
         """As ``wait`` for news that are here already; a microsecond, no system call. By the thread that waits."""
-        found = kernels.take_any(self.address, self.rows)
+        found = kernels.take_any(self.address, self.rows, self.port)
         return (found >> 32, found & 0xFFFFFFFF) if found >= 0 else None
 
     def kick(self) -> None:
@@ -165,4 +170,4 @@ class Poller:
         kernels.signal(self._kick, self._device.bells)
 
     def close(self) -> None:
-        self._device._return_bell(self.bell)
+        self._device.memory.return_bell(self.bell)

@@ -10,7 +10,7 @@ import torch
 from .errors import RemoteAccessError
 
 if TYPE_CHECKING:
-    from .device import Device
+    from .memory import Memory
 
 _WIRE = struct.Struct("<4sBQIIQQQ")
 _MAGIC, _VERSION = b"RRGN", 1
@@ -19,7 +19,7 @@ _MAGIC, _VERSION = b"RRGN", 1
 class RemoteRegion:
     """What ``Region.export`` becomes at a peer: plain numbers of fixed layout, no code. Treat it as immutable.
 
-    ``owner`` and ``epoch`` name the device life that exported it, ``region`` and ``key`` the registered memory,
+    ``owner`` and ``epoch`` name the life of the memory that exported it, ``region`` and ``key`` the registered memory,
     ``offset`` and ``nbytes`` the range inside. Copies between a ``RemoteRegion`` and local memory need equal sizes; use
     slices for parts: ``remote[lo:hi]`` (bytes). Holding one keeps nothing alive at the owner.
     """
@@ -72,20 +72,20 @@ class Region:
     returns when no copy of theirs is under way. Idempotent, usable as a context manager.
     """
 
-    def __init__(self, device: Device, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+    def __init__(self, memory: Memory, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.remote = RemoteRegion(device.uid, device.epoch, region, key, offset, self.nbytes)
-        self._device: Device | None = device if foreign else None
+        self.remote = RemoteRegion(memory.uid, memory.epoch, region, key, offset, self.nbytes)
+        self._memory: Memory | None = memory if foreign else None
 
     def export(self) -> bytes:
         """The descriptor to hand to a peer, by any way you like."""
         return self.remote.dump()
 
     def close(self) -> None:
-        device, self._device = self._device, None
-        if device is not None:
-            device._deregister(self)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.deregister(self)
 
     def __enter__(self) -> Region:
         return self

@@ -26,19 +26,14 @@ from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .heartbeat import Heart
+from .memory import Memory, memfd
 from .notify import BELL_BYTES, BELLS
 from .region import RemoteRegion, local_bytes
-from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel, address_of
+from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
 _MAX_HELLO = 64 << 10
 _HANDSHAKE_TIMEOUT = 5.0
-
-
-def _memfd(name: str, nbytes: int) -> tuple[mmap.mmap, int]:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
-    return mmap.mmap(fd, nbytes), fd
 
 
 class ShmDevice(Device):
@@ -52,10 +47,19 @@ class ShmDevice(Device):
         arena_limit: int | None = None,
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__("shm", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
-        self._bells_memory, self._bells_fd = _memfd("rdmarpc-bells", BELLS * BELL_BYTES)
-        self.bells = address_of(self._bells_memory)
+        if memory is not None and not memory.shared:
+            raise ValueError("shm needs memory that peers can map: Memory(shared=True)")
+        super().__init__(
+            "shm",
+            secret=secret,
+            arena_limit=arena_limit,
+            on_connect=on_connect,
+            peer_timeout=peer_timeout,
+            memory=memory,
+            shared=True,
+        )
         self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
         self._probe = np.ones(1, np.int64)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -66,6 +70,7 @@ class ShmDevice(Device):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._service = threading.Thread(target=self._serve, name="rdmarpc-shm", daemon=True)
+        self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
         self._service.start()
 
     @property
@@ -121,7 +126,7 @@ class ShmDevice(Device):
             except ConnectionRefusedError:
                 raise PeerLost("nobody listens there", peer=peer.decode(), device="shm", status="NOBODY") from None
             auth.authenticate(sock, self.secret, initiator=True)
-            inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
+            inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
             self._send_setup(sock, fd, hello)
             channel = self._receive_setup(sock, inbox)
             self._adopt(channel)
@@ -142,7 +147,7 @@ class ShmDevice(Device):
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             auth.authenticate(sock, self.secret, initiator=False)
-            inbox, fd = _memfd("rdmarpc-inbox", INBOX_BYTES)
+            inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
             channel = self._receive_setup(sock, inbox)
             # on_connect may publish the channel: what other threads send on it waits until the answer is out.
             with channel._send_lock:
@@ -160,7 +165,7 @@ class ShmDevice(Device):
         if len(hello) > _MAX_HELLO:
             raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
         setup = _SETUP.pack(self.uid, self.epoch, self._probe.ctypes.data, len(hello))
-        socket.send_fds(sock, [setup + hello], [inbox_fd, self._bells_fd])
+        socket.send_fds(sock, [setup + hello], [inbox_fd, self.memory.bells_fd])
         os.close(inbox_fd)
 
     def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap) -> ShmChannel:
@@ -180,13 +185,11 @@ class ShmDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="shm", status="CLOSED")
             self._channels.add(channel)
-            segments = {segment.number: segment for segment in self.arena.segments}
-            regions = dict(self._regions)
-            for number, (address, nbytes, key) in regions.items():
-                if number in segments:
-                    channel.send(SEGMENT, number, key, 0, nbytes, segments[number].fd)
-                else:
-                    channel.send(REGION, number, key, address, nbytes)
+            segments, foreign = self.memory.registered()
+            for number, segment in segments.items():
+                channel.send(SEGMENT, number, segment.key, 0, segment.nbytes, segment.fd)
+            for number, (address, nbytes, key) in foreign.items():
+                channel.send(REGION, number, key, address, nbytes)
             self._selector.register(channel.sock, selectors.EVENT_READ, channel)
             self._wake.send(b"\0")
 
@@ -195,9 +198,6 @@ class ShmDevice(Device):
     def _shm_channels(self) -> list[ShmChannel]:
         with self._lock:
             return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
-
-    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        return _memfd("rdmarpc-arena", nbytes)
 
     def _announce_segment(self, segment: Segment) -> None:
         for channel in self._shm_channels():
@@ -287,6 +287,3 @@ class ShmDevice(Device):
         self._selector.close()
         for sock in (self._listener, self._wake, self._woken):
             sock.close()
-        os.close(self._bells_fd)
-        for segment in self.arena.segments:
-            os.close(segment.fd)

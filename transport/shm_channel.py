@@ -24,6 +24,7 @@ from . import cma, kernels
 from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
+from .memory import address_of
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion, local_bytes
 
@@ -55,10 +56,6 @@ def runs(pid: int) -> bool:
         return not select.select([fd], [], [], 0)[0]
     finally:
         os.close(fd)
-
-
-def address_of(memory: mmap.mmap) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -401,7 +398,7 @@ class ShmChannel(Channel):
             self.lose(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
             return False
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
-        if kind == SEGMENT and fds:
+        if kind == SEGMENT and fds and number not in self._mapped:  # which may be told twice
             memory = mmap.mmap(fds[0], nbytes)
             self._maps[number] = memoryview(memory)
             self._mapped[number] = (address_of(memory), nbytes, key)

@@ -1,6 +1,6 @@
 """The ``tcp`` device: processes of any host that can reach each other by TCP.
 
-Segments are private memory; payload travels between the two tensors and the sockets without a copy in between.
+A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
 Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, one that beats
 (``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import mmap
 import os
 import select
 import socket
@@ -20,15 +19,12 @@ import struct
 import threading
 import time
 
-import numpy as np
-
 from . import auth, kernels
-from .arena import Segment
 from .channel import Channel
-from .device import Device, OnConnect, anonymous
+from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .heartbeat import Heart
-from .notify import BELL_BYTES, BELLS
+from .memory import Memory
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
 from .tcp_wire import BEAT, HEADER
@@ -59,10 +55,11 @@ class TcpDevice(Device):
         arena_limit: int | None = None,
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__("tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
-        self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
-        self.bells = self._bells_memory.ctypes.data
+        super().__init__(
+            "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
+        )
         self._listener = self._listen(place)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -73,6 +70,7 @@ class TcpDevice(Device):
         self._stop_at = self._close_by = 0.0
         self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
         self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
+        self.memory.attach(self)
         self._io.start()
 
     def _listen(self, place: str) -> socket.socket:
@@ -250,13 +248,8 @@ class TcpDevice(Device):
 
     # -- memory
 
-    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        return anonymous(nbytes), -1
-
-    def _announce_segment(self, segment: Segment) -> None:
-        """Nothing to do: every frame is checked against our regions when it comes."""
-
     def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        """New memory is told to nobody: every frame is checked against our regions when it comes."""
         if nbytes == 0:
             with self._lock:
                 channels = list(self._by_fd.values())

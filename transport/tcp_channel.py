@@ -21,9 +21,9 @@ import torch
 
 from . import kernels
 from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
-from .device import anonymous
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP, Pulse
+from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork

@@ -48,7 +48,7 @@ class TcpWork(Work):
                     device="tcp",
                     hint="a timeout ends the wait, not the copy: channel.abort() does",
                 )
-            kernels.wait_count(self._channel.answers, self.seq, kernels.SPIN, min(left, kernels.SLICE_NS))
+            kernels.wait_count(self._channel.answers, self.seq, kernels.SPIN, min(left, kernels.SLICE_NS), 0)
         if (error := self.exception()) is not None:
             raise error
 

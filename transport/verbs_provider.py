@@ -1,15 +1,21 @@
 """The seam between the ``verbs`` device and the Python packages that own native RDMA resources.
 
 A provider opens devices and makes resources; each of these objects owns one native object, ``close`` is idempotent, and whoever
-made something closes it before what it was made from (queue pair, then queues, then memory regions, then the context). What is
-hot, posting and polling, does not come by here: the native addresses are given out, and kernels call through the operations table of
-the context (``verbs_kernels``). Names are those of libibverbs. Every failure is an ``RdmaError`` of ours that names the device.
+made something closes it before what it was made from (queue pair, then queues, then memory regions, then the context, which
+closes what is left). What is hot, posting and polling, does not come by here: the native addresses are given out, and kernels
+call through the operations table of the context (``verbs_kernels``). Names are those of libibverbs. Every failure is an
+``RdmaError`` of ours that names the device. In a forked child ``close`` does nothing: the native objects are the parent's.
 """
 
 from __future__ import annotations
 
 import abc
+import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from .errors import NotSupported, RdmaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class DeviceAttr:
 @dataclass(frozen=True, slots=True)
 class PortAttr:
     """``ibv_query_port``. ``state``: ``"ACTIVE"``, ``"DOWN"``, ...; ``link_layer``: ``"INFINIBAND"`` or ``"ETHERNET"``; MTUs in
-    bytes; ``gbit_per_s``: width times speed."""
+    bytes; ``gbit_per_s``: width times speed; ``global_only``: every packet needs a global route header."""
 
     state: str
     link_layer: str
@@ -43,11 +49,13 @@ class PortAttr:
     max_msg_sz: int
     gid_tbl_len: int
     gbit_per_s: float
+    global_only: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """An entry of a port's GID table. ``kind``: ``"IB"``, ``"RoCEv1"`` or ``"RoCEv2"``; ``netdev``: the network interface, or ``""``."""
+    """An entry of a port's GID table. ``kind``: ``"IB"``, ``"RoCEv1"`` or ``"RoCEv2"``; ``netdev``: the network interface,
+    or ``""``."""
 
     index: int
     raw: bytes
@@ -86,17 +94,19 @@ class MemoryRegion(abc.ABC):
 
 
 class CompletionQueue(abc.ABC):
-    """``ibv_cq`` with a completion channel of its own. ``address``: of the ``ibv_cq``; ``channel_fd``: readable when an armed queue
-    has something new."""
+    """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``).
+
+    ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its
+    events by ``ibv_get_cq_event``, never by reading the descriptor (some drivers count their arm sequence in there), and
+    acknowledge each before ``close``, which would wait for it for ever.
+    """
 
     address: int
     channel_fd: int
     depth: int
 
     @abc.abstractmethod
-    def close(self, events: int) -> None:
-        """``events``: how many events were read from ``channel_fd`` and not acknowledged (they are acknowledged first: else
-        the destruction would wait for them for ever)."""
+    def close(self) -> None: ...
 
 
 class SharedReceiveQueue(abc.ABC):
@@ -119,7 +129,7 @@ class QueuePair(abc.ABC):
 
     @abc.abstractmethod
     def connect(self, route: Route) -> None:
-        """RESET or INIT to ready-to-receive and ready-to-send (``rnr_retry`` 7: the receiver being slow is no error)."""
+        """From INIT to ready-to-receive and ready-to-send (``rnr_retry`` 7: the receiver being slow is no error)."""
 
     @abc.abstractmethod
     def error(self) -> None:
@@ -130,8 +140,8 @@ class QueuePair(abc.ABC):
 
 
 class Context(abc.ABC):
-    """An open device with a protection domain. ``address``: of the ``ibv_context``; ``async_fd``: readable when something happened
-    to the device. Thread-safe."""
+    """An open device with a protection domain. ``address``: of the ``ibv_context``; ``async_fd`` (non-blocking): readable when
+    something happened to the device. Thread-safe."""
 
     name: str
     address: int
@@ -162,11 +172,13 @@ class Context(abc.ABC):
     def queue_pair(
         self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
     ) -> QueuePair:
-        """In state INIT, with remote READ and WRITE allowed. ``max_inline`` is a wish: where the device cannot, less is granted."""
+        """In state INIT, with remote READ and WRITE allowed. ``max_inline`` is a wish: where the device cannot, less is
+        granted."""
 
     @abc.abstractmethod
     def async_event(self) -> str | None:
-        """The next asynchronous event by name (``"QP_FATAL"``, ``"PORT_ERR"``, ...), acknowledged; ``None`` when there is none."""
+        """The next asynchronous event by name (``"QP_FATAL"``, ``"PORT_ERR"``, ...), acknowledged; ``None`` when there is
+        none."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -184,3 +196,37 @@ class Provider(abc.ABC):
 
     @abc.abstractmethod
     def open(self, name: str) -> Context: ...
+
+
+def choose() -> Provider:
+    """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
+    cannot be used, and how to get it. One provider a process: the first call that succeeds decides for the later ones."""
+    global _chosen
+    with _choosing:
+        if _chosen is None:
+            _chosen = _choose(os.environ.get("RDMARPC_VERBS", ""))
+        return _chosen
+
+
+_chosen: Provider | None = None
+_choosing = threading.Lock()
+
+
+def _choose(wanted: str) -> Provider:
+    from .verbs_ibverbs import IbverbsProvider
+    from .verbs_pyverbs import PyverbsProvider
+
+    kinds: dict[str, Callable[[], Provider]] = {"pyverbs": PyverbsProvider, "ibverbs": IbverbsProvider}
+    if wanted and wanted not in kinds:
+        raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")
+    refused = []
+    for name in [wanted] if wanted else list(kinds):
+        try:
+            return kinds[name]()
+        except RdmaError as error:
+            refused.append(f"{name}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+    raise NotSupported(
+        "no Python package reaches libibverbs here: " + "; ".join(refused),
+        device="verbs",
+        hint="Debian, Ubuntu: apt install python3-pyverbs ibverbs-providers; anywhere: pip install ibverbs",
+    )

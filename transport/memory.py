@@ -1,0 +1,197 @@
+"""The memory of a process that peers may touch, whatever devices they reach it by: one arena, one table of regions.
+
+Any number of devices stand on one memory; descriptors name the memory, not a device, so what was exported once is good for
+peers of each of them. Locks: a device may take ours while it holds its own, never the other way round.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from .arena import Arena, Segment
+from .errors import RdmaError
+from .notify import BELL_BYTES, BELLS
+from .region import Region, local_bytes
+
+if TYPE_CHECKING:
+    from .device import Device
+
+
+class Memory:
+    """The arena and what else is registered. Thread-safe. ``close`` it after the devices on it.
+
+    ``limit``: bytes of the arena (default: see ``arena.default_limit``). ``shared``: segments and bells are memfds, which peers
+    of this host can map (the ``shm`` device needs that); else private memory, for which systems give out huge pages more
+    readily.
+    """
+
+    def __init__(self, limit: int | None = None, *, shared: bool) -> None:
+        self.shared = shared
+        self.uid = secrets.randbits(64)
+        """64 random bits, and ``epoch`` 32 more: this life of our memory, as descriptors name it."""
+        self.epoch = secrets.randbits(32)
+        self.arena = Arena(self._new_segment, limit)
+        self.regions: dict[int, tuple[int, int, int]] = {}
+        """Number -> (address, bytes, key): what peers may touch. To be looked up, never changed, by devices."""
+        self.lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
+        self._numbers = iter(range(1, 1 << 32))
+        self._devices: list[Device] = []
+        self._bells_memory, self.bells_fd = self._allocate("rdmarpc-bells", BELLS * BELL_BYTES)
+        self.bells = address_of(self._bells_memory)
+        """Address of ``BELLS`` bells; ``bells_fd`` is their file where they are shared."""
+        self._bells_free = list(range(BELLS - 1, 0, -1))
+        self._counters = {"registrations": 0, "bytes_staged": 0}
+        self._pid = os.getpid()
+
+    def _allocate(self, name: str, nbytes: int) -> tuple[mmap.mmap, int]:
+        return memfd(name, nbytes) if self.shared else (anonymous(nbytes), -1)
+
+    # -- the devices on it
+
+    def attach(self, device: Device) -> list[Segment]:
+        """From here on ``device`` is told of each new segment and foreign region. Returned are the segments that there are;
+        one that is just being made may be among them and be announced too. By a device, before it lets peers in."""
+        with self.lock:
+            self._devices.append(device)
+            return list(self._segments.values())
+
+    def detach(self, device: Device) -> None:
+        """Idempotent."""
+        with self.lock:
+            if device in self._devices:
+                self._devices.remove(device)
+
+    def registered(self) -> tuple[dict[int, Segment], dict[int, tuple[int, int, int]]]:
+        """All segments, and all foreign regions as (address, bytes, key), by their numbers: what a new peer has to be told, by
+        a device that was attached before."""
+        with self.lock:
+            foreign = {number: entry for number, entry in self.regions.items() if number not in self._segments}
+            return dict(self._segments), foreign
+
+    # -- what peers may touch
+
+    def register(self, tensor: torch.Tensor) -> Region:
+        """See ``Device.register``."""
+        address, nbytes = local_bytes(tensor)
+        found = self.arena.find(address, nbytes)
+        if found is not None:
+            segment, offset = found
+            return Region(self, tensor, segment.number, segment.key, offset, foreign=False)
+        if nbytes == 0:
+            return Region(self, tensor, 0, 0, 0, foreign=False)
+        with self.lock:
+            number, key = next(self._numbers), secrets.randbits(64)
+            self.regions[number] = (address, nbytes, key)
+            self._pinned[number] = tensor
+        region = Region(self, tensor, number, key, 0, foreign=True)
+        try:
+            for device in self._newest_first():
+                device._announce(number, key, address, nbytes)
+        except BaseException:
+            region.close()
+            raise
+        self.count("registrations")
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Returns when no peer's copy on it is under way; raises what a device raised (``TransferTimeout``)."""
+        if os.getpid() != self._pid:
+            return
+        number = region.remote.region
+        with self.lock:
+            known = self.regions.pop(number, None)
+        failed = None
+        try:
+            for device in self._newest_first() if known is not None else ():
+                try:
+                    device._announce(number, 0, 0, 0)
+                except RdmaError as error:
+                    failed = failed or error
+        finally:
+            self._pinned.pop(number, None)
+        if failed is not None:
+            raise failed
+
+    def _new_segment(self, nbytes: int) -> Segment:
+        memory, fd = self._allocate("rdmarpc-arena", nbytes)
+        with self.lock:
+            segment = Segment(next(self._numbers), secrets.randbits(64), memory, fd)
+            self._segments[segment.number] = segment
+            self.regions[segment.number] = (segment.address, segment.nbytes, segment.key)
+        try:
+            for device in self._newest_first():
+                device._announce_segment(segment)
+        except BaseException:
+            with self.lock:
+                del self._segments[segment.number], self.regions[segment.number]
+            segment.close()
+            raise
+        self.count("registrations")
+        return segment
+
+    def _newest_first(self) -> list[Device]:
+        """A device that may refuse, because it pins memory, comes after ``shm`` and is asked before it: so nobody has to be
+        told that what was announced is not there."""
+        with self.lock:
+            return [device for device in reversed(self._devices) if not device.closed]
+
+    # -- bells and counters
+
+    def take_bell(self) -> int:
+        """A bell of our own, until ``return_bell``. ``RdmaError`` when there are none left."""
+        with self.lock:
+            if not self._bells_free:
+                raise RdmaError(f"all {BELLS - 1} bells of this device are in use")
+            return self._bells_free.pop()
+
+    def return_bell(self, bell: int) -> None:
+        with self.lock:
+            self._bells_free.append(bell)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter; it exists from then on."""
+        with self.lock:
+            self._counters[name] = self._counters.get(name, 0) + amount
+
+    def counters(self) -> dict[str, int]:
+        """See ``Device.counters``."""
+        with self.lock:
+            totals = dict(self._counters)
+        totals["segments"] = len(self.arena.segments)
+        totals["arena_bytes"] = self.arena.capacity
+        totals["arena_used"] = self.arena.used
+        return totals
+
+    def close(self) -> None:
+        """Close the files. Idempotent. What is mapped stays: tensors of the arena are valid for as long as they are held."""
+        with self.lock:
+            segments = list(self._segments.values())
+            fd, self.bells_fd = self.bells_fd, -1
+        if fd >= 0:
+            os.close(fd)
+        for segment in segments:
+            segment.close()
+
+
+def memfd(name: str, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return mmap.mmap(fd, nbytes), fd
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Private memory of this process."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()

@@ -1,0 +1,33 @@
+"""Counting a notification, and waking whoever sleeps for it: what every sender's and every receiver's kernel ends with. The
+words and their invariants: ``kernels``."""
+
+from __future__ import annotations
+
+from numba import njit
+from numba.types import int64 as i64
+
+from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
+
+
+@njit(i64(i64), nogil=True, cache=True)
+def ring_bell(bell: int) -> int:
+    """Wake everybody who sleeps on this bell; no system call if nobody does."""
+    fence()
+    if load_acquire(bell + 8) > 0:
+        fetch_add(bell, 1)
+        futex(bell, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0
+
+
+@njit(i64(i64, i64), nogil=True, cache=True)
+def signal(record: int, bells: int) -> int:
+    """Count one notification and wake whoever sleeps for it."""
+    fetch_add(record, 1)
+    fence()
+    word = load_acquire(record + 8)
+    bell = word >> 32
+    if bell > 0:
+        ring_bell(bells + bell * 64)
+    elif word > 0:
+        futex(record, FUTEX_WAKE, WAKE_ALL, 0)
+    return 0

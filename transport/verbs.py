@@ -1,0 +1,450 @@
+"""The ``verbs`` device: InfiniBand and RoCE through libibverbs.
+
+One reliable connected queue pair a peer; one completion queue and one shared receive queue for all of them; one memory region a
+segment of the arena. A WRITE with a notification is one WRITE_WITH_IMM, a READ is a READ: the peer's processor takes no part.
+
+Threads: one that serves the control streams (accepting, announcements, end of peers, looking after their heartbeats), one that
+sleeps on the completion channel when every waiter does (``verbs_kernels``), one that beats (``heartbeat``), and one short-lived
+thread per incoming connection during its handshake.
+
+Who is dead: a process that ended ends its control stream; a host or link that is gone does not acknowledge packets, which are
+sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device has to
+acknowledge); a process that is stopped does not beat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+
+import numpy as np
+
+from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import verbs_layout as at
+from .arena import Segment
+from .channel import Channel
+from .device import Device, OnConnect, anonymous
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .heartbeat import Heart
+from .notify import BELL_BYTES, BELLS
+from .verbs_channel import VerbsChannel
+from .verbs_control import MESSAGE, ControlStream, Setup
+from .verbs_endpoint import Endpoint
+from .verbs_provider import MemoryRegion, QueuePair
+
+_HANDSHAKE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT_S = 1.0
+_TICK_NS = 500_000_000
+_BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
+_RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
+# Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
+_TIMEOUT, _RETRY_CNT = 16, 7
+_LANES = 1 << 13
+
+
+class VerbsDevice(Device):
+    """See ``Device``. ``place``: which port (``verbs_ports``); empty: the best one."""
+
+    def __init__(
+        self,
+        place: str = "",
+        *,
+        secret: bytes = b"",
+        arena_limit: int | None = None,
+        on_connect: OnConnect | None = None,
+        peer_timeout: float = 10.0,
+    ) -> None:
+        self._at = verbs_ports.choose(verbs_provider.choose(), place)
+        self._context = self._at.context
+        self.max_msg_sz = self._at.port.max_msg_sz
+        super().__init__("verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
+        self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
+        self.bells = self._bells_memory.ctypes.data
+        self._mrs: dict[int, MemoryRegion] = {}
+        self._by_qp: dict[int, VerbsChannel] = {}
+        self._close_by = 0.0
+        self._stopping = False
+        limits = self._context.device()
+        self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
+        self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
+        self._sends = min(_SENDS, limits.max_qp_wr)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lay_out()
+        self._listener = socket.create_server((self._at.address if secret else "127.0.0.1", 0), backlog=128)
+        self._wake, self._wakes = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._heart = Heart(frame=MESSAGE.pack(verbs_control.BEAT, 0, 0, 0, 0, 0))
+        self._service = threading.Thread(target=self._serve, name="rdmarpc-verbs", daemon=True)
+        self._completions = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
+        self._service.start()
+        self._completions.start()
+
+    def _lay_out(self) -> None:
+        """The port block, and the receive requests that are posted again and again."""
+        library = ctypes.CDLL("libibverbs.so.1")
+        taking, acknowledging = (
+            ctypes.cast(function, ctypes.c_void_p).value for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
+        )
+        depth = self._srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
+        self._wc = np.zeros(verbs_kernels.WC_BATCH * at.WC_BYTES, np.uint8)
+        self._table = np.zeros((2 * _LANES, 2), np.int64)
+        self._receives = np.zeros((_RECEIVE_CHAIN, at.RECV_WR_BYTES // 8), np.int64)
+        first = self._receives.ctypes.data
+        self._receives[:-1, at.RECV_WR_NEXT // 8] = first + np.arange(1, _RECEIVE_CHAIN) * at.RECV_WR_BYTES
+        fds = (self._cq.channel_fd, self._context.async_fd, self._woken)
+        self._fds = np.array([fd | 1 << 32 for fd in fds], np.int64)  # struct pollfd: fd, POLLIN, what happened
+        words = self._port_words = np.zeros(verbs_kernels.PORT_WORDS, np.int64)
+        self.port = words.ctypes.data
+        words[verbs_kernels.PORT_CQ] = self._cq.address
+        words[verbs_kernels.PORT_POLL_CQ] = self.operation(at.OPS_POLL_CQ)
+        words[verbs_kernels.PORT_REQ_NOTIFY] = self.operation(at.OPS_REQ_NOTIFY_CQ)
+        words[verbs_kernels.PORT_SRQ] = self._srq.address
+        words[verbs_kernels.PORT_POST_RECV] = self.operation(at.OPS_POST_SRQ_RECV)
+        words[verbs_kernels.PORT_RECV_CHAIN] = first
+        words[verbs_kernels.PORT_RECV_COUNT] = _RECEIVE_CHAIN
+        words[verbs_kernels.PORT_RECV_USED] = depth  # nothing is posted yet: the first look posts them all
+        words[verbs_kernels.PORT_WC] = self._wc.ctypes.data
+        words[verbs_kernels.PORT_TABLE] = self._table.ctypes.data
+        words[verbs_kernels.PORT_TABLE_MASK] = len(self._table) - 1
+        words[verbs_kernels.PORT_BELLS] = self.bells
+        words[verbs_kernels.PORT_GET_EVENT] = taking
+        words[verbs_kernels.PORT_ACK_EVENTS] = acknowledging
+        words[verbs_kernels.PORT_CHANNEL] = ctypes.c_uint64.from_address(self._cq.address + at.CQ_CHANNEL).value
+        words[verbs_kernels.PORT_FDS] = self._fds.ctypes.data
+        words[verbs_kernels.PORT_WAKE] = self._woken
+        kernels.progress(self.port)
+
+    def operation(self, offset: int) -> int:
+        """Address of one of the context's operations."""
+        return int(ctypes.c_uint64.from_address(self._context.address + offset).value)
+
+    @property
+    def address(self) -> bytes:
+        host, port = self._listener.getsockname()[:2]
+        return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
+
+    def explain(self) -> str:
+        limits = self._context.device()
+        return "\n".join(
+            (
+                f"verbs: reliable connected queue pairs over {self._at.name}",
+                *(f"  {line}" for line in self._at.lines),
+                f"  largest message {self.max_msg_sz} bytes; {self._sends} requests a queue pair, {self._srq.depth} receives for all",
+                f"  firmware       {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions of {limits.max_mr_size} bytes",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
+                "  death          a process at once, a host or link after about 2 s, "
+                f"a stopped process after {self._looks.timeout:g} s",
+                "  waiting        who waits polls the completion queue; then its completion channel",
+            )
+        )
+
+    # -- memory
+
+    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        return anonymous(nbytes), -1
+
+    def _announce_segment(self, segment: Segment) -> None:
+        mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
+        for channel in self._open_channels():
+            self._tell(channel, verbs_control.SEGMENT, segment.number, segment.key, segment.address, segment.nbytes, mr.rkey)
+
+    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        if nbytes:
+            mr = self._mrs[number] = self._context.register(address, nbytes, remote=True)
+            for channel in self._open_channels():
+                self._tell(channel, verbs_control.REGION, number, key, address, nbytes, mr.rkey)
+            return
+        for channel in self._open_channels():
+            try:
+                channel.withdraw(number)
+            except (PeerLost, TransferTimeout):
+                continue  # deregistering makes it certain: the device refuses what still comes
+        if (gone := self._mrs.pop(number, None)) is not None:
+            gone.close()
+
+    def lkey(self, address: int, nbytes: int) -> int | None:
+        """The key of local memory that is registered for as long as it is held: the arena's."""
+        found = self.arena.find(address, nbytes)
+        return self._mrs[found[0].number].lkey if found is not None else None
+
+    def register_local(self, address: int, nbytes: int) -> MemoryRegion:
+        """Register memory for our own posts only; the caller closes it."""
+        self.count("registrations")
+        return self._context.register(address, nbytes, remote=False)
+
+    def _open_channels(self) -> list[VerbsChannel]:
+        with self._lock:
+            return [channel for channel in self._channels if isinstance(channel, VerbsChannel) and channel.error is None]
+
+    def _tell(self, channel: VerbsChannel, *message: int) -> None:
+        try:
+            channel.stream.send(*message)
+        except PeerLost as error:
+            self.lost(channel, error)
+
+    # -- connections
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+        self._check()
+        fields = peer.decode("ascii", "replace").split(":")
+        if len(fields) != 5 or fields[0] != "verbs" or not fields[2].isdigit():
+            raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
+        _, host, port, uid, endpoint = fields
+        if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
+            raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
+        where = f"{host}:{port}"
+        try:
+            sock = socket.create_connection((host, int(port)), timeout)
+        except TimeoutError:
+            raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="verbs") from None
+        except OSError as error:
+            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+            raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
+        qp: QueuePair | None = None
+        try:
+            sock.settimeout(timeout)
+            auth.authenticate(sock, self.secret, initiator=True)
+            qp, ours = self._queue_pair()
+            verbs_control.send_setup(sock, ours, hello)
+            theirs, answer = verbs_control.receive_setup(sock)
+            if f"{theirs.uid:016x}" != uid:
+                raise PeerLost("another device listens there now", peer=where, device="verbs", status="STALE_ADDRESS")
+            channel = self._channel(sock, qp, ours, theirs, answer)
+            self._adopt(channel, theirs)
+        except (OSError, RdmaError, ValueError) as error:
+            sock.close()
+            if qp is not None:
+                qp.close()
+            if isinstance(error, TimeoutError):
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
+            if isinstance(error, OSError):
+                raise PeerLost(f"the connection broke: {error}", peer=where, device="verbs") from None
+            raise
+        return channel
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        channel, qp = None, None
+        try:
+            sock.settimeout(_HANDSHAKE_TIMEOUT)
+            auth.authenticate(sock, self.secret, initiator=False)
+            theirs, hello = verbs_control.receive_setup(sock)
+            qp, ours = self._queue_pair()
+            channel = self._channel(sock, qp, ours, theirs, hello)
+            # What on_connect posts waits until the peer is ready.
+            verbs_control.send_setup(sock, ours, self._on_connect(channel))
+            self._adopt(channel, theirs)
+            self._welcomed(channel)
+        except (RdmaError, OSError, ValueError) as error:
+            if channel is not None:  # which on_connect may have published
+                self.lost(channel, PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs"))
+            elif qp is not None:
+                qp.close()
+            sock.close()
+
+    def _queue_pair(self) -> tuple[QueuePair, Setup]:
+        with self._lock:
+            room = (self._cq.depth - self._srq.depth) // self._sends
+            if len(self._by_qp) >= min(room, _LANES):
+                raise RdmaError(f"the completion queue of {self._at.name} has room for {room} peers", device="verbs")
+        qp = self._context.queue_pair(
+            self._cq, self._srq, port=self._at.number, depth=self._sends, max_sge=1, max_inline=_INLINE
+        )
+        patience = int(self._looks.timeout * 1000)
+        psn = secrets.randbits(24)
+        return qp, Setup(self.uid, self.epoch, patience, qp.qp_num, psn, self._at.endpoint.dump())
+
+    def _channel(self, sock: socket.socket, qp: QueuePair, ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
+        """Both ends are known: connect the queue pair, and have its completions counted."""
+        here = self._at
+        route = verbs_endpoint.route(
+            here.endpoint,
+            Endpoint.load(theirs.endpoint),
+            port=here.number,
+            sgid_index=here.gid.index,
+            dest_qp_num=theirs.qp_num,
+            rq_psn=theirs.psn,
+            sq_psn=ours.psn,
+            timeout=_TIMEOUT,
+            retry_cnt=_RETRY_CNT,
+        )
+        qp.connect(route)
+        host, port = sock.getpeername()[:2]
+        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qp, theirs, hello)
+        self._enter_lane(qp.qp_num, channel)
+        return channel
+
+    def _adopt(self, channel: VerbsChannel, peer: Setup) -> None:
+        """Tell the peer of all our memory, then watch the connection."""
+        stream = channel.stream
+        stream.sock.settimeout(None)
+        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        every = min(max(peer.patience_ms / 4000, _BEAT_MIN_S), _BEAT_MAX_S)
+        with self._lock:
+            if self.closed:  # ``close`` did not see this one
+                raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
+            self._channels.add(channel)
+            segments = {segment.number for segment in self.arena.segments}
+            for number, (address, nbytes, key) in self._regions.items():
+                if (mr := self._mrs.get(number)) is not None:
+                    kind = verbs_control.SEGMENT if number in segments else verbs_control.REGION
+                    stream.send(kind, number, key, address, nbytes, mr.rkey)
+            stream.send(verbs_control.READY)
+            stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
+            stream.pulse.free()
+            self._selector.register(stream.sock, selectors.EVENT_READ, channel)
+            self._wake.send(b"\0")
+
+    # -- lanes
+
+    def _enter_lane(self, qp_num: int, channel: VerbsChannel) -> None:
+        with self._lock:
+            self._by_qp[qp_num] = channel
+            verbs_kernels.enter_lane(self.port, qp_num, channel.lane)
+
+    def drop_lane(self, qp_num: int) -> None:
+        """Completions of this queue pair concern nobody any more."""
+        with self._lock:
+            verbs_kernels.drop_lane(self.port, qp_num)
+            self._by_qp.pop(qp_num, None)
+
+    # -- the completion thread
+
+    def _complete(self) -> None:
+        while not self._stopping:
+            if verbs_kernels.serve(self.port, _TICK_NS):
+                try:
+                    os.eventfd_read(self._woken)
+                except BlockingIOError:
+                    pass
+                self._look_for_failures()
+                while (event := self._context.async_event()) is not None:
+                    self._heed(event)
+            for channel in self._open_channels():
+                channel.sweep()
+                channel.keep_alive()
+            kernels.progress(self.port)
+
+    def wake(self) -> None:
+        """Have the completion thread look for failures now."""
+        if not self._stopping:
+            os.eventfd_write(self._woken, 1)
+
+    def _look_for_failures(self) -> None:
+        with self._lock:
+            channels = list(self._by_qp.values())
+        for channel in channels:
+            if channel.error is None and (error := channel.failure()) is not None:
+                self.lost(channel, error)
+
+    def _heed(self, event: str) -> None:
+        """Asynchronous events: those of a queue pair show in its completions; a device that is gone takes all with it."""
+        self.count(f"async_{event.lower()}")
+        if event != "DEVICE_FATAL":
+            return
+        for channel in self._open_channels():
+            self.lost(channel, PeerLost("our device failed", peer=channel.peer, device="verbs", status=event))
+
+    def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
+        """A channel broke: end it, and tell whoever listens, once."""
+        if channel.lose(error):
+            self._tell_lost(channel)
+
+    # -- the service thread
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(self._looks.interval):
+                if key.fileobj is self._listener:
+                    self._accept_one()
+                elif key.fileobj is self._wakes:
+                    self._wakes.recv(4096)
+                else:
+                    self._hear(key.data)
+            if seconds := self._looks.due():
+                self._look(seconds)
+
+    def _accept_one(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+
+    def _hear(self, channel: VerbsChannel) -> None:
+        if channel.error is not None:
+            return
+        try:
+            for message in channel.stream.receive():
+                channel.hear(message)
+        except PeerLost as error:
+            # What came by the queue pair before the goodbye counts: it is on the completion queue.
+            kernels.progress(self.port)
+            self.lost(channel, channel.failure() or error)
+
+    def _look(self, seconds: float) -> None:
+        """Give up the peers that have not been heard for too long."""
+        for channel in self._open_channels():
+            channel.silence = 0.0 if channel.stream.heard else channel.silence + seconds
+            channel.stream.heard = False
+            if self._looks.too_long(channel.silence):
+                channel.say_given_up()
+                self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device="verbs", status="SILENT"))
+
+    def forget(self, channel: VerbsChannel) -> None:
+        """Stop watching a channel that has ended."""
+        with self._lock:
+            try:
+                self._selector.unregister(channel.stream.sock)
+            except (KeyError, ValueError):
+                return
+            self._retire(channel)
+
+    # -- the end
+
+    def close_deadline(self) -> float:
+        """Until when a channel that is being closed may wait for what was posted on it."""
+        if not self.closed:
+            return time.monotonic() + _CLOSE_TIMEOUT_S
+        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT_S
+        return self._close_by
+
+    def _forked(self) -> None:
+        for channel in list(self._channels):
+            if isinstance(channel, VerbsChannel):
+                channel.stream.sock.close()
+        self._selector.close()
+        for sock in (self._listener, self._wake, self._wakes):
+            sock.close()
+
+    def _shut(self) -> None:
+        with self._lock:
+            rest = list(self._by_qp.values())
+        for channel in rest:  # still in their handshake
+            channel.lose(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
+        self._stopping = True
+        kernels.store(self.port + 8 * verbs_kernels.PORT_STOP, 1)
+        os.eventfd_write(self._woken, 1)
+        self._wake.send(b"\0")
+        for thread in (self._service, self._completions):
+            if threading.current_thread() is not thread:
+                thread.join(timeout=5.0)
+        self._heart.stop()
+        verbs_kernels.shut(self.port)
+        self._srq.close()
+        self._cq.close()
+        for mr in self._mrs.values():
+            mr.close()
+        self._context.close()
+        self._selector.close()
+        for sock in (self._listener, self._wake, self._wakes):
+            sock.close()
+        os.close(self._woken)

@@ -1,0 +1,366 @@
+"""The connection between two processes over a reliable connected queue pair and a control stream.
+
+What the peer has registered is announced on the stream, so descriptors are checked here, before anything is posted: a wrong key,
+range or life is an error of one call. What the hardware refuses nevertheless ends the channel, as every work completion error does
+(the queue pair is in the error state then).
+
+All posts go to one queue pair, so what is posted later arrives later, and the answer to the last post says that all are there.
+
+No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped by the
+device from then on, whoever sends them and however long they were on their way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import kernels, verbs_control, verbs_kernels
+from . import verbs_layout as at
+from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .device import anonymous
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .heartbeat import GIVEN_UP
+from .notify import MAX_NOTIFY, RECORD_BYTES
+from .region import RemoteRegion
+from .verbs_control import ControlStream, Message, Setup
+from .verbs_provider import QueuePair
+from .verbs_status import completion_error
+from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
+
+if TYPE_CHECKING:
+    from .verbs import VerbsDevice
+
+Place = tuple[int, int]
+"""Address and rkey of remote memory."""
+_ASK_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class VerbsChannel(Channel):
+    device: VerbsDevice
+
+    def __init__(self, device: VerbsDevice, stream: ControlStream, qp: QueuePair, peer: Setup, hello: bytes) -> None:
+        super().__init__(device)
+        self.stream, self.qp = stream, qp
+        self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, hello, peer.uid, peer.epoch
+        self.port = device.port
+        self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
+        self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
+        self._words = np.zeros(verbs_kernels.LANE_WORDS, np.int64)
+        self.lane = self._words.ctypes.data
+        self._words[verbs_kernels.LANE_DEPTH] = qp.depth
+        self._words[verbs_kernels.LANE_QP] = qp.address
+        self._words[verbs_kernels.LANE_POST_SEND] = device.operation(at.OPS_POST_SEND)
+        self._words[verbs_kernels.LANE_RECORDS] = self._records
+        self._words[verbs_kernels.LANE_CLOSED] = verbs_kernels.OPENING
+        self.chain_max = max(qp.depth // 2, 1)
+        self.max_inline = qp.max_inline
+        self.ready = threading.Event()
+        self._places: dict[int, tuple[int, int, int, int]] = {}  # number -> (address, bytes, key, rkey)
+        self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
+        self._table_lock = threading.Lock()
+        self._acks: dict[tuple[int, int], threading.Event] = {}
+        self._questions = itertools.count(1)
+        self._left: deque[tuple[int, _Held]] = deque()  # filled by finalizers: append only
+        self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
+        self._end_lock = threading.Lock()
+        self._released = False
+        self.silence = 0.0
+
+    # -- copies
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        return self._prepare(pairs, notify, once=False)
+
+    def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        return self._prepare([(dst, src)], notify, once=True).post()
+
+    def _prepare(self, pairs: Sequence[Pair], imm: int | None, *, once: bool) -> VerbsTransfer:
+        self._check()
+        check_notify(imm)
+        sides = []
+        for dst, src in pairs:
+            remote, tensor, write = sort_pair(dst, src)
+            sides.append((remote, self.resolve(remote), tensor, write))
+        self.sweep()
+        transfer = VerbsTransfer(self, sides, imm, once=once)
+        with self._table_lock:
+            for remote, *_ in sides:
+                if (users := self._foreign.get(remote.region)) is not None:
+                    users.add(transfer)
+                elif remote.nbytes and remote.region not in self._places:
+                    raise self._refuse(f"region {remote.region} is not registered (any more)")
+        return transfer
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self._check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        place = self.resolve(remote)
+        if remote.region in self._foreign:
+            raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
+        return VerbsWindow(self, remote, place, local, notify)
+
+    def record(self, imm: int) -> int:
+        check_notify(imm)
+        return self._records + imm * RECORD_BYTES
+
+    def resolve(self, remote: RemoteRegion) -> Place:
+        """Where a remote range is. ``RemoteAccessError``."""
+        if remote.nbytes == 0:
+            return 0, 0
+        known = remote.resolved
+        if known is not None and known[0] is self:
+            return known[1]  # type: ignore[return-value]
+        if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
+            raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
+        entry = self._places.get(remote.region)
+        if entry is None:
+            # Announcements are ordered: after the answer we know all that the descriptor's owner knew.
+            self._ask(verbs_control.SYNC, next(self._questions))
+            entry = self._places.get(remote.region)
+        if entry is None:
+            raise self._refuse(f"region {remote.region} is not registered (any more)")
+        address, nbytes, key, rkey = entry
+        if key != remote.key:
+            raise self._refuse(f"wrong key for region {remote.region}")
+        if remote.offset + remote.nbytes > nbytes:
+            raise self._refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
+        place = address + remote.offset, rkey
+        if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
+            remote.resolved = (self, place)  # type: ignore[assignment]
+        return place
+
+    def post(self, chain: Chain, transfer: VerbsTransfer | None = None) -> int:
+        """Post a chain, when there is room: what ``LANE_COMPLETED`` reaches when it is done."""
+        while True:
+            seq = verbs_kernels.post(self.lane, chain.address)
+            if seq > 0:
+                return seq
+            if seq == verbs_kernels.REVOKED:
+                raise self._refuse(transfer.revoked if transfer is not None else "revoked")
+            self.make_room(seq, chain.count)
+
+    def make_room(self, why: int, count: int) -> None:
+        """After a post that was not taken: return when it may be tried again, or raise."""
+        if why == verbs_kernels.FULL:
+            posted, depth = kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED), self.qp.depth
+            self.device.count("send_queue_full")
+            kernels.wait_count(self.lane, posted + count - depth, kernels.SPIN, kernels.SLICE_NS, self.port)
+            if self.error is not None:
+                raise self.error
+        elif why == verbs_kernels.CLOSED and self.error is None and not self.ready.is_set():
+            if not self.ready.wait(_ASK_TIMEOUT_S) and self.error is None:
+                raise TransferTimeout("the peer's queue pair did not become ready", peer=self.peer, device="verbs")
+        elif why == verbs_kernels.REFUSED:
+            why_not = "the queue pair did not take a work request"
+            self.device.lost(self, RdmaError(why_not, peer=self.peer, device="verbs", status="POST_SEND"))
+            raise self.ended()
+        else:
+            raise self.ended()
+
+    def wait_completed(self, seq: int, timeout: float | None) -> None:
+        """Until the lane has completed ``seq`` or ended. ``TransferTimeout``."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = kernels.SLICE_NS
+        while kernels.load(self.lane) < seq:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"the copy was not done within {timeout} s",
+                        peer=self.peer,
+                        device="verbs",
+                        hint="a timeout ends the wait, not the copy: channel.abort() does",
+                    )
+                limit = min(limit, int(left * 1e9))
+            kernels.wait_count(self.lane, seq, kernels.SPIN, limit, self.port)
+
+    def fence(self, timeout: float | None = None) -> None:
+        self._check()
+        seq = kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED)
+        self.wait_completed(seq, timeout)
+        if kernels.load(self.lane + 8 * verbs_kernels.LANE_REACHED) < seq:
+            raise self.ended()
+
+    def leave(self, held: _Held) -> None:
+        """A transfer died: what it held goes when nothing of it is under way. Runs in finalizers: takes no lock."""
+        self._left.append((kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED), held))
+
+    def sweep(self) -> None:
+        """Give back what transfers left behind and nothing reads any more. Any thread."""
+        while self._left:
+            try:
+                seq, held = self._left.popleft()
+            except IndexError:
+                return
+            if not self._released and kernels.load(self.lane) < seq:
+                self._left.appendleft((seq, held))
+                return
+            for block in held.blocks:
+                self.device.arena.free(block)
+            for region in held.regions:
+                region.close()
+
+    def keep_alive(self) -> None:
+        """Nothing came for a while: have the peer's device acknowledge a WRITE of no bytes, or the retries run out."""
+        seen = self.lane + 8 * verbs_kernels.LANE_SEEN
+        if kernels.load(seen):
+            kernels.store(seen, 0)
+        elif kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(self.lane + 8 * verbs_kernels.LANE_REACHED):
+            verbs_kernels.post(self.lane, self._keepalive.address)
+
+    def _refuse(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
+
+    def _check(self) -> None:
+        super()._check()
+        if os.getpid() != self.device._pid:
+            raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
+
+    def _stats(self) -> tuple[int, int]:
+        return int(self._words[verbs_kernels.LANE_POSTS]), int(self._words[verbs_kernels.LANE_BYTES])
+
+    # -- control messages
+
+    def _ask(self, kind: int, number: int) -> None:
+        """Send and wait for the acknowledgement (never from the device's threads)."""
+        event = self._acks.setdefault((kind + 1, number), threading.Event())
+        try:
+            self.stream.send(kind, number)
+            if not event.wait(_ASK_TIMEOUT_S):
+                self._check()
+                raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="verbs")
+        finally:
+            self._acks.pop((kind + 1, number), None)
+        self._check()
+
+    def withdraw(self, number: int) -> None:
+        """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
+        self._ask(verbs_control.GONE, number)
+
+    def hear(self, message: Message) -> None:
+        """Handle one control message (device's service thread). Raises ``PeerLost`` for a goodbye."""
+        kind, number = message.kind, message.number
+        if kind in (verbs_control.SEGMENT, verbs_control.REGION):
+            with self._table_lock:
+                self._places[number] = (message.address, message.nbytes, message.key, message.rkey)
+                if kind == verbs_control.REGION:
+                    self._foreign[number] = weakref.WeakSet()
+        elif kind == verbs_control.GONE:
+            # Waits for what is under way there: not on the thread that serves all channels.
+            threading.Thread(target=self._give_up_region, args=(number,), name="rdmarpc-revoke", daemon=True).start()
+        elif kind == verbs_control.SYNC:
+            self.stream.send(verbs_control.SYNC_ACK, number)
+        elif kind in (verbs_control.GONE_ACK, verbs_control.SYNC_ACK):
+            if event := self._acks.get((kind, number)):
+                event.set()
+        elif kind == verbs_control.READY:
+            self.open_lane()
+        elif kind == verbs_control.BYE:
+            if number:
+                raise PeerLost(GIVEN_UP, peer=self.peer, device="verbs", status="GIVEN_UP")
+            raise PeerLost("the peer closed the channel", peer=self.peer, device="verbs", status="CLOSED")
+
+    def _give_up_region(self, number: int) -> None:
+        with self._table_lock:
+            self._places.pop(number, None)
+            users = list(self._foreign.pop(number, ()))
+        seq = max((user.revoke(f"region {number} is not registered (any more)") for user in users), default=0)
+        try:
+            self.wait_completed(seq, _ASK_TIMEOUT_S)
+            self.stream.send(verbs_control.GONE_ACK, number)
+        except RdmaError:
+            pass  # no answer: the owner's wait says so, and deregisters all the same
+
+    def open_lane(self) -> None:
+        """The peer's queue pair receives."""
+        kernels.swap_if(self.lane + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.OPENING, verbs_kernels.OPEN)
+        self.ready.set()
+
+    # -- the end
+
+    def ended(self) -> RdmaError:
+        """Why nothing is posted any more. The device's thread finds out a moment after the kernels did."""
+        limit = time.monotonic() + 1.0
+        while self.error is None and time.monotonic() < limit:
+            self.device.wake()
+            time.sleep(0.001)
+        return self.error or PeerLost("the connection broke", peer=self.peer, device="verbs", status="BROKEN")
+
+    def failure(self) -> RdmaError | None:
+        """The first work completion error, by name; ``None`` if there was none."""
+        status = kernels.load(self.lane + 8 * verbs_kernels.LANE_STATUS)
+        vendor = kernels.load(self.lane + 8 * verbs_kernels.LANE_VENDOR)
+        return completion_error(status, peer=self.peer, device="verbs", vendor=vendor) if status else None
+
+    def end(self, error: RdmaError) -> bool:
+        """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""
+        with self._end_lock:
+            if self.error is not None:
+                return False
+            self.error = error
+        verbs_kernels.end_lane(self.lane)
+        self.ready.set()
+        for event in list(self._acks.values()):
+            event.set()
+        return True
+
+    def lose(self, error: RdmaError) -> bool:
+        """``end`` and ``release``, not because somebody here wanted it. ``False`` if it had ended before."""
+        ended = self.end(error)
+        self.release()
+        return ended
+
+    def say_given_up(self) -> None:
+        """A peer that does not run will be lost here. Should it ever run again, it finds our goodbye."""
+        try:
+            self.stream.send(verbs_control.BYE, 1)
+        except PeerLost:
+            pass  # it finds the end of the stream
+
+    def release(self) -> None:
+        """Destroy the queue pair: from here on nothing of the peer lands. Idempotent."""
+        with self._end_lock:
+            if self._released:
+                return
+            self._released = True
+        self.device.forget(self)
+        self.qp.error()
+        self.device.drop_lane(self.qp.qp_num)
+        self.qp.close()
+        self.stream.close()
+        self.sweep()
+
+    def abort(self, timeout: float = 5.0) -> None:
+        if os.getpid() != self.device._pid:
+            return
+        self.end(PeerLost("the channel was aborted", peer=self.peer, device="verbs", status="ABORTED"))
+        self.release()
+
+    def close(self) -> None:
+        if os.getpid() != self.device._pid:
+            return
+        deadline = self.device.close_deadline()
+        lane = self.lane
+        while self.error is None and time.monotonic() < deadline:
+            if kernels.load(lane + 8 * verbs_kernels.LANE_POSTED) <= kernels.load(lane + 8 * verbs_kernels.LANE_REACHED):
+                break
+            kernels.progress(self.port)
+            time.sleep(0.0005)
+        if self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED")):
+            try:
+                self.stream.send(verbs_control.BYE)
+            except PeerLost:
+                pass
+        self.release()

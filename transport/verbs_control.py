@@ -1,0 +1,138 @@
+"""The control stream beside a queue pair: who is there, which memory it has registered, goodbyes, signs of life.
+
+One TCP connection a channel, authenticated before anything else is parsed (``auth``). First a *setup* from each end, then messages
+of one size:
+
+    SEGMENT, REGION   number, key, address, nbytes, rkey: this memory may be read and written from now on
+    GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
+    SYNC, SYNC_ACK    number: all that was announced before has been heard
+    READY             the sender's queue pair receives: posts may begin
+    BYE               the channel was closed (number 1: because the receiver was silent for too long)
+    BEAT              nothing: a sign of life (``heartbeat``)
+
+Its end is how the death of a process is noticed at once; the death of a host is noticed by the queue pair (``verbs``).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from typing import NamedTuple
+
+from . import auth
+from .errors import PeerLost
+from .heartbeat import Pulse
+from .verbs_endpoint import Endpoint
+
+SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
+MESSAGE = struct.Struct("<BQQQQI")
+"""kind, number, key, address, nbytes, rkey"""
+_SETUP = struct.Struct(f"<QIIII{Endpoint.SIZE}s")
+MAX_HELLO = 64 << 10
+_SEND_TIMEOUT_S = 5.0
+
+
+class Setup(NamedTuple):
+    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``endpoint`` a dumped ``Endpoint``."""
+
+    uid: int
+    epoch: int
+    patience_ms: int
+    qp_num: int
+    psn: int
+    endpoint: bytes
+
+
+def send_setup(sock: socket.socket, setup: Setup, hello: bytes) -> None:
+    if len(hello) > MAX_HELLO:
+        raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
+    sock.sendall(_SETUP.pack(*setup) + len(hello).to_bytes(4, "little") + hello)
+
+
+def receive_setup(sock: socket.socket) -> tuple[Setup, bytes]:
+    setup = Setup(*_SETUP.unpack(auth.receive_exactly(sock, _SETUP.size)))
+    length = int.from_bytes(auth.receive_exactly(sock, 4), "little")
+    if length > MAX_HELLO:
+        raise PeerLost("the peer sent an overlong hello", device="verbs", status="PROTOCOL")
+    return setup, auth.receive_exactly(sock, length)
+
+
+class Message(NamedTuple):
+    kind: int
+    number: int
+    key: int
+    address: int
+    nbytes: int
+    rkey: int
+
+
+class ControlStream:
+    """Any thread sends; the device's service thread receives. ``peer``: who is there, for people."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.sock, self.peer = sock, peer
+        self.pulse: Pulse | None = None
+        self.heard = True
+        """Something came since somebody set this to false."""
+        self._lock = threading.RLock()
+        self._rest = b""
+        self.closed = False
+
+    def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, rkey: int = 0) -> None:
+        """Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
+        data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
+        with self._lock:
+            if self.closed:
+                raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
+            if self.pulse is not None:
+                data = self.pulse.take() + data
+            try:
+                self._send_all(data)
+            except OSError as error:
+                raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
+            if self.pulse is not None:
+                self.pulse.free()
+
+    def _send_all(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                if not select.select([], [self.sock], [], _SEND_TIMEOUT_S)[1]:
+                    raise PeerLost("the peer does not read its control messages", peer=self.peer, device="verbs") from None
+
+    def receive(self) -> list[Message]:
+        """What has come. Raises ``PeerLost`` at the end of the stream."""
+        try:
+            data = self.sock.recv(64 << 10, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
+        if not data:
+            raise PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
+        self.heard = True
+        data = self._rest + data
+        whole = len(data) // MESSAGE.size * MESSAGE.size
+        self._rest = data[whole:]
+        messages = [Message._make(fields) for fields in MESSAGE.iter_unpack(data[:whole])]
+        for message in messages:
+            if not SEGMENT <= message.kind <= BEAT:
+                raise PeerLost("the peer sent what is no message", peer=self.peer, device="verbs", status="PROTOCOL")
+        return messages
+
+    def close(self) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self.pulse is not None:
+                self.pulse.close()
+                self.pulse.end()
+            try:
+                self.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # broken already
+            self.sock.close()

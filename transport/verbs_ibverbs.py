@@ -1,0 +1,127 @@
+"""The second provider, on PyPI's ``ibverbs``: one wheel for every CPython from 3.9 on, which opens the system's libibverbs when
+it is imported. It exports no addresses either; they are found as with pyverbs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import verbs_layout as at
+from .errors import NotSupported
+from .verbs_native import BYTES_OF_MTU, HOP_LIMIT, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
+from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
+
+
+class IbverbsProvider(Provider):
+    """Raises ``NotSupported`` where ibverbs cannot be imported, with the reason."""
+
+    def __init__(self) -> None:
+        try:
+            self.package: Any = importlib.import_module("ibverbs")
+        except ImportError as error:
+            raise NotSupported(str(error), device="verbs", hint="pip install ibverbs (it needs libibverbs.so.1)") from None
+        self.name = f"ibverbs {self.package.__version__} ({release()})"
+        fork_init()
+
+    def devices(self) -> list[str]:
+        return sorted(device.name for device in self._list())
+
+    def _list(self) -> list[Any]:
+        try:
+            return list(self.package.get_device_list())
+        except OSError:  # no uverbs driver: no RDMA here, which is no error
+            return []
+
+    def open(self, name: str) -> Context:
+        for device in self._list():
+            if device.name == name:
+                return IbverbsContext(self.package, device)
+        raise NotSupported("libibverbs has no such device", device=name)
+
+
+class IbverbsContext(NativeContext):
+    def __init__(self, package: Any, device: Any) -> None:
+        self.package, self.found = package, device
+        super().__init__(device.name)
+
+    def device(self) -> DeviceAttr:
+        attr = self.call("ibv_query_device", lambda: self.native.query_device())
+        return DeviceAttr(
+            fw_ver=attr.fw_ver,
+            node_guid=attr.node_guid,
+            max_mr=attr.max_mr,
+            max_mr_size=attr.max_mr_size,
+            max_qp=attr.max_qp,
+            max_qp_wr=attr.max_qp_wr,
+            max_sge=attr.max_sge,
+            max_cqe=attr.max_cqe,
+            max_srq=attr.max_srq,
+            max_srq_wr=attr.max_srq_wr,
+            max_qp_rd_atom=attr.max_qp_rd_atom,
+            max_qp_init_rd_atom=attr.max_qp_rd_atom,  # the package does not say; adapters have as much in both directions
+        )
+
+    def port(self, number: int) -> PortAttr:
+        attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
+        return PortAttr(
+            state=PORT_STATES[attr.state],
+            link_layer=LINK_LAYERS[attr.link_layer],
+            lid=attr.lid,
+            max_mtu=BYTES_OF_MTU.get(attr.max_mtu, 0),
+            active_mtu=BYTES_OF_MTU.get(attr.active_mtu, 0),
+            max_msg_sz=attr.max_msg_sz,
+            gid_tbl_len=attr.gid_tbl_len,
+            gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=LINK_LAYERS[attr.link_layer] == "INFINIBAND",  # the package does not say, and it never hurts
+        )
+
+    def errno_of(self, error: Exception) -> int | None:
+        return error.errno if isinstance(error, OSError) else None
+
+    def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
+        mask = sum(at.QP_ATTR_MASK[field] for field in fields)
+        if route is None:
+            native.modify(mask, **fields)
+            return
+        vector = self.package.AHAttr(
+            dgid=route.dgid if route.global_route else None,
+            sgid_index=route.sgid_index,
+            dlid=route.dlid,
+            is_global=int(route.global_route),
+            port_num=route.port,
+            hop_limit=HOP_LIMIT,
+        )
+        native.modify(mask | at.QP_ATTR_MASK["ah_attr"], ah_attr=vector, **fields)
+
+    def new_context(self) -> Any:
+        return self.found.open()
+
+    def new_domain(self) -> Any:
+        return self.native.alloc_pd()
+
+    def new_region(self, address: int, nbytes: int, access: int) -> Any:
+        return self.pd.reg_mr(address, nbytes, access)
+
+    def new_channel(self) -> Any:
+        return self.native.create_comp_channel()
+
+    def new_queue(self, depth: int, channel: Any) -> Any:
+        return self.native.create_cq(depth, channel)
+
+    def new_shared_queue(self, depth: int) -> Any:
+        return self.pd.create_srq(depth, 1)
+
+    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+        wanted = self.package.QPInitAttr(
+            send_cq=cq,
+            recv_cq=cq,
+            srq=srq,
+            max_send_wr=depth,
+            max_recv_wr=0,
+            max_send_sge=max_sge,
+            max_recv_sge=0,
+            max_inline_data=max_inline,
+        )
+        pair = self.pd.create_qp(wanted)
+        granted = pair.query()[1]
+        return pair, granted.max_send_wr, granted.max_inline_data

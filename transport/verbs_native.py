@@ -1,0 +1,432 @@
+"""What both providers share: finding the native structures behind Python objects, and the events of libibverbs.
+
+A package's object hides its C pointer. ``find`` looks for it in the object's body: every word there that points to readable
+memory (asked of the kernel with ``process_vm_readv``: a wrong guess is an error, never a crash) whose content is what is
+publicly known of the object. It is the one or it is refused: none, or two different ones, is a ``NotSupported``, and nothing
+has been called through a guess. Everything found is checked once more where a queue pair names it (``NativeQueuePair``).
+
+A context lives until it is closed, or until the process ends and the kernel takes all of it back: destructors of the packages
+never run by themselves. In a forked child each object has one reference too many for ever, so that no destructor there
+reaches through the inherited file descriptors for what the parent still uses; the same at the end of the interpreter, where
+destructors would run in any order.
+"""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import ctypes
+import errno
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from . import cma, verbs_sysfs
+from . import verbs_layout as at
+from .errors import NotSupported, RdmaError
+from .verbs_provider import (
+    CompletionQueue,
+    Context,
+    Gid,
+    MemoryRegion,
+    QueuePair,
+    Route,
+    SharedReceiveQueue,
+)
+from .verbs_status import event_name, failure, registration_failure
+
+MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
+"""Bytes to ``enum ibv_mtu``."""
+BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
+PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
+HOP_LIMIT = 64
+"""Of a global route: as many routers as IP packets start with."""
+LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
+_WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
+_SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
+_OBJECT_HEADER = 16
+_EVENT_LINK = "anon_inode:[infinibandevent]"
+
+
+def gbit_per_s(width: int, speed: int) -> float:
+    """Of a port's ``active_width`` and ``active_speed`` codes; 0 if they are unknown."""
+    return _WIDTHS.get(width, 0) * _SPEEDS.get(speed, 0.0)
+
+
+def peek(address: int, nbytes: int) -> bytes | None:
+    """A copy of our own memory there, or ``None`` where there is none."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    try:
+        cma.transfer(os.getpid(), ctypes.addressof(buffer), address, nbytes, write=False)
+    except NotSupported:
+        raise NotSupported(
+            "this system does not let a process ask for its own memory (process_vm_readv), so native queues cannot be found",
+            device="verbs",
+            hint="containers: allow process_vm_readv in the seccomp profile",
+        ) from None
+    except RdmaError:
+        return None
+    return buffer.raw
+
+
+def word(address: int) -> int:
+    """The pointer at ``address``, 0 if that cannot be read."""
+    return int.from_bytes(peek(address, 8) or b"", "little")
+
+
+def half(address: int) -> int:
+    """The ``uint32_t`` at ``address``, 0 if that cannot be read."""
+    return int.from_bytes(peek(address, 4) or b"", "little")
+
+
+def find(owner: object, what: str, matches: Callable[[int], bool]) -> int:
+    """The address in the body of ``owner``, an object of an extension type, that ``matches``."""
+    nbytes = type(owner).__basicsize__
+    body = ctypes.string_at(id(owner) + _OBJECT_HEADER, nbytes - _OBJECT_HEADER)
+    words = {value for (value,) in struct.iter_unpack("<Q", body[: len(body) & ~7])}
+    found = [value for value in words if value and value % 8 == 0 and value >> 56 == 0 and matches(value)]
+    if len(found) == 1:
+        return found[0]
+    raise NotSupported(
+        f"{'more than one' if found else 'no'} {what} in a {type(owner).__module__}.{type(owner).__qualname__} of {nbytes} B",
+        device="verbs",
+        hint="this version of the package keeps it elsewhere; RDMARPC_VERBS names another provider",
+    )
+
+
+def is_context(address: int, name: str, native: Any) -> bool:
+    """Whether the ``ibv_context`` of the device with that name lies there, opened by ``native``."""
+    fds = peek(address + at.CONTEXT_CMD_FD, 12)
+    if fds is None or name_of(word(address + at.CONTEXT_DEVICE)) != name:
+        return False
+    command, asynchronous, vectors = struct.unpack("<iii", fds)
+    return (
+        vectors == native.num_comp_vectors
+        and getattr(native, "cmd_fd", command) == command
+        and getattr(native, "async_fd", asynchronous) == asynchronous
+        and _is_event_fd(asynchronous)
+    )
+
+
+def name_of(device: int) -> str | None:
+    """The name in the ``ibv_device`` there."""
+    text = peek(device + at.DEVICE_NAME, 64) if device else None
+    return text.split(b"\0")[0].decode("ascii", "replace") if text else None
+
+
+def _is_event_fd(fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == _EVENT_LINK
+    except OSError:
+        return False
+
+
+def library() -> ctypes.CDLL:
+    """The libibverbs that the packages use as well: a process has one of that name."""
+    lib = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+    lib.ibv_get_async_event.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    lib.ibv_ack_async_event.argtypes = (ctypes.c_void_p,)
+    lib.ibv_ack_async_event.restype = None
+    return lib
+
+
+def fork_init() -> None:
+    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on need nothing,
+    on older ones libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``)."""
+    lib = library()
+    code = lib.ibv_fork_init()
+    if code:
+        raise failure("", "ibv_fork_init", code, hint="call rdmarpc before anything else registers memory")
+
+
+def release() -> str:
+    """Which libibverbs is loaded, for people: ``"libibverbs.so.1.14.44.0"``."""
+    with open("/proc/self/maps") as maps:
+        names = {line.rsplit("/", 1)[1].strip() for line in maps if "/libibverbs.so" in line}
+    return ", ".join(sorted(names))
+
+
+class _Owner:
+    """One native object, held by the package's object ``native``."""
+
+    def __init__(self, context: NativeContext, native: Any) -> None:
+        self.context, self.native = context, native
+        context.children.append(self)
+
+    def close(self) -> None:
+        self.context.end(self)
+
+
+class NativeMemoryRegion(_Owner, MemoryRegion):
+    def __init__(self, context: NativeContext, native: Any) -> None:
+        super().__init__(context, native)
+        self.lkey, self.rkey = native.lkey, native.rkey
+
+
+class NativeCompletionQueue(_Owner, CompletionQueue):
+    def __init__(self, context: NativeContext, native: Any, channel: Any) -> None:
+        super().__init__(context, native)
+        self.channel = channel
+        self._channel = find(
+            channel,
+            "ibv_comp_channel",
+            lambda p: (
+                word(p + at.CHANNEL_CONTEXT) == context.address
+                and getattr(channel, "fd", half(p + at.CHANNEL_FD)) == half(p + at.CHANNEL_FD)
+                and _is_event_fd(half(p + at.CHANNEL_FD))
+            ),
+        )
+        self.channel_fd = half(self._channel + at.CHANNEL_FD)
+        os.set_blocking(self.channel_fd, False)
+        self.depth = native.cqe
+        self.address = find(
+            native,
+            "ibv_cq",
+            lambda p: (
+                word(p + at.CQ_CONTEXT) == context.address
+                and word(p + at.CQ_CHANNEL) == self._channel
+                and half(p + at.CQ_CQE) == self.depth
+            ),
+        )
+
+
+class NativeSharedReceiveQueue(_Owner, SharedReceiveQueue):
+    def __init__(self, context: NativeContext, native: Any, depth: int) -> None:
+        super().__init__(context, native)
+        self.depth = depth
+        self.address = find(
+            native,
+            "ibv_srq",
+            lambda p: word(p + at.SRQ_CONTEXT) == context.address and word(p + at.SRQ_PD) == context.pd_address,
+        )
+
+
+class NativeQueuePair(_Owner, QueuePair):
+    def __init__(
+        self, context: NativeContext, native: Any, cq: CompletionQueue, srq: SharedReceiveQueue, depth: int, max_inline: int
+    ) -> None:
+        super().__init__(context, native)
+        self.qp_num = native.qp_num
+        self.depth, self.max_inline = depth, max_inline
+        parents = struct.pack("<QQQQ", context.pd_address, cq.address, cq.address, srq.address)
+        self.address = find(
+            native,
+            "ibv_qp",
+            lambda p: (
+                word(p + at.QP_CONTEXT) == context.address
+                and peek(p + at.QP_PD, 32) == parents
+                and half(p + at.QP_NUM) == self.qp_num
+                and half(p + at.QP_TYPE) == at.QPT_RC
+            ),
+        )
+
+    def modify(self, **fields: int) -> None:
+        """Set these fields of ``ibv_qp_attr``; ``qp_state`` is one of them."""
+        self.context.call("ibv_modify_qp", lambda: self.context.modify(self.native, fields, None))
+
+    def connect(self, route: Route) -> None:
+        ready_to_receive = {
+            "qp_state": at.QPS_RTR,
+            "path_mtu": MTU[route.mtu],
+            "dest_qp_num": route.dest_qp_num,
+            "rq_psn": route.rq_psn,
+            "max_dest_rd_atomic": route.max_dest_rd_atomic,
+            "min_rnr_timer": 12,
+        }
+        self.context.call("ibv_modify_qp to RTR", lambda: self.context.modify(self.native, ready_to_receive, route))
+        self.modify(
+            qp_state=at.QPS_RTS,
+            sq_psn=route.sq_psn,
+            timeout=route.timeout,
+            retry_cnt=route.retry_cnt,
+            rnr_retry=7,
+            max_rd_atomic=route.max_rd_atomic,
+        )
+
+    def error(self) -> None:
+        with self.context.lock:
+            if self.native is not None and not self.context.foreign():
+                self.modify(qp_state=at.QPS_ERR)
+
+
+class NativeContext(Context):
+    """The part of a context that is the same for every package; what makes and changes objects is each package's own."""
+
+    lib: ctypes.CDLL
+    pd_address: int
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.native: Any = self._attempt("ibv_open_device", self.new_context)
+        self.lock = threading.RLock()
+        self.children: list[Any] = []
+        self.lib = library()
+        self.pid = os.getpid()
+        self.address = find(self.native, "ibv_context", lambda p: is_context(p, name, self.native))
+        self.async_fd = half(self.address + at.CONTEXT_ASYNC_FD)
+        os.set_blocking(self.async_fd, False)
+        self.pd = self.call("ibv_alloc_pd", self.new_domain)
+        self.pd_address = find(self.pd, "ibv_pd", lambda p: word(p + at.PD_CONTEXT) == self.address)
+        _open.add(self)
+
+    # -- what the packages do in their own ways
+
+    @abc.abstractmethod
+    def errno_of(self, error: Exception) -> int | None:
+        """The error number behind an exception of the package, ``None`` if it is none of a verb."""
+
+    @abc.abstractmethod
+    def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
+        """``ibv_modify_qp`` with exactly these fields, and with an address vector made of ``route``."""
+
+    @abc.abstractmethod
+    def new_context(self) -> Any: ...
+
+    @abc.abstractmethod
+    def new_domain(self) -> Any: ...
+
+    @abc.abstractmethod
+    def new_region(self, address: int, nbytes: int, access: int) -> Any: ...
+
+    @abc.abstractmethod
+    def new_channel(self) -> Any: ...
+
+    @abc.abstractmethod
+    def new_queue(self, depth: int, channel: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def new_shared_queue(self, depth: int) -> Any: ...
+
+    @abc.abstractmethod
+    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+        """The object, and the depth and bytes inline that were granted."""
+
+    # -- the seam
+
+    def call(self, verb: str, make: Callable[[], Any]) -> Any:
+        """Run ``make``; what the package raises becomes an error of ours."""
+        if self.native is None or self.foreign():
+            raise RdmaError("the RDMA device is closed, or another process's", device=self.name)
+        return self._attempt(verb, make)
+
+    def _attempt(self, verb: str, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            code = self.errno_of(error)
+            if code is None:
+                raise
+            if code <= 0:
+                raise RdmaError(f"{verb} failed: {error}", device=self.name) from error
+            raise failure(self.name, verb, code) from error
+
+    def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
+        access = at.ACCESS_LOCAL_WRITE | (at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ if remote else 0)
+        try:
+            return self.add(NativeMemoryRegion, self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, access)))
+        except RdmaError as error:
+            mapped = peek(address, 1) is not None and peek(address + nbytes - 1, 1) is not None
+            raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=mapped) from error
+
+    def completion_queue(self, depth: int) -> CompletionQueue:
+        channel = self.call("ibv_create_comp_channel", self.new_channel)
+        queue = self.call("ibv_create_cq", lambda: self.new_queue(depth, channel))
+        return self.add(NativeCompletionQueue, queue, channel)
+
+    def shared_receive_queue(self, depth: int) -> SharedReceiveQueue:
+        return self.add(NativeSharedReceiveQueue, self.call("ibv_create_srq", lambda: self.new_shared_queue(depth)), depth)
+
+    def queue_pair(
+        self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
+    ) -> QueuePair:
+        assert isinstance(cq, NativeCompletionQueue) and isinstance(srq, NativeSharedReceiveQueue)
+        queues = cq.native, srq.native
+        while True:
+            make = functools.partial(self.new_queue_pair, *queues, depth, max_sge, max_inline)
+            try:
+                native, granted, inline = self.call("ibv_create_qp", make)
+                break
+            except RdmaError as error:
+                if not max_inline or error.status not in ("EINVAL", "ENOMEM", "ENOSPC"):
+                    raise
+                max_inline //= 2
+        pair = self.add(NativeQueuePair, native, cq, srq, granted, inline)
+        pair.modify(
+            qp_state=at.QPS_INIT, pkey_index=0, port_num=port, qp_access_flags=at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ
+        )
+        return pair
+
+    def gids(self, port: int) -> list[Gid]:
+        return verbs_sysfs.gids(self.name, port)
+
+    def async_event(self) -> str | None:
+        event = ctypes.create_string_buffer(at.ASYNC_EVENT_BYTES)
+        with self.lock:
+            if self.native is None or self.foreign():
+                return None
+            if self.lib.ibv_get_async_event(self.address, event):
+                code = ctypes.get_errno()
+                if code in (errno.EAGAIN, errno.EINTR):
+                    return None
+                raise failure(self.name, "ibv_get_async_event", code)
+            self.lib.ibv_ack_async_event(event)
+        return event_name(struct.unpack_from("<i", event, at.ASYNC_EVENT_TYPE)[0])
+
+    def add(self, kind: Callable[..., Any], native: Any, *rest: Any) -> Any:
+        """Own what was just made; what cannot be owned is destroyed again."""
+        with self.lock:
+            try:
+                return kind(self, native, *rest)
+            except BaseException:
+                if self.children and self.children[-1].native is native:
+                    self.end(self.children[-1])
+                raise
+
+    def foreign(self) -> bool:
+        """Whether this is a child of the process that opened the device."""
+        return os.getpid() != self.pid
+
+    def end(self, child: Any) -> None:
+        """Destroy what ``child`` owns, once."""
+        with self.lock:
+            if child.native is None or self.foreign():
+                return
+            native, child.native = child.native, None
+            self.children.remove(child)
+            self.call("the destruction of a native object", native.close)
+            channel = getattr(child, "channel", None)
+            if channel is not None:
+                self.call("ibv_destroy_comp_channel", channel.close)
+
+    def close(self) -> None:
+        order = (NativeQueuePair, NativeSharedReceiveQueue, NativeCompletionQueue, NativeMemoryRegion)
+        with self.lock:
+            if self.native is None or self.foreign():
+                return
+            for child in sorted(self.children, key=lambda child: order.index(type(child))):
+                self.end(child)
+            self.call("ibv_dealloc_pd", self.pd.close)
+            self.call("ibv_close_device", self.native.close)
+            self.native = None
+            _open.discard(self)
+
+    def natives(self) -> list[Any]:
+        """Every object of the package that a destructor could end."""
+        channels = [child.channel for child in self.children if isinstance(child, NativeCompletionQueue)]
+        return [child.native for child in self.children] + channels + [self.pd, self.native]
+
+
+_open: set[NativeContext] = set()
+
+
+def _keep() -> None:
+    for context in _open:
+        for native in context.natives():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+
+
+os.register_at_fork(after_in_child=_keep)
+atexit.register(_keep)

@@ -1,0 +1,181 @@
+"""The provider on pyverbs, the Python package of rdma-core: the distribution's, since it must match the system's libibverbs."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+from typing import Any
+
+from . import verbs_layout as at
+from .errors import NotSupported
+from .verbs_native import BYTES_OF_MTU, HOP_LIMIT, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
+from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
+
+_FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
+"""Where Debian, Fedora and SUSE put it."""
+_GRH_REQUIRED = 1
+"""``IBV_QPF_GRH_REQUIRED``, of a port's flags: virtual InfiniBand ports."""
+_MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "srq")
+
+
+def _import_all() -> str:
+    """Import the parts that are needed; the reason if that fails."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        for name in _MODULES:
+            importlib.import_module(f"pyverbs.{name}")
+    except ImportError as error:
+        for name in [name for name in sys.modules if name.split(".")[0] == "pyverbs"]:
+            del sys.modules[name]
+        return str(error)
+    finally:
+        # pyverbs calls logging.basicConfig, which would decide about the logging of the whole program.
+        root.setLevel(level)
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+    return ""
+
+
+def _load_from(folder: str) -> str:
+    """Import the package in ``folder`` alone, nothing else beside it; the reason if that fails."""
+    if not any(os.path.exists(f"{folder}/device{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+        built = (
+            ", ".join(sorted(os.path.basename(path) for path in glob.glob(f"{folder}/device*.so"))) or "no extension modules"
+        )
+        return f"not for this Python ({importlib.machinery.EXTENSION_SUFFIXES[0]}): it has {built}"
+    spec = importlib.util.spec_from_file_location("pyverbs", f"{folder}/__init__.py", submodule_search_locations=[folder])
+    if spec is None or spec.loader is None:
+        return "not a package"
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["pyverbs"] = package
+    spec.loader.exec_module(package)
+    return _import_all()
+
+
+def _load() -> str:
+    """Import pyverbs from where it can be had: the folder. ``NotSupported`` says what was tried."""
+    refused = []
+    if importlib.util.find_spec("pyverbs") is not None:
+        reason = _import_all()
+        if not reason:
+            return os.path.dirname(str(sys.modules["pyverbs"].__file__))
+        refused.append(f"the importable pyverbs: {reason}")
+    for folder in [path for pattern in _FOLDERS for path in sorted(glob.glob(f"{pattern}/pyverbs"))]:
+        reason = _load_from(folder)
+        if not reason:
+            return folder
+        refused.append(f"{folder}: {reason}")
+    raise NotSupported(
+        "; ".join(refused) or "pyverbs is not installed",
+        device="verbs",
+        hint="Debian, Ubuntu: apt install python3-pyverbs; Fedora, RHEL: dnf install python3-pyverbs; or pip install ibverbs",
+    )
+
+
+class PyverbsProvider(Provider):
+    """Raises ``NotSupported`` where pyverbs cannot be imported, with the reason."""
+
+    def __init__(self) -> None:
+        folder = _load()
+        self.name = f"pyverbs in {folder} ({release()})"
+        fork_init()
+
+    def devices(self) -> list[str]:
+        pyverbs: Any = importlib.import_module("pyverbs.device")
+        try:
+            return sorted(device.name.decode() for device in pyverbs.get_device_list())
+        except Exception:  # no uverbs driver: no RDMA here, which is no error
+            return []
+
+    def open(self, name: str) -> Context:
+        return PyverbsContext(name)
+
+
+class PyverbsContext(NativeContext):
+    def __init__(self, name: str) -> None:
+        self.addr, self.cq, self.dev, self.mr, self.pds, self.qp, self.srq = (
+            importlib.import_module(f"pyverbs.{module}") for module in _MODULES
+        )
+        super().__init__(name)
+
+    def device(self) -> DeviceAttr:
+        attr = self.call("ibv_query_device", lambda: self.native.query_device())
+        return DeviceAttr(
+            fw_ver=attr.fw_version,
+            node_guid=attr.node_guid,
+            max_mr=attr.max_mr,
+            max_mr_size=attr.max_mr_size,
+            max_qp=attr.max_qp,
+            max_qp_wr=attr.max_qp_wr,
+            max_sge=attr.max_sge,
+            max_cqe=attr.max_cqe,
+            max_srq=attr.max_srq,
+            max_srq_wr=attr.max_srq_wr,
+            max_qp_rd_atom=attr.max_qp_rd_atom,
+            max_qp_init_rd_atom=attr.max_qp_init_rd_atom,
+        )
+
+    def port(self, number: int) -> PortAttr:
+        attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
+        return PortAttr(
+            state=PORT_STATES[attr.state],
+            link_layer=LINK_LAYERS[attr.link_layer],
+            lid=attr.lid,
+            max_mtu=BYTES_OF_MTU.get(attr.max_mtu, 0),
+            active_mtu=BYTES_OF_MTU.get(attr.active_mtu, 0),
+            max_msg_sz=attr.max_msg_sz,
+            gid_tbl_len=attr.gid_tbl_len,
+            gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=bool(attr.flags & _GRH_REQUIRED),
+        )
+
+    def errno_of(self, error: Exception) -> int | None:
+        code = getattr(error, "error_code", None)
+        return code if isinstance(code, int) else None
+
+    def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
+        attr, mask = self.qp.QPAttr(), 0
+        for field, value in fields.items():
+            setattr(attr, field, value)
+            mask |= at.QP_ATTR_MASK[field]
+        if route is not None:
+            attr.ah_attr = self._address(route)
+            mask |= at.QP_ATTR_MASK["ah_attr"]
+        native.modify(attr, mask)
+
+    def _address(self, route: Route) -> Any:
+        if not route.global_route:
+            return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=0)
+        dgid = self.addr.GID(route.dgid.hex(":", 2))
+        path = self.addr.GlobalRoute(dgid=dgid, sgid_index=route.sgid_index, hop_limit=HOP_LIMIT)
+        return self.addr.AHAttr(dlid=route.dlid, port_num=route.port, is_global=1, gr=path)
+
+    def new_context(self) -> Any:
+        return self.dev.Context(name=self.name)
+
+    def new_domain(self) -> Any:
+        return self.pds.PD(self.native)
+
+    def new_region(self, address: int, nbytes: int, access: int) -> Any:
+        return self.mr.MR(self.pd, nbytes, access, address=address)
+
+    def new_channel(self) -> Any:
+        return self.cq.CompChannel(self.native)
+
+    def new_queue(self, depth: int, channel: Any) -> Any:
+        return self.cq.CQ(self.native, depth, None, channel, 0)
+
+    def new_shared_queue(self, depth: int) -> Any:
+        return self.srq.SRQ(self.pd, self.srq.SrqInitAttr(self.srq.SrqAttr(max_wr=depth, max_sge=1)))
+
+    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+        cap = self.qp.QPCap(max_send_wr=depth, max_recv_wr=0, max_send_sge=max_sge, max_recv_sge=0, max_inline_data=max_inline)
+        wanted = self.qp.QPInitAttr(qp_type=at.QPT_RC, scq=cq, rcq=cq, srq=srq, cap=cap, sq_sig_all=0)
+        pair = self.qp.QP(self.pd, wanted)
+        return pair, wanted.max_send_wr, wanted.max_inline_data

@@ -1,0 +1,279 @@
+"""What is posted on a ``verbs`` channel: work requests written once into memory, linked, and posted again and again.
+
+A copy is one work request, or several where it is larger than the port's largest message. The notification rides on the last
+WRITE; behind READs it is a WRITE of no bytes with a fence, which leaves when their data is here.
+
+The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the transfer
+lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead (``bytes_staged``), because to
+register costs more than to copy until it is very large.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import kernels, verbs_kernels
+from . import verbs_layout as at
+from .arena import Block
+from .channel import DONE, Transfer, Window, Work
+from .errors import RdmaError
+from .region import RemoteRegion, local_bytes
+from .verbs_provider import MemoryRegion
+
+if TYPE_CHECKING:
+    from .verbs_channel import Place, VerbsChannel
+
+STAGED_MAX = 64 << 20
+"""Bytes up to which other memory is staged rather than registered for one post."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_REQUEST = struct.Struct("<QQQiIIIQI")
+_ELEMENT = struct.Struct("<QII")
+
+
+class VerbsWork(Work):
+    """One post under way."""
+
+    __slots__ = ("_channel", "_seq")
+
+    def __init__(self, channel: VerbsChannel, seq: int) -> None:
+        self._channel, self._seq = channel, seq
+
+    def done(self) -> bool:
+        kernels.progress(self._channel.port)
+        return kernels.load(self._channel.lane) >= self._seq
+
+    def wait(self, timeout: float | None = None) -> None:
+        channel = self._channel
+        limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
+        if kernels.wait_count(channel.lane, self._seq, kernels.SPIN, limit, channel.port) != kernels.OK:
+            channel.wait_completed(self._seq, timeout)
+        if (error := self.exception()) is not None:
+            raise error
+
+    def exception(self) -> RdmaError | None:
+        if not self.done() or kernels.load(self._channel.lane + 8 * verbs_kernels.LANE_REACHED) >= self._seq:
+            return None
+        return self._channel.ended()
+
+
+class Chain:
+    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address, rkey,
+    bytes, imm)."""
+
+    __slots__ = ("_elements", "_memory", "address", "count", "elements", "nbytes", "words")
+
+    def __init__(self, requests: Sequence[tuple[int, int, int, int, int, int, int, int]]) -> None:
+        self.count = len(requests)
+        self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
+        self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
+        first, self.elements = self._memory.ctypes.data, self._elements.ctypes.data
+        memory, elements = memoryview(self._memory), memoryview(self._elements)  # type: ignore[arg-type]
+        self.nbytes = 0
+        for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
+            last = index == self.count - 1
+            here = index * at.SEND_WR_BYTES
+            following = 0 if last else first + here + at.SEND_WR_BYTES
+            element = self.elements + index * at.SGE_BYTES
+            flags |= at.SEND_SIGNALED if last else 0
+            order = int.from_bytes(imm.to_bytes(4, "little"), "big")
+            _REQUEST.pack_into(memory, here, 0, following, element, int(nbytes > 0), opcode, flags, order, remote, rkey)
+            _ELEMENT.pack_into(elements, index * at.SGE_BYTES, address, nbytes, lkey)
+            self.nbytes += nbytes
+        self.words = np.zeros(verbs_kernels.CHAIN_WORDS, np.int64)
+        self.words[:] = first, first + (self.count - 1) * at.SEND_WR_BYTES, self.count, self.nbytes
+        self.address = self.words.ctypes.data
+
+    def point(self, index: int, address: int, lkey: int) -> None:
+        """Have request ``index`` take its local bytes from there."""
+        here = index * at.SGE_BYTES
+        self._elements[here : here + 8].view(np.uint64)[0] = address
+        self._elements[here + at.SGE_LKEY : here + at.SGE_LKEY + 4].view(np.uint32)[0] = lkey
+
+
+class _Held:
+    """What a transfer has besides its tensors. It outlives it until nothing of it is under way (``VerbsChannel.sweep``)."""
+
+    __slots__ = ("blocks", "regions")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.regions: list[MemoryRegion] = []
+
+
+class _Piece:
+    """One copy: where it is at the peer, what it is here, and by what it is reached."""
+
+    __slots__ = ("block", "chunks", "place", "registered", "remote", "staged", "tensor", "write")
+
+    def __init__(self, remote: RemoteRegion, place: Place, tensor: torch.Tensor, write: bool) -> None:
+        self.remote, self.place, self.tensor, self.write = remote, place, tensor, write
+        self.chunks: list[tuple[Chain, int, int]] = []  # (chain, index there, offset)
+        self.registered: MemoryRegion | None = None
+        self.block: Block | None = None
+        self.staged = False
+
+
+class VerbsTransfer(Transfer):
+    __slots__ = ("__weakref__", "_chains", "_channel", "_held", "_pieces", "_staging", "nbytes", "revoked")
+
+    def __init__(
+        self,
+        channel: VerbsChannel,
+        sides: Sequence[tuple[RemoteRegion, Place, torch.Tensor, bool]],
+        imm: int | None,
+        *,
+        once: bool = False,
+    ) -> None:
+        self._channel = channel
+        self.revoked = ""
+        self._chains: list[Chain] = []
+        self._staging: list[_Piece] = []
+        self._held: _Held | None = None
+        self._pieces = [_Piece(*side) for side in sides]
+        live = [piece for piece in self._pieces if piece.remote.nbytes]
+        self.nbytes = sum(piece.remote.nbytes for piece in live)
+        for piece in live:
+            self._bind(piece, stage=once)
+        self._build(live, imm)
+
+    def _build(self, live: list[_Piece], imm: int | None) -> None:
+        limit, most = self._channel.device.max_msg_sz, self._channel.chain_max
+        requests: list[tuple[int, int, int, int, int, int, int, int]] = []
+        owners: list[tuple[_Piece, int]] = []
+        for piece in live:
+            address, lkey = self._source(piece)
+            remote, rkey = piece.place
+            opcode = at.WR_RDMA_WRITE if piece.write else at.WR_RDMA_READ
+            for offset in range(0, piece.remote.nbytes, limit):
+                nbytes = min(limit, piece.remote.nbytes - offset)
+                requests.append((opcode, 0, address + offset, lkey, remote + offset, rkey, nbytes, 0))
+                owners.append((piece, offset))
+        if imm is not None:
+            if requests and all(piece.write for piece in live):
+                requests[-1] = (at.WR_RDMA_WRITE_WITH_IMM, *requests[-1][1:7], imm)
+            else:
+                requests.append((at.WR_RDMA_WRITE_WITH_IMM, at.SEND_FENCE if live else 0, 0, 0, 0, 0, 0, imm))
+        for start in range(0, len(requests), most):
+            chain = Chain(requests[start : start + most])
+            self._chains.append(chain)
+            for index, (piece, offset) in enumerate(owners[start : start + most]):
+                piece.chunks.append((chain, index, offset))
+
+    def _bind(self, piece: _Piece, *, stage: bool) -> None:
+        """Settle how the local tensor of a piece is reached."""
+        device = self._channel.device
+        address, nbytes = local_bytes(piece.tensor)
+        self._let_go(piece)
+        if piece.staged:
+            self._staging.remove(piece)
+            piece.staged = False
+        if device.lkey(address, nbytes) is not None:
+            return
+        if self._held is None:
+            self._held = _Held()
+            weakref.finalize(self, self._channel.leave, self._held).atexit = False
+        if stage and piece.write and nbytes <= STAGED_MAX:
+            if piece.block is None:
+                piece.block = device.arena.allocate(nbytes)
+                self._held.blocks.append(piece.block)
+            piece.staged = True
+            self._staging.append(piece)
+            return
+        piece.registered = device.register_local(address, nbytes)
+        self._held.regions.append(piece.registered)
+
+    def _let_go(self, piece: _Piece) -> None:
+        """Its last post is done."""
+        region, piece.registered = piece.registered, None
+        if region is not None and self._held is not None:
+            self._held.regions.remove(region)
+            region.close()
+
+    def _source(self, piece: _Piece) -> tuple[int, int]:
+        address, nbytes = local_bytes(piece.tensor)
+        if piece.staged:
+            assert piece.block is not None
+            address = piece.block.segment.address + piece.block.offset
+        if piece.registered is not None:
+            return address, piece.registered.lkey
+        lkey = self._channel.device.lkey(address, nbytes)
+        assert lkey is not None
+        return address, lkey
+
+    def post(self) -> Work:
+        channel = self._channel
+        for piece in self._staging:
+            assert piece.block is not None
+            source, nbytes = local_bytes(piece.tensor)
+            kernels.copy(piece.block.segment.address + piece.block.offset, source, nbytes)
+            channel.device.count_staged(nbytes)
+        seq = 0
+        for chain in self._chains:
+            seq = channel.post(chain, self)
+        return VerbsWork(channel, seq) if self._chains else DONE
+
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        piece = self._pieces[index]
+        _, nbytes = local_bytes(tensor)
+        if nbytes != piece.remote.nbytes:
+            raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
+        piece.tensor = tensor
+        if not nbytes:
+            return
+        self._bind(piece, stage=True)
+        address, lkey = self._source(piece)
+        for chain, at_index, offset in piece.chunks:
+            chain.point(at_index, address + offset, lkey)
+
+    def unbind(self, index: int) -> None:
+        self._let_go(self._pieces[index])
+        self._pieces[index].tensor = _NOTHING
+
+    def revoke(self, why: str) -> int:
+        """Some of its remote memory is gone: it is never posted again. Returns what has to be completed until all is quiet."""
+        self.revoked = why
+        return max((verbs_kernels.revoke(self._channel.lane, chain.address) for chain in self._chains), default=0)
+
+
+class VerbsWindow(Window):
+    """One work request whose range is filled in by each ``put``."""
+
+    __slots__ = ("_chain", "_channel", "_inline", "_lock", "_local", "_notify", "_remote", "_slices")
+
+    def __init__(self, channel: VerbsChannel, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
+        self._channel, self._notify = channel, imm
+        self._slices = (remote, local)
+        self._local, nbytes = local_bytes(local)
+        self._remote = place[0]
+        lkey = channel.device.lkey(self._local, nbytes)
+        if nbytes and lkey is None:
+            raise ValueError("the local side of a window is arena memory")
+        self._inline = channel.max_inline
+        self._chain = Chain([(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)])
+        self._lock = threading.Lock()
+
+    def put(self, offset: int, nbytes: int) -> None:
+        channel = self._channel
+        if not nbytes:
+            channel.notify(self._notify)
+            return
+        if nbytes > channel.device.max_msg_sz:
+            remote, local = self._slices
+            flat = local.view(-1).view(torch.uint8)
+            channel.prepare([(remote[offset : offset + nbytes], flat[offset : offset + nbytes])], notify=self._notify).post()
+            return
+        with self._lock:
+            while True:
+                seq = verbs_kernels.put(
+                    channel.lane, self._chain.address, self._local + offset, self._remote + offset, nbytes, self._inline
+                )
+                if seq > 0:
+                    return
+                channel.make_room(seq, 1)
