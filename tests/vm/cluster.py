@@ -1,5 +1,5 @@
-"""`make vm-cluster`: two guests on one link are two hosts. RDMA crosses between them, every fault ends as documented, and a SLURM
-trains over both.
+"""`make vm-cluster`: two guests on one link are two hosts. RDMA crosses between them, every fault ends as documented, and a
+SLURM trains over both.
 
     python tests/vm/cluster.py [--device verbs] [--only TEXT]
 
@@ -66,9 +66,16 @@ def all_cases(device: str) -> list[Case]:
 def compile_kernels() -> None:
     """On this machine, so that the guests find them: each would take them 20 s."""
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
-        job = ["-m", "experiments.train", "device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
+        options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
         environment = {**os.environ, **CACHED}
-        subprocess.run([sys.executable, *job], cwd=ROOT, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "experiments.train", *options],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+        )
         here = ThisMachine(Path(folder))
         try:
             here.wait_imported()
@@ -119,9 +126,7 @@ def main() -> int:
     print(table(rows))
     wanted = len(cases) if asked.only else EXPECTED[asked.device]
     good = sum(row[0] for row in rows)
-    print(
-        f"{good} of {len(rows)} cases as expected over {asked.device} ({wanted} have to run), in {time.monotonic() - begin:.0f} s"
-    )
+    print(f"{good} of {len(rows)} cases over {asked.device} as expected, {wanted} have to be; {time.monotonic() - begin:.0f} s")
     return 0 if good == len(rows) == wanted else 1
 
 

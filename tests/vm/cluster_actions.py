@@ -1,6 +1,7 @@
 """What a process on a host of the cluster can be ordered to do; arguments and results are JSON.
 
-Numbers of bytes are small: the guests are emulated. What a tensor should hold follows from its size and a seed, so both ends know it.
+Numbers of bytes are small: the guests are emulated. What a tensor should hold follows from its size and a seed, so both ends
+know it.
 """
 
 from __future__ import annotations

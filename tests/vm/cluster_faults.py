@@ -1,8 +1,8 @@
-"""What may happen between two hosts, and what each of it has to end in: the documented error within its time, bytes that are right,
-and other peers that go on.
+"""What may happen between two hosts, and what each of it has to end in: the documented error within its time, bytes that are
+right, and other peers that go on.
 
-A case gets the cluster and the device's name and returns what came of it and the seconds that its text in ``CASES`` is about. It fails
-with an exception.
+A case gets the cluster and the device's name and returns what came of it, and the seconds from the fault to that. It fails with
+an exception.
 """
 
 from __future__ import annotations

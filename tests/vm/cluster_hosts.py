@@ -1,5 +1,5 @@
-"""Two guests on one link are two hosts, each with an address, a Soft-RoCE device on its network card, and a folder of this machine
-that both have mounted, as hosts of a cluster share a home.
+"""Two guests on one link are two hosts, each with an address, a Soft-RoCE device on its network card, and a folder of this
+machine that both have mounted, as hosts of a cluster share a home.
 
 Orders and answers come and go through folders, never by the link: so a host can be asked while its link is down.
 """
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 HOME = "/run/home"
 """Where the shared folder is in the guests."""
-READY_S = 400.0
+READY_S = 900.0
 """Until a host has imported torch, beside another that does the same on emulated processors."""
 CACHED = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
 """Kernels are compiled for no processor in particular, so that those compiled on this machine are found in the guests."""
@@ -181,7 +181,7 @@ class Host:
 
 
 class ThisMachine:
-    """No guest: processes of this machine that take the same orders. To compile the kernels here before the guests need them."""
+    """No guest: processes here that take the same orders. To compile the kernels before the guests need them."""
 
     address = "127.0.0.1"
 
@@ -207,7 +207,7 @@ class ThisMachine:
 
 
 class Cluster:
-    """Both hosts, up and imported; and their shared folder, ``home`` here and ``HOME`` there. Nothing is left of it after ``with``."""
+    """Both hosts, up; and their shared folder, ``home`` here and ``HOME`` there. Nothing is left of it after ``with``."""
 
     def __init__(self, memory: str = "3G") -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-")

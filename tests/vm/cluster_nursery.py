@@ -2,8 +2,8 @@
 
     python cluster_nursery.py FOLDER
 
-Who gives the orders need not share a network with us, only the folder: ``NAME/N.order`` (a function of ``cluster_actions`` and its
-arguments, as JSON) is answered by ``NAME/N.answer``. Each NAME is a process of its own, which keeps what its orders leave.
+Who gives the orders need not share a network with us, only the folder: ``NAME/N.order`` (a function of ``cluster_actions``
+and its arguments, as JSON) is answered by ``NAME/N.answer``. Each NAME is a process of its own, which keeps what its orders leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import cluster_actions
 import torch
 
 import rdmarpc  # noqa: F401
@@ -40,6 +39,8 @@ def main(folder: Path) -> None:
 
 def live(place: Path) -> None:
     """One process: takes its orders one after the other, until it is told to end."""
+    import cluster_actions
+
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     torch.set_num_threads(1)
     state = cluster_actions.State()

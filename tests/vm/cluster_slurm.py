@@ -1,7 +1,7 @@
 """A SLURM over the two hosts, and jobs in it as a user starts them.
 
-Debian's slurm-wlm: controller and a node on the first host, a node on the second; everything it writes is in the guests' memory, but
-for its configuration and key, which lie in the shared folder.
+Debian's slurm-wlm: controller and a node on the first host, a node on the second; everything it writes is in the guests'
+memory, but for its configuration and key, which lie in the shared folder.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def submitit(cluster: Cluster, device: str) -> tuple[str, float]:
 
 
 def _trained(cluster: Cluster, device: str, folder: str, launch: list[str], *overrides: str) -> tuple[str, float]:
-    """The training job, started with ``launch`` in front on the first host; its result is below ``folder`` of the shared one."""
+    """The training job, started with ``launch`` in front, on the first host; its result: below ``folder`` in the shared one."""
     before = [host.rdma_counters() for host in cluster.hosts]
     arguments = (*overrides, f"device={device}", "model=mlp", f"epochs={EPOCHS}", "rpc_timeout_s=300")
     begin = time.monotonic()
