@@ -67,15 +67,9 @@ def compile_kernels() -> None:
     """On this machine, so that the guests find them: each would take them 20 s."""
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
+        command = [sys.executable, "-m", "experiments.train", *options]
         environment = {**os.environ, **CACHED}
-        subprocess.run(
-            [sys.executable, "-m", "experiments.train", *options],
-            cwd=ROOT,
-            env=environment,
-            check=True,
-            timeout=300,
-            stdout=subprocess.DEVNULL,
-        )
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL)
         here = ThisMachine(Path(folder))
         try:
             here.wait_imported()

@@ -3,7 +3,8 @@
     python cluster_nursery.py FOLDER
 
 Who gives the orders need not share a network with us, only the folder: ``NAME/N.order`` (a function of ``cluster_actions``
-and its arguments, as JSON) is answered by ``NAME/N.answer``. Each NAME is a process of its own, which keeps what its orders leave.
+and its arguments, as JSON) is answered by ``NAME/N.answer``. Each NAME is a process of its own, which keeps what its orders
+leave.
 """
 
 from __future__ import annotations
