@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 from group import results, run_group
@@ -51,13 +50,8 @@ def test_where_a_step_meets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(meeting) -> tuple[int, int]:
-    if meeting.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            meeting._store.set("port", str(probe.getsockname()[1]))
-    os.environ.update(step(meeting.rank))
-    options = rpc.RpcBackendOptions(init_method=f"slurm://:{meeting._store.get('port').decode()}", rpc_timeout=20)
-    rpc.init_rpc(f"worker{meeting.rank}", rpc_backend_options=options)
+    os.environ.update(step(meeting.rank, JOB_ID=str(os.getppid())))  # the port follows from it
+    rpc.init_rpc(f"worker{meeting.rank}", rpc_backend_options=rpc.RpcBackendOptions(init_method="slurm://", rpc_timeout=20))
     found = rpc.get_worker_info().id, rpc.rpc_sync(f"worker{1 - meeting.rank}", os.getpid)
     rpc.shutdown()
     return found
