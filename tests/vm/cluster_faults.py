@@ -187,7 +187,7 @@ def revoked(cluster: Cluster, device: str) -> tuple[str, float]:
 
 @case("exhausted send queue", "all arrive")
 def flood(cluster: Cluster, device: str) -> tuple[str, float]:
-    count = 3000
+    count = 1000
     trio = Trio(cluster.hosts, device, 64 * count)
     begin = time.monotonic()
     trio.a.call("flood", "b", trio.sink, 7, count, 100.0, timeout=120)
