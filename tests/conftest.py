@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,17 @@ lasting: set[int] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs seconds, or gigabytes")
+    config.addinivalue_line("markers", "rdma: needs an RDMA device, as the guest of `make vm-test` has one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ports = Path("/sys/class/infiniband").glob("*/ports/*/state")
+    if any("ACTIVE" in port.read_text() for port in ports):
+        return
+    skip = pytest.mark.skip(reason="no RDMA device with an active port on this host: `make vm-test` has one")
+    for item in items:
+        if item.get_closest_marker("rdma"):
+            item.add_marker(skip)
 
 
 def _children() -> dict[int, str]:

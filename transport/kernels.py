@@ -53,7 +53,7 @@ from .atomics import (
     store_release,
     stream,
 )
-from .signals import ring_bell, signal
+from .signals import signal
 from .verbs_kernels import asleep, awake, poll
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import kernels
+from . import kernels, signals
 from .errors import RdmaError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Poller:
             self.table[row] = (count.record, count.consumed)
             kernels.add(count.record + 8, self.bell << 32)
             self.rows = max(self.rows, row + 1)
-        kernels.ring_bell(self.bell_address)
+        signals.ring_bell(self.bell_address)
         return row
 
     def drop(self, row: int) -> None:

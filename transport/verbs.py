@@ -8,14 +8,13 @@ sleeps on the completion channel when every waiter does (``verbs_kernels``), one
 thread per incoming connection during its handshake.
 
 Who is dead: a process that ended ends its control stream; a host or link that is gone does not acknowledge packets, which are
-sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device has to
-acknowledge); a process that is stopped does not beat.
+sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device
+has to acknowledge); a process that is stopped does not beat.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 import selectors
@@ -29,10 +28,10 @@ from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs
 from . import verbs_layout as at
 from .arena import Segment
 from .channel import Channel
-from .device import Device, OnConnect, anonymous
+from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .heartbeat import Heart
-from .notify import BELL_BYTES, BELLS
+from .memory import Memory
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -59,24 +58,29 @@ class VerbsDevice(Device):
         arena_limit: int | None = None,
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
+        memory: Memory | None = None,
     ) -> None:
         self._at = verbs_ports.choose(verbs_provider.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
-        super().__init__("verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout)
-        self._bells_memory = np.zeros(BELLS * BELL_BYTES // 8, np.int64)
-        self.bells = self._bells_memory.ctypes.data
+        super().__init__(
+            "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
+        )
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
         self._stopping = False
-        limits = self._context.device()
+        limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
         self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
         self._sends = min(_SENDS, limits.max_qp_wr)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lay_out()
-        self._listener = socket.create_server((self._at.address if secret else "127.0.0.1", 0), backlog=128)
+        for segment in self.memory.attach(self):
+            self._announce_segment(segment)
+        host = self._at.address if secret else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -91,7 +95,8 @@ class VerbsDevice(Device):
         """The port block, and the receive requests that are posted again and again."""
         library = ctypes.CDLL("libibverbs.so.1")
         taking, acknowledging = (
-            ctypes.cast(function, ctypes.c_void_p).value for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
         )
         depth = self._srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
         self._wc = np.zeros(verbs_kernels.WC_BATCH * at.WC_BYTES, np.uint8)
@@ -129,31 +134,32 @@ class VerbsDevice(Device):
     @property
     def address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
 
     def explain(self) -> str:
-        limits = self._context.device()
+        limits, limit = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB"
         return "\n".join(
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
                 *(f"  {line}" for line in self._at.lines),
-                f"  largest message {self.max_msg_sz} bytes; {self._sends} requests a queue pair, {self._srq.depth} receives for all",
-                f"  firmware       {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions of {limits.max_mr_size} bytes",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
-                "  death          a process at once, a host or link after about 2 s, "
-                f"a stopped process after {self._looks.timeout:g} s",
-                "  waiting        who waits polls the completion queue; then its completion channel",
+                f"  messages       of up to {self.max_msg_sz} bytes; {self._sends} a queue pair, {self._srq.depth} receives",
+                f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
+                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
+                "  waiting        whoever waits polls the completion queue, then sleeps on its channel",
             )
         )
 
     # -- memory
 
-    def _allocate_segment(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        return anonymous(nbytes), -1
-
     def _announce_segment(self, segment: Segment) -> None:
-        mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
-        for channel in self._open_channels():
+        with self._lock:
+            if segment.number in self._mrs:
+                return
+            mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
+            channels = self._open_channels()
+        for channel in channels:
             self._tell(channel, verbs_control.SEGMENT, segment.number, segment.key, segment.address, segment.nbytes, mr.rkey)
 
     def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
@@ -194,15 +200,14 @@ class VerbsDevice(Device):
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        fields = peer.decode("ascii", "replace").split(":")
-        if len(fields) != 5 or fields[0] != "verbs" or not fields[2].isdigit():
+        where, uid, endpoint = (peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2) + ["", ""])[:3]
+        host, _, port = where.rpartition(":")
+        if not peer.startswith(b"verbs:") or not port.isdigit():
             raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
-        _, host, port, uid, endpoint = fields
         if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
             raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
-        where = f"{host}:{port}"
         try:
-            sock = socket.create_connection((host, int(port)), timeout)
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
         except TimeoutError:
             raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="verbs") from None
         except OSError as error:
@@ -292,11 +297,13 @@ class VerbsDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
             self._channels.add(channel)
-            segments = {segment.number for segment in self.arena.segments}
-            for number, (address, nbytes, key) in self._regions.items():
-                if (mr := self._mrs.get(number)) is not None:
-                    kind = verbs_control.SEGMENT if number in segments else verbs_control.REGION
-                    stream.send(kind, number, key, address, nbytes, mr.rkey)
+            segments, foreign = self.memory.registered()
+            for number, mr in self._mrs.items():
+                if (segment := segments.get(number)) is not None:
+                    stream.send(verbs_control.SEGMENT, number, segment.key, segment.address, segment.nbytes, mr.rkey)
+                elif (region := foreign.get(number)) is not None:
+                    address, nbytes, key = region
+                    stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
             stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
             stream.pulse.free()

@@ -1,14 +1,13 @@
 """The connection between two processes over a reliable connected queue pair and a control stream.
 
-What the peer has registered is announced on the stream, so descriptors are checked here, before anything is posted: a wrong key,
-range or life is an error of one call. What the hardware refuses nevertheless ends the channel, as every work completion error does
-(the queue pair is in the error state then).
+What the peer has registered is announced on the stream, so descriptors are checked here, before anything is posted: a wrong
+key, range or life is an error of one call. What the hardware refuses nevertheless ends the channel, as every work completion
+error does (the queue pair is in the error state then).
 
 All posts go to one queue pair, so what is posted later arrives later, and the answer to the last post says that all are there.
 
-No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped by the
-device from then on, whoever sends them and however long they were on their way.
-"""
+No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped
+by the device from then on, whoever sends them and however long they were on their way."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ import torch
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .device import anonymous
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
+from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_provider import QueuePair
-from .verbs_status import completion_error
+from .verbs_status import error_of
 from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
 
 if TYPE_CHECKING:
@@ -214,11 +213,13 @@ class VerbsChannel(Channel):
 
     def keep_alive(self) -> None:
         """Nothing came for a while: have the peer's device acknowledge a WRITE of no bytes, or the retries run out."""
-        seen = self.lane + 8 * verbs_kernels.LANE_SEEN
-        if kernels.load(seen):
-            kernels.store(seen, 0)
-        elif kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(self.lane + 8 * verbs_kernels.LANE_REACHED):
-            verbs_kernels.post(self.lane, self._keepalive.address)
+        lane = self.lane
+        if kernels.load(lane + 8 * verbs_kernels.LANE_SEEN):
+            kernels.store(lane + 8 * verbs_kernels.LANE_SEEN, 0)
+            return
+        idle = kernels.load(lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(lane + 8 * verbs_kernels.LANE_REACHED)
+        if idle and verbs_kernels.post(lane, self._keepalive.address) > 0:
+            kernels.add(lane + 8 * verbs_kernels.LANE_POSTS, -1)  # nobody's post
 
     def _refuse(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
@@ -302,7 +303,7 @@ class VerbsChannel(Channel):
         """The first work completion error, by name; ``None`` if there was none."""
         status = kernels.load(self.lane + 8 * verbs_kernels.LANE_STATUS)
         vendor = kernels.load(self.lane + 8 * verbs_kernels.LANE_VENDOR)
-        return completion_error(status, peer=self.peer, device="verbs", vendor=vendor) if status else None
+        return error_of(status, peer=self.peer, vendor_err=vendor) if status else None
 
     def end(self, error: RdmaError) -> bool:
         """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""

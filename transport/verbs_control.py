@@ -1,7 +1,7 @@
 """The control stream beside a queue pair: who is there, which memory it has registered, goodbyes, signs of life.
 
-One TCP connection a channel, authenticated before anything else is parsed (``auth``). First a *setup* from each end, then messages
-of one size:
+One TCP connection a channel, authenticated before anything else is parsed (``auth``). First a *setup* from each end, then
+messages of one size:
 
     SEGMENT, REGION   number, key, address, nbytes, rkey: this memory may be read and written from now on
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there

@@ -5,9 +5,9 @@ receive queue); a *lane* block to a channel (one queue pair); a *chain* block to
 memory, only the last one signalled). ``libibverbs``' own inline functions are calls through the context's table of operations;
 so are ours.
 
-Who polls: whoever waits, in the loop in which it looks at its record (``kernels.wait_count``, ``wait_any``): nobody is woken for
-what a spinning waiter takes off the queue itself. Only when a waiter is about to sleep is the queue *armed*, so that the next
-completion wakes the device's thread, which polls in its place.
+Who polls: whoever waits, in the loop in which it looks at its record (``kernels.wait_count``, ``wait_any``): nobody is woken
+for what a spinning waiter takes off the queue itself. Only when a waiter is about to sleep is the queue *armed*, so that the
+next completion wakes the device's thread, which polls in its place.
 
 Invariants:
 
@@ -15,9 +15,9 @@ Invariants:
    send before those after it.
 2. Data before count: the completion of a WRITE_WITH_IMM is seen after its data is in memory (InfiniBand specification, 9.7.7);
    the count is a ``fetch_add`` after that look, the receiver reads it with acquire.
-3. No lost wake-up: a waiter counts itself in its record's ``sleepers``, then in ``PORT_SLEEPERS``; arms; polls *holding the lock*
-   (what came before the arming raises no event); looks at its record; sleeps. What comes after the arming raises an event; the
-   device's thread disarms, polls, and arms again for as long as anybody sleeps.
+3. No lost wake-up: a waiter counts itself in its record's ``sleepers``, then in ``PORT_SLEEPERS``; arms; polls *holding the
+   lock* (what came before the arming raises no event); looks at its record; sleeps. What comes after the arming raises an
+   event; the device's thread disarms, polls, and arms again for as long as anybody sleeps.
 4. The send queue never overflows: a chain is posted under ``LANE_LOCK`` only if ``posted + its requests - reached`` is at most
    the queue's depth. ``wr_id`` of the signalled request is ``posted`` after it, so ``reached`` is a plain store.
 5. Nothing is posted on a lane whose ``LANE_CLOSED`` is set under ``LANE_LOCK``; a chain of 0 requests was revoked.
@@ -84,8 +84,8 @@ _eventfd_write = types.ExternalFunction("eventfd_write", types.int32(types.int32
 PORT_WORDS = 32
 WC_BATCH = 16
 
-# A lane (words). COMPLETED and its sleepers are a notification record, for those who wait; REACHED is the same count, but stays as
-# it is when the lane ends.
+# A lane (words). COMPLETED and its sleepers are a notification record, for those who wait; REACHED is the same count, but
+# stays as it is when the lane ends.
 (
     LANE_COMPLETED,
     LANE_SLEEPERS,
@@ -363,7 +363,8 @@ def shut(port: int) -> int:
 
 @njit(i64(i64, i64), nogil=True, cache=True)
 def post(lane: int, chain: int) -> int:
-    """Post a chain: what ``LANE_COMPLETED`` will reach when it is done (> 0), or ``CLOSED``, ``FULL``, ``REVOKED``, ``REFUSED``."""
+    """Post a chain: what ``LANE_COMPLETED`` will reach when it is done (> 0), or ``CLOSED``, ``FULL``, ``REVOKED``,
+    ``REFUSED``."""
     count = load_acquire(chain + 8 * CHAIN_COUNT)
     if count == 0:
         return REVOKED
@@ -434,9 +435,9 @@ def _take_events(port: int) -> int:
 
 @njit(i64(i64, i64), nogil=True, cache=True)
 def serve(port: int, limit_ns: int) -> int:
-    """The device's thread: sleep until the armed queue has news, an asynchronous event came, or it is woken, and take it. Returns
-    when there is something for Python to do, or after ``limit_ns``. ``PORT_FDS``: three ``struct pollfd`` (completion channel, the
-    device's asynchronous events, wake-up)."""
+    """The device's thread: sleep until the armed queue has news, an asynchronous event came, or it is woken, and take it.
+    Returns when there is something for Python to do, or after ``limit_ns``. ``PORT_FDS``: three ``struct pollfd`` (completion
+    channel, the device's asynchronous events, wake-up)."""
     fds = load_acquire(port + 8 * PORT_FDS)
     start = now()
     failed = load_acquire(port + 8 * PORT_FAILED)

@@ -3,10 +3,9 @@
 A copy is one work request, or several where it is larger than the port's largest message. The notification rides on the last
 WRITE; behind READs it is a WRITE of no bytes with a fence, which leaves when their data is here.
 
-The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the transfer
-lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead (``bytes_staged``), because to
-register costs more than to copy until it is very large.
-"""
+The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the
+transfer lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead
+(``bytes_staged``), because to register costs more than to copy until it is very large."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ class VerbsWork(Work):
 
 
 class Chain:
-    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address, rkey,
-    bytes, imm)."""
+    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
+    rkey, bytes, imm)."""
 
     __slots__ = ("_elements", "_memory", "address", "count", "elements", "nbytes", "words")
 
@@ -74,7 +73,7 @@ class Chain:
         self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
         self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
         first, self.elements = self._memory.ctypes.data, self._elements.ctypes.data
-        memory, elements = memoryview(self._memory), memoryview(self._elements)  # type: ignore[arg-type]
+        memory, elements = memoryview(self._memory), memoryview(self._elements)
         self.nbytes = 0
         for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
             last = index == self.count - 1
@@ -245,7 +244,7 @@ class VerbsTransfer(Transfer):
 class VerbsWindow(Window):
     """One work request whose range is filled in by each ``put``."""
 
-    __slots__ = ("_chain", "_channel", "_inline", "_lock", "_local", "_notify", "_remote", "_slices")
+    __slots__ = ("_chain", "_channel", "_inline", "_local", "_lock", "_notify", "_remote", "_slices")
 
     def __init__(self, channel: VerbsChannel, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
         self._channel, self._notify = channel, imm
@@ -256,7 +255,9 @@ class VerbsWindow(Window):
         if nbytes and lkey is None:
             raise ValueError("the local side of a window is arena memory")
         self._inline = channel.max_inline
-        self._chain = Chain([(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)])
+        self._chain = Chain(
+            [(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)]
+        )
         self._lock = threading.Lock()
 
     def put(self, offset: int, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from transport_peer import Across, Pair, Peer, accept
 from rdmarpc import transport
 from rdmarpc.transport import Device
 
-KINDS = ("shm", "tcp")
+KINDS = ("shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma))
 
 
 @pytest.fixture(params=KINDS)
@@ -20,7 +20,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def open_device() -> Iterator[Callable[..., Device]]:
+def open_device(record_property: Callable[[str, object], None]) -> Iterator[Callable[..., Device]]:
     """``transport.open_device``; everything opened is closed after the test."""
     opened: list[Device] = []
 
@@ -30,6 +30,8 @@ def open_device() -> Iterator[Callable[..., Device]]:
 
     yield open_one
     for device in opened:
+        if device.name.startswith("verbs"):  # the packets of the device are compared with it (tests/vm/suite.py)
+            record_property("bytes_direct", device.counters()["bytes_direct"])
         device.close()
 
 

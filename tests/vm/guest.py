@@ -3,16 +3,19 @@
     python tests/vm/guest.py [--cpus 2] [--memory 6G] -- COMMAND...   one command in a guest of its own
     python tests/vm/guest.py --serve DIR                              a guest that stays up, until SIGTERM or Ctrl-C
     python tests/vm/guest.py --in DIR -- COMMAND...                   one command in that guest
+    python tests/vm/guest.py --in DIR --python -- -m pytest ...       a Python program there, without waiting for imports
 
-A command runs in the caller's working directory with the caller's Python; its output comes as it is written, its exit status is
-ours (125: the guest itself failed, 124: out of time). What it writes is lost, but for the folder ``$RDMARPC_VM_BOX``, which is the
-box ``DIR`` of the host: through it commands go in and results come out. ``RDMARPC_VM_ACCEL``: ``kvm`` or ``tcg``, else KVM is tried first.
+A command runs in the caller's working directory with the caller's Python; its output comes as it is written, its exit
+status is ours (125: the guest itself failed, 124: out of time). What it writes is lost, but for the folder
+``$RDMARPC_VM_BOX``, which is the box ``DIR`` of the host: through it commands go in and results come out.
+``RDMARPC_VM_ACCEL``: ``kvm`` or ``tcg``, else KVM is tried first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -24,15 +27,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from image import Image, Unavailable, image
 
 AGENT = Path(__file__).with_name("agent.sh")
+ZYGOTE = Path(__file__).with_name("zygote.py")
 BOX_INSIDE = "/run/box"
 KVM_PATIENCE = 8.0
 """Seconds in which a guest must have reached its first process under KVM: some machines offer a KVM in which a guest hangs."""
 BOOT_PATIENCE = 120.0
 FAILED, OUT_OF_TIME = 125, 124
+
+NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+"""With these a kernel compiled on the host is loaded from numba's cache in the guest, whose processor is another one."""
+
+THIRD_PARTY = ("numpy", "torch", "torch._dynamo", "numba", "psutil", "matplotlib.pyplot", "rich")
+"""What programs in a guest that stays find imported: nothing of ours, which may change from one program to the next."""
 
 PASSED_ON = ("PATH", "HOME", "LANG", "USER", "VIRTUAL_ENV")
 PASSED_ON_PREFIXES = ("PYTHON", "PYTEST_", "NUMBA_", "RDMARPC_", "TORCH_", "OMP_", "MKL_", "HYDRA_")
@@ -87,7 +98,7 @@ class Guest:
         """Boots; returns when commands are accepted. Raises ``GuestFailed``, ``Unavailable``."""
         booted = image()
         for old in self.box.iterdir():
-            if old.suffix in (".sh", ".run", ".out", ".rc", ".pid", ".kill") or old.name == "ready":
+            if old.suffix in (".sh", ".run", ".json", ".out", ".rc", ".pid", ".kill") or old.name.endswith("ready"):
                 old.unlink()
         shutil.copy(AGENT, self.box / "agent.sh")
         wanted = os.environ.get("RDMARPC_VM_ACCEL", "")
@@ -104,23 +115,24 @@ class Guest:
         self._boot(booted, "tcg")
         self._wait_ready()
 
-    def command(
-        self, command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 600.0
-    ) -> Command:
-        """Starts a command in the guest. ``env``: besides what is passed on (``PASSED_ON``)."""
-        return Command(self.box, command, cwd=cwd, env=env, timeout=timeout, alive=self.alive)
+    def command(self, command: Sequence[str], **options: Any) -> Command:
+        """Starts a command in the guest; ``options`` are those of ``Command``."""
+        return Command(self.box, command, alive=self.alive, **options)
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 600.0,
-        output: Callable[[bytes], object] | None = None,
-    ) -> int:
+    def run(self, command: Sequence[str], output: Callable[[bytes], object] | None = None, **options: Any) -> int:
         """Runs a command to its end and gives its exit status; ``output`` gets what it writes."""
-        return self.command(command, cwd=cwd, env=env, timeout=timeout).wait(output)
+        return self.command(command, **options).wait(output)
+
+    def preload(self, modules: Sequence[str] = THIRD_PARTY, path: Sequence[Path] = ()) -> Command:
+        """Starts the process that commands with ``python=True`` are forked from, when it has imported ``modules``."""
+        search = os.pathsep.join(str(place) for place in path)
+        arguments = [sys.executable, str(ZYGOTE), BOX_INSIDE, *modules]
+        return self.command(arguments, name="python", timeout=float("inf"), env={"PYTHONPATH": search})
+
+    def wait_preloaded(self, timeout: float) -> None:
+        failed = self.box / "python.rc"
+        if not self._wait(lambda: (self.box / "python.ready").exists() or failed.exists(), timeout) or failed.exists():
+            raise GuestFailed(f"nothing was imported in {timeout:g} s:\n{(self.box / 'python.out').read_text()[-2000:]}")
 
     @property
     def pid(self) -> int:
@@ -130,6 +142,13 @@ class Guest:
 
     def alive(self) -> bool:
         return self._qemu is not None and self._qemu.poll() is None
+
+    def processor_time(self) -> float:
+        """Seconds of processor time that the guest has taken; 0 when it does not run."""
+        if not self.alive():
+            return 0.0
+        words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """Ends the guest as a loss of power would."""
@@ -153,7 +172,8 @@ class Guest:
             *(("-accel", "kvm", "-cpu", "host") if accel == "kvm" else ("-accel", "tcg,thread=multi", "-cpu", "max")),
             *("-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{self.console}"),
             *("-kernel", str(booted.kernel), "-initrd", str(booted.initramfs)),
-            *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off {self._options}"),
+            # An emulated processor's time stamps are the host's, but it does not say so; other clocks are very slow to read.
+            *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off no_timer_check tsc=reliable {self._options}"),
             *("-virtfs", f"local,path=/,mount_tag=root,readonly=on,{share}"),
             *("-virtfs", f"local,path={self.box.resolve()},mount_tag=box,{share}"),
             *self._extra,
@@ -181,36 +201,46 @@ class Guest:
 
 
 class Command:
-    """A command in the guest whose box is ``box``; ``kill`` ends it and all that it started."""
+    """A command in the guest whose box is ``box``; ``kill`` ends it and all that it started.
+
+    ``python``: it is what would follow ``python``, and is forked from a process that has imported the modules of ``preload``.
+    ``env``: besides what is passed on (``PASSED_ON``). ``timeout``: seconds, after which ``wait`` kills it.
+    """
 
     def __init__(
         self,
         box: Path,
         command: Sequence[str],
         *,
+        python: bool = False,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 600.0,
         alive: Callable[[], bool] = lambda: True,
+        name: str = "",
     ) -> None:
-        self._box, self._alive = box, alive
-        self._name = f"{time.time_ns()}-{os.getpid()}"
+        self._box, self._alive, self._python = box, alive, python
+        self._name = name or f"{time.time_ns()}-{os.getpid()}"
         self._deadline = time.monotonic() + timeout
         self._read = 0
         passed = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
-        passed |= {"RDMARPC_VM_BOX": BOX_INSIDE, **(env or {})}
-        path = [place for place in (passed.get("PYTHONPATH"), "/run/python") if place]
-        passed["PYTHONPATH"] = os.pathsep.join(path)
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in passed.items()]
-        lines += [f"cd {shlex.quote(str(cwd or Path.cwd()))} || exit {FAILED}", f"exec {shlex.join(command)}"]
-        started = box / f"{self._name}.new"
-        started.write_text("\n".join(lines) + "\n")
-        started.rename(box / f"{self._name}.sh")
+        passed |= {**NUMBA, "RDMARPC_VM_BOX": BOX_INSIDE, **(env or {})}
+        # The distribution's pyverbs lies there.
+        passed["PYTHONPATH"] = os.pathsep.join(place for place in (passed.get("PYTHONPATH"), "/run/python") if place)
+        folder = str(cwd or Path.cwd())
+        if python:
+            order, suffix = json.dumps({"argv": list(command), "cwd": folder, "env": passed}), "json"
+        else:
+            lines = [f"export {key}={shlex.quote(value)}" for key, value in passed.items()]
+            lines += [f"cd {shlex.quote(folder)} || exit {FAILED}", f"exec {shlex.join(command)}"]
+            order, suffix = "\n".join(lines) + "\n", "sh"
+        self._file("new").write_text(order)
+        self._file("new").rename(self._file(suffix))
 
     def wait(self, output: Callable[[bytes], object] | None = None) -> int:
         """The exit status, when it has ended. ``OUT_OF_TIME`` after its time, ``FAILED`` when the guest died."""
         while (status := self.poll(output)) is None:
-            if not self._alive():
+            if not self._alive() or (self._python and (self._box / "python.rc").exists()):
                 return FAILED
             if time.monotonic() > self._deadline:
                 self.kill()
@@ -244,6 +274,7 @@ def _print(output: bytes) -> None:
 
 
 def _serve(guest: Guest) -> int:
+    guest.preload()
     (guest.box / "qemu.pid").write_text(str(guest.pid))
     print(f"ready ({guest.accel}); commands: python {__file__} --in {guest.box} -- COMMAND", flush=True)
     while guest.alive():
@@ -265,18 +296,23 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the command may take")
     parser.add_argument("--serve", type=Path, metavar="DIR")
     parser.add_argument("--in", type=Path, metavar="DIR", dest="inside")
+    parser.add_argument("--python", action="store_true", help="COMMAND is what would follow python: forked, not started")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     asked = parser.parse_args()
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
     if bool(command) == bool(asked.serve):
         parser.error("either --serve DIR, or a command after --")
+    if asked.python and asked.inside is None:
+        parser.error("--python needs --in DIR")
     # An ordinary end, so that the guest is closed and a command in it is killed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if asked.inside is not None:
             if not _served(asked.inside):
                 raise GuestFailed(f"no guest serves {asked.inside}: python {__file__} --serve {asked.inside}")
-            running = Command(asked.inside, command, timeout=asked.timeout, alive=lambda: _served(asked.inside))
+            running = Command(
+                asked.inside, command, python=asked.python, timeout=asked.timeout, alive=lambda: _served(asked.inside)
+            )
             try:
                 return running.wait(_print)
             except BaseException:

@@ -32,7 +32,7 @@ PACKAGES = {
     "perftest": "/usr/bin/ib_write_bw",
     "python3-pyverbs": "/usr/lib/python3/dist-packages/pyverbs/__init__.py",
 }
-"""Debian packages, each with a file that tells that it is there. The guest uses the host's files: all of them are installed here."""
+"""Debian packages, each with a file that tells that it is there: the guest uses the host's files."""
 
 # The cloud kernel has neither rdma_rxe nor 9p, so it has to be the full one.
 KERNEL = "linux-image-amd64"
