@@ -21,8 +21,8 @@ from pathlib import Path
 
 import cluster_slurm
 from cluster_faults import CASES, Case, Trio
-from cluster_hosts import CACHED, ROOT, Cluster, ThisMachine
-from guest import GuestFailed
+from cluster_hosts import ROOT, Cluster, ThisMachine
+from guest import NUMBA, GuestFailed
 from image import Unavailable
 
 EXPECTED = {"verbs": 22, "tcp": 21}
@@ -68,11 +68,10 @@ def compile_kernels() -> None:
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
         command = [sys.executable, "-m", "experiments.train", *options]
-        environment = {**os.environ, **CACHED}
+        environment = {**os.environ, **NUMBA}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL)
         here = ThisMachine(Path(folder))
         try:
-            here.wait_imported()
             trio = Trio((here, here), "tcp")
             trio.writes()
             trio.end()
@@ -86,6 +85,8 @@ def run(case: Case, cluster: Cluster, device: str) -> tuple[bool, str, float]:
         came, seconds = case.run(cluster, device)
     except Exception as error:
         traceback.print_exc()
+        for host in cluster.hosts:
+            host.end_peers()
         return False, f"{type(error).__name__}: {error}".splitlines()[0], 0.0
     return True, came, seconds
 

@@ -113,6 +113,14 @@ def altered(state: State, to: str, descriptor: str, changes: dict[str, int]) -> 
     state.channels[to].memcpy(remote, local, notify=99).wait(20.0)
 
 
+def forge_rkey(state: State, to: str, descriptor: str) -> None:
+    """Have the channel believe in another rkey than the peer announced."""
+    places: dict[int, tuple[int, int, int, int]] = vars(state.channels[to])["_places"]
+    number = RemoteRegion.load(bytes.fromhex(descriptor)).region
+    address, nbytes, key, rkey = places[number]
+    places[number] = address, nbytes, key, rkey ^ 0xFF00
+
+
 def read(state: State, to: str, name: str, descriptor: str, timeout: float) -> None:
     state.channels[to].memcpy(state.kept[name], RemoteRegion.load(bytes.fromhex(descriptor))).wait(timeout)
 

@@ -15,8 +15,10 @@ from typing import Any
 
 from cluster_hosts import Cluster, Failed, Peer
 
-LOST_WITHIN_S = 6.0
-"""The contract says about 2 s; here both hosts are emulated, on few cores."""
+LOST_WITHIN_S = {"verbs": 6.0, "tcp": 12.0}
+"""On ``verbs`` it should be about 2 s, on ``tcp`` the 3 s of ``cluster_actions``; but both hosts are emulated, on few cores."""
+START_S = 300.0
+"""A process, its imports and its device."""
 SIZE = 1 << 20
 
 
@@ -50,7 +52,7 @@ class Trio:
         self.a, self.b, self.c = hosts[0].peer("a"), hosts[1].peer("b"), hosts[0].peer("c")
         for peer in (self.a, self.b, self.c):
             peer.start("open_device", device)
-        _, self.b_address, self.c_address = (peer.finish() for peer in (self.a, self.b, self.c))
+        _, self.b_address, self.c_address = (peer.finish(START_S) for peer in (self.a, self.b, self.c))
         join(self.a, "a", self.b, "b", self.b_address)
         join(self.a, "a", self.c, "c", self.c_address)
         self.sink = self.b.call("make", "sink", size, 0)
@@ -88,16 +90,24 @@ def join(one: Peer, one_name: str, other: Peer, other_name: str, address: str) -
     other.finish()
 
 
-def fails(peer: Peer, kind: str, timeout: float = LOST_WITHIN_S) -> str:
+def fails(peer: Peer, kind: str) -> str:
     """The order under way at this peer has to end in this error; its status."""
     try:
-        result = peer.finish(timeout)
+        result = peer.finish()
     except Failed as error:
         if error.kind != kind:
             raise
         assert error.text.strip(), "an error without a text"
         return error.status
     raise AssertionError(f"{kind} expected, got {result!r}")
+
+
+def lost(device: str, begin: float, *peers: Peer) -> tuple[str, float]:
+    """The orders under way at these peers have to end in ``PeerLost``, soon after ``begin``."""
+    statuses = [fails(peer, "PeerLost") for peer in peers]
+    seconds = time.monotonic() - begin
+    assert seconds < LOST_WITHIN_S[device], f"PeerLost came only after {seconds:.1f} s"
+    return got("PeerLost", statuses), seconds
 
 
 def got(kind: str, statuses: Sequence[str]) -> str:
@@ -155,6 +165,25 @@ def _refused(cluster: Cluster, device: str, changes: dict[str, int]) -> tuple[st
     assert not trio.b.call("came", "a", 99), "a refused copy was announced"
     trio.writes()  # the channel goes on
     trio.others_go_on()
+    trio.end()
+    return got("RemoteAccessError", [status]), seconds
+
+
+@case("wrong rkey on the wire", "RemoteAccessError, then a new channel", devices=("verbs",))
+def wrong_rkey(cluster: Cluster, device: str) -> tuple[str, float]:
+    """What this side checks let through: the peer's device has to refuse it, and a queue pair is dead after that."""
+    trio = Trio(cluster.hosts, device, 4096)
+    trio.a.call("forge_rkey", "b", trio.sink)
+    begin = time.monotonic()
+    trio.a.start("write", "b", "source", trio.sink, 99, 20.0)
+    status = fails(trio.a, "RemoteAccessError")
+    seconds = time.monotonic() - begin
+    assert status == "REM_ACCESS_ERR", status
+    trio.others_go_on()
+    join(trio.a, "a", trio.b, "b", trio.b_address)
+    assert trio.b.call("holds", "sink", 0), "bytes were written with a wrong key"
+    assert not trio.b.call("came", "a", 99)
+    trio.writes()
     trio.end()
     return got("RemoteAccessError", [status]), seconds
 
@@ -284,8 +313,7 @@ def cut(cluster: Cluster, device: str) -> tuple[str, float]:
     begin = time.monotonic()
     cluster.hosts[1].plug(link=False)
     try:
-        statuses = [fails(peer, "PeerLost") for peer in (trio.a, trio.b)]
-        seconds = time.monotonic() - begin
+        came = lost(device, begin, trio.a, trio.b)
         trio.others_go_on()
     finally:
         cluster.hosts[1].plug(link=True)
@@ -293,7 +321,7 @@ def cut(cluster: Cluster, device: str) -> tuple[str, float]:
     join(trio.a, "a", trio.b, "b", trio.b_address)
     trio.writes()
     trio.end()
-    return got("PeerLost", statuses), seconds
+    return came
 
 
 @case("half-open connection", "PeerLost")
@@ -307,13 +335,12 @@ def half_open(cluster: Cluster, device: str) -> tuple[str, float]:
     cluster.hosts[1].plug(link=False)
     try:
         cluster.hosts[1].sh(f"kill -KILL {number}")
-        status = fails(trio.a, "PeerLost")
-        seconds = time.monotonic() - begin
+        came = lost(device, begin, trio.a)
         trio.others_go_on()
     finally:
         cluster.hosts[1].plug(link=True)
     trio.end(b=False)
-    return got("PeerLost", [status]), seconds
+    return came
 
 
 @case("100 connections that say nothing", "others connect and go on")
@@ -344,11 +371,10 @@ def killed_process(cluster: Cluster, device: str) -> tuple[str, float]:
     time.sleep(1.0)
     begin = time.monotonic()
     cluster.hosts[1].sh(f"kill -KILL {number}")
-    status = fails(trio.a, "PeerLost")
-    seconds = time.monotonic() - begin
+    came = lost(device, begin, trio.a)
     trio.others_go_on()
     trio.end(b=False)
-    return got("PeerLost", [status]), seconds
+    return came
 
 
 @case("pause of the peer's host", "PeerLost, also there when it goes on")
@@ -361,14 +387,13 @@ def paused_host(cluster: Cluster, device: str) -> tuple[str, float]:
     begin = time.monotonic()
     cluster.hosts[1].pause()
     try:
-        statuses = [fails(trio.a, "PeerLost")]
-        seconds = time.monotonic() - begin
+        came = lost(device, begin, trio.a)
         trio.others_go_on()
     finally:
         cluster.hosts[1].go_on()
-    statuses.append(fails(trio.b, "PeerLost", 20.0))
+    fails(trio.b, "PeerLost")
     trio.end()
-    return got("PeerLost", statuses), seconds
+    return came
 
 
 @case("kill -9 of the peer's host", "PeerLost, in calls too; the others go on")
@@ -393,11 +418,10 @@ def killed_host(cluster: Cluster, device: str) -> tuple[str, float]:
     time.sleep(2.0)
     begin = time.monotonic()
     cluster.hosts[1].kill()
-    statuses = [fails(peer, "PeerLost") for peer in (trio.a, waiter, workers[0])]
-    seconds = time.monotonic() - begin
+    came = lost(device, begin, trio.a, waiter, workers[0])
     trio.others_go_on()
     assert workers[0].call("call", "worker1", 100_000, 5)
     workers[1].start("call", "worker2", 10, 1)
-    statuses.append(fails(workers[1], "PeerLost"))
+    fails(workers[1], "PeerLost")
     trio.end(b=False)
-    return got("PeerLost", statuses), seconds
+    return came

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from guest import Command, Guest
+from guest import BOX_INSIDE, NUMBA, Command, Guest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -26,8 +26,6 @@ HOME = "/run/home"
 """Where the shared folder is in the guests."""
 READY_S = 900.0
 """Until a host has imported torch, beside another that does the same on emulated processors."""
-CACHED = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-"""Kernels are compiled for no processor in particular, so that those compiled on this machine are found in the guests."""
 
 
 class Failed(Exception):
@@ -39,12 +37,11 @@ class Failed(Exception):
 
 
 class Peer:
-    """A process on a host of the cluster, started with this object."""
+    """A process on a host of the cluster, which takes its orders (``cluster_peer``) from the folder ``place``."""
 
-    def __init__(self, nursery: Path, name: str) -> None:
-        self.name = name
-        self._place = nursery / name
-        self._place.mkdir()
+    def __init__(self, place: Path) -> None:
+        self.name = place.name
+        self._place = place
         self._next = 0
 
     def start(self, function: str, *arguments: Any) -> None:
@@ -67,9 +64,6 @@ class Peer:
             raise Failed(result["kind"], result["text"], result["trace"], result["status"], result["hint"], result["peer"])
         return result
 
-    def done(self) -> bool:
-        return (self._place / f"{self._next - 1}.answer").exists()
-
     def call(self, function: str, *arguments: Any, timeout: float = 60.0) -> Any:
         self.start(function, *arguments)
         return self.finish(timeout)
@@ -84,7 +78,7 @@ class Host:
     def __init__(self, number: int, folder: Path, memory: str) -> None:
         self.name, self.address = f"n{number}", f"10.77.0.{number}"
         self._number, self._folder, self._memory = number, folder, memory
-        self._peers = 0
+        self._peers: list[Command] = []
         self._boots = 0
 
     def boot(self) -> None:
@@ -114,24 +108,19 @@ class Host:
             " && printf '127.0.0.1 localhost\\n10.77.0.1 n1\\n10.77.0.2 n2\\n' > /etc/hosts"
         )
 
-    def import_all(self) -> None:
-        """Begin to import what ``peer`` needs; ``wait_imported`` waits for it."""
-        self._nursery = self.guest.command(
-            [sys.executable, str(HERE / "cluster_nursery.py"), "/run/box/peers"], env=CACHED, timeout=7200
-        )
-
-    def wait_imported(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while not (self.guest.box / "peers" / "ready").exists():
-            ended = self._nursery.poll()
-            assert ended is None, f"{self.name}: {self._nursery.output().decode()}"
-            assert time.monotonic() < deadline, f"{self.name} has not imported everything within {READY_S:g} s"
-            time.sleep(0.1)
-
     def peer(self, name: str) -> Peer:
-        """A new process here."""
-        self._peers += 1
-        return Peer(self.guest.box / "peers", f"{name}{self._peers}")
+        """A new process here, forked from the one that has imported everything."""
+        place = self.guest.box / f"{name}{len(self._peers)}"
+        place.mkdir()
+        command = [str(HERE / "cluster_peer.py"), f"{BOX_INSIDE}/{place.name}"]
+        self._peers.append(self.guest.command(command, python=True, timeout=7200))
+        return Peer(place)
+
+    def end_peers(self) -> None:
+        """Those that a failed case has left."""
+        for command in self._peers:
+            if command.poll() is None:
+                command.kill()
 
     def start(self, command: str, timeout: float = 60.0, **environment: str) -> Command:
         return self.guest.command(["bash", "-c", command], cwd=ROOT, env=environment, timeout=timeout)
@@ -183,31 +172,25 @@ class Host:
 class ThisMachine:
     """No guest: processes here that take the same orders. To compile the kernels before the guests need them."""
 
-    address = "127.0.0.1"
-
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "peers"
-        self._peers = 0
-        command = [sys.executable, str(HERE / "cluster_nursery.py"), str(self._folder)]
-        self._nursery = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **CACHED})
-
-    def wait_imported(self) -> None:
-        deadline = time.monotonic() + 120.0
-        while not (self._folder / "ready").exists():
-            assert self._nursery.poll() is None and time.monotonic() < deadline, "the processes on this machine do not start"
-            time.sleep(0.1)
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
 
     def peer(self, name: str) -> Peer:
-        self._peers += 1
-        return Peer(self._folder, f"{name}{self._peers}")
+        place = self._folder / f"{name}{len(self._running)}"
+        place.mkdir()
+        command = [sys.executable, str(HERE / "cluster_peer.py"), str(place)]
+        self._running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **NUMBA}))
+        return Peer(place)
 
     def close(self) -> None:
-        self._nursery.kill()
-        self._nursery.wait()
+        for process in self._running:
+            process.kill()
+            process.wait()
 
 
 class Cluster:
-    """Both hosts, up; and their shared folder, ``home`` here and ``HOME`` there. Nothing is left of it after ``with``."""
+    """Both hosts, ready for ``peer``; and their shared folder, ``home`` here and ``HOME`` there. Nothing is left of it."""
 
     def __init__(self, memory: str = "3G") -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-")
@@ -221,7 +204,9 @@ class Cluster:
             for host in self.hosts:
                 host.boot()
             for host in self.hosts:
-                host.import_all()
+                host.guest.preload(("torch", "rdmarpc", "rdmarpc.transport.verbs"))
+            for host in self.hosts:
+                host.guest.wait_preloaded(READY_S)
         except BaseException:
             self.__exit__()
             raise

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from cluster_hosts import CACHED, HOME, Cluster
+from cluster_hosts import HOME, Cluster
 from image import Unavailable
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -111,7 +111,7 @@ def _trained(cluster: Cluster, device: str, folder: str, launch: list[str], *ove
     arguments = (*overrides, f"device={device}", "model=mlp", f"epochs={EPOCHS}", "rpc_timeout_s=300")
     begin = time.monotonic()
     command = shlex.join([*launch, sys.executable, "-m", "experiments.train", *arguments])
-    cluster.hosts[0].sh(command, JOB_S, **CACHED, MPLCONFIGDIR="/run/matplotlib")
+    cluster.hosts[0].sh(command, JOB_S, MPLCONFIGDIR="/run/matplotlib")
     seconds = time.monotonic() - begin
 
     found = sorted((cluster.home / folder).rglob("result.json"))
