@@ -56,7 +56,7 @@ def all_cases(device: str) -> list[Case]:
     first = [Case("ibv_rc_pingpong, ib_write_bw", "RDMA crosses", crosses, both)]
     jobs = [
         Case("SLURM: controller and two nodes", "2 idle", cluster_slurm.start, both),
-        Case("srun -N2 python -m experiments.train", "equal bits", cluster_slurm.srun, both),
+        Case("sbatch: srun python -m experiments.train", "equal bits", cluster_slurm.sbatch, both),
         Case("hydra/launcher=submitit_slurm", "equal bits", cluster_slurm.submitit, both),
     ]
     faults = [case for case in CASES if device in case.devices]
@@ -87,6 +87,7 @@ def run(case: Case, cluster: Cluster, device: str) -> tuple[bool, str, float]:
         traceback.print_exc()
         for host in cluster.hosts:
             host.end_peers()
+        cluster.trio = None
         return False, f"{type(error).__name__}: {error}".splitlines()[0], 0.0
     return True, came, seconds
 

@@ -198,6 +198,8 @@ class Cluster:
         self.home = self.folder / "home"
         self.home.mkdir()
         self.hosts = [Host(number, self.folder, memory) for number in (1, 2)]
+        self.trio: Any = None
+        """Processes that cases share (``cluster_faults.Trio``)."""
 
     def __enter__(self) -> Cluster:
         try:
