@@ -7,6 +7,7 @@ an exception.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 from cluster_hosts import Cluster, Failed, Peer
 
 LOST_WITHIN_S = {"verbs": 6.0, "tcp": 12.0}
-"""On ``verbs`` it should be about 2 s, on ``tcp`` the 3 s of ``cluster_actions``; but both hosts are emulated, on few cores."""
+"""On ``verbs`` it should be about 2 s, on ``tcp`` the 3 s of ``cluster_actions``; but both hosts are emulated, on few cores.
+The two guests keep two cores busy; where others do as well, the patience grows with the load."""
 START_S = 300.0
 """A process, its imports and its device."""
 SIZE = 1 << 20
@@ -128,7 +130,8 @@ def lost(device: str, begin: float, *peers: Peer) -> tuple[str, float]:
     """The orders under way at these peers have to end in ``PeerLost``, soon after ``begin``."""
     statuses = [fails(peer, "PeerLost") for peer in peers]
     seconds = time.monotonic() - begin
-    assert seconds < LOST_WITHIN_S[device], f"PeerLost came only after {seconds:.1f} s"
+    patience = LOST_WITHIN_S[device] * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    assert seconds < patience, f"PeerLost came only after {seconds:.1f} s, with {patience:.1f} s of patience"
     return got("PeerLost", statuses), seconds
 
 
@@ -342,11 +345,10 @@ def half_open(cluster: Cluster, device: str) -> tuple[str, float]:
     trio = trio_of(cluster, device, 4096)
     trio.a.start("wait_until_lost", "b", 60.0)
     time.sleep(0.5)
-    number = trio.b.call("pid")
     begin = time.monotonic()
     cluster.hosts[1].plug(link=False)
     try:
-        cluster.hosts[1].sh(f"kill -KILL {number}")
+        trio.b.start("die")
         came = lost(device, begin, trio.a)
         trio.others_go_on()
     finally:
@@ -377,11 +379,10 @@ def strangers(cluster: Cluster, device: str) -> tuple[str, float]:
 def killed_process(cluster: Cluster, device: str) -> tuple[str, float]:
     trio = trio_of(cluster, device)
     trio.a.call("prepare", "b", "source", trio.sink, 7)
-    number = trio.b.call("pid")
     trio.a.start("post_until_lost", "b", 10**6, 0.0)
     time.sleep(1.0)
     begin = time.monotonic()
-    cluster.hosts[1].sh(f"kill -KILL {number}")
+    trio.b.start("die")
     came = lost(device, begin, trio.a)
     trio.others_go_on()
     trio.new_b()
