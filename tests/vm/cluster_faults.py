@@ -131,7 +131,7 @@ def lost(device: str, begin: float, *peers: Peer) -> tuple[str, float]:
     statuses = [fails(peer, "PeerLost") for peer in peers]
     seconds = time.monotonic() - begin
     patience = LOST_WITHIN_S[device] * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
-    assert seconds < patience, f"PeerLost came only after {seconds:.1f} s, with {patience:.1f} s of patience"
+    assert seconds < patience, f"PeerLost {statuses} came only after {seconds:.1f} s, and had {patience:.1f} s"
     return got("PeerLost", statuses), seconds
 
 

@@ -8,7 +8,9 @@ the other, until the order ``end``.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ import torch
 
 
 def main(folder: Path) -> None:
+    faulthandler.register(signal.SIGUSR1)  # says where it hangs
     torch.set_num_threads(1)
     state = cluster_actions.State()
     number = 0
