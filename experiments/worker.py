@@ -17,7 +17,12 @@ from .training import PlainLoop, Record, blocks
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A worker from its first line to its last; worker0 tells ("progress", ...) after each block and ("trained", ...)."""
-    options = rpc.RpcBackendOptions(init_method=job["init_method"], transport=job["device"], rpc_timeout=job["rpc_timeout_s"])
+    options = rpc.RpcBackendOptions(
+        init_method=job["init_method"],
+        transport=job["device"],
+        require=job["require"],
+        rpc_timeout=job["rpc_timeout_s"],
+    )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["workers"], rpc_backend_options=options)
     if rank == 0:
         train(job, launcher)

@@ -129,7 +129,7 @@ class Flow:
         if key not in self._productions:
             outlets = {}
             for name, route in duty.outputs.items():
-                sends = [outlet for outlet in route.sends if outlet.mapped and name not in self.graph.inputs]
+                sends = [outlet for outlet in route.sends if outlet.producible and name not in self.graph.inputs]
                 value = self.graph.values[name]
                 if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
                     outlets[name] = sends[0]

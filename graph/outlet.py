@@ -1,9 +1,9 @@
 """The sender's half of an edge: one prepared write a slot, and the credits to use it.
 
-Where the slot is mapped here (shm), what makes the payload may write it there itself (``reserve``, see ``production``): then
-``send`` only announces it. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
-registered buffer first, and counted.
-"""
+What makes the payload may write it where it has to be (``reserve``, see ``production``): into the slot itself where that is
+mapped here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then
+``send`` writes it from there. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
+registered buffer first, and counted."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Target:
         "_header",
         "_lease",
         "_mapped",
+        "_place",
+        "_registers",
         "_stage",
         "_work",
         "_writing",
@@ -61,6 +63,8 @@ class Target:
         self._full: Transfer = self._bare
         self._stage: torch.Tensor | None = None
         self._mapped = None
+        self._place: torch.Tensor | None = None
+        self._registers = False
         if edge.nbytes:
             # Has the right size, is never sent and never touched, so it takes no memory.
             idle = torch.empty(edge.nbytes, dtype=torch.uint8)
@@ -70,6 +74,7 @@ class Target:
                 self._stage = station.device.empty(edge.nbytes, dtype=torch.uint8)
             else:
                 self._mapped = channel.map(remote[HEADER_BYTES:])
+                self._registers = self._mapped is None and channel.registered_only
         self._work: Work | None = None
         self.source: torch.Tensor | None = None
         """What is being written."""
@@ -91,8 +96,8 @@ class Target:
         return self._lease is not None and self._lease() is not None
 
     @property
-    def mapped(self) -> bool:
-        return self._mapped is not None
+    def producible(self) -> bool:
+        return self._mapped is not None or self._registers
 
     def write(self, header: Header, payload: torch.Tensor | None, timeout: float) -> None:
         if self._work is not None:
@@ -137,10 +142,14 @@ class Target:
     ) -> torch.Tensor:
         """The slot's payload as a tensor over a storage of its own, to be written from now on. ``died`` hears of the end of
         that storage: on any thread, also from finalizers."""
-        assert self._mapped is not None
-        self._mapped.begin()
+        if self._mapped is not None:
+            self._mapped.begin()
+            view = memoryview(self._mapped.memory)
+        else:
+            if self._place is None:
+                self._place = self.outlet.device.empty(self.outlet.edge.nbytes, dtype=torch.uint8)
+            view = memoryview(self._place.numpy())
         self._writing = True
-        view = memoryview(self._mapped.memory)
         self._lease = weakref.ref(view, lambda _: died(self))
         flat = torch.frombuffer(view, dtype=dtype)
         self._address = flat.data_ptr()
@@ -151,18 +160,27 @@ class Target:
         return self._writing and payload.untyped_storage().data_ptr() == self._address
 
     def announce(self, header: Header) -> None:
-        """The payload is in place: say so."""
+        """The payload is in place: say so, or write it from there."""
         self.cancel()
-        header.write(self._head)
         self._credit = False
-        self._work = self._bare.post()
+        if self._mapped is not None:
+            header._replace(flags=header.flags | SHARED).write(self._head)
+            self._work = self._bare.post()
+            return
+        if self._work is not None:
+            self._work.wait(self.outlet.timeout)
+        header.write(self._head)
+        assert self._place is not None
+        self._full.rebind(1, self._place)
+        self.source = self._place
+        self._work = self._full.post()
 
     def cancel(self) -> None:
         """Nothing is written here any more."""
         if self._writing:
             self._writing = False
-            assert self._mapped is not None
-            self._mapped.end()
+            if self._mapped is not None:
+                self._mapped.end()
 
     def vacate(self) -> None:
         """The last tensor over the slot has died."""
@@ -176,6 +194,7 @@ class Outlet:
         self.edge = edge
         self.device: Device = station.device
         self._station, self.staging = station, staging
+        self.timeout = station.timeout
         self.channel: Channel = station.channel(edge.target)
         self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
@@ -199,7 +218,7 @@ class Outlet:
             payload, order = self._prepare(payload.detach())
         header = Header(self.edge.number, sequence, flags, mode, commands, order, backward, argument)
         if payload is not None and self._reserved is not None and self._reserved.holds(payload):
-            self._reserved.announce(header._replace(flags=header.flags | SHARED))
+            self._reserved.announce(header)
             self._reserved = None
             self.device.count("bytes_produced", self.edge.nbytes)
             return
@@ -207,13 +226,13 @@ class Outlet:
         self.flush()
 
     def reserve(self, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor | None:
-        """Memory of a free slot for the next payload, to be written in place and then given to ``send``. ``None`` where the
-        device cannot, or while slots are short: one is always left for payloads that are copied, so a producer that keeps
-        its tensors for ever cannot block the edge."""
+        """Memory for the next payload, of a free slot or registered for one, to be written and then given to ``send``.
+        ``None`` where the device cannot, or while slots are short: one is always left for payloads that are copied, so a
+        producer that keeps its tensors for ever cannot block the edge."""
         taken = sum(target.leased for target in self._targets)
         if self._waiting or self._reserved is not None or taken + 1 >= len(self._targets):
             return None
-        target = next((target for target in self._targets if target.free and target.mapped), None)
+        target = next((target for target in self._targets if target.free and target.producible), None)
         if target is None:
             return None
         self._reserved = target
@@ -235,9 +254,9 @@ class Outlet:
         return [at for at, target in enumerate(self._targets) if target.occupied]
 
     @property
-    def mapped(self) -> bool:
+    def producible(self) -> bool:
         """Whether payloads can be produced in place."""
-        return any(target.mapped for target in self._targets)
+        return any(target.producible for target in self._targets)
 
     def flush(self) -> None:
         while self._waiting:

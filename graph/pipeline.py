@@ -47,7 +47,7 @@ class Chunk(Run):
         super().__init__(part.plan.flow, header, caller.machine, agenda, batch)
         self.plan = part.plan
         self._tensors = dict(zip(part.plan.graph.inputs, part.tensors))
-        self._loss = part.loss
+        self._loss, self._device = part.loss, caller.station.device
         self._root: torch.Tensor | None = None
         agenda.add(Task(self, self.flow.duties[0], False, self.commands))
 
@@ -85,7 +85,7 @@ class Chunk(Run):
                 continue
             waiting[inlet] -= 1
             if sum(slot.busy for slot in inlet.slots) - waiting[inlet] >= len(inlet.slots):
-                inlet.channel.device.count_staged(inlet.edge.nbytes)
+                self._device.count_staged(inlet.edge.nbytes)
                 self._values[given.name] = self._values[given.name].clone()
 
     def drop(self) -> None:

@@ -31,7 +31,7 @@ from .rref_mail import Carrier
 from .rref_store import LOCAL_BITS
 from .tensors import NOTHING
 from .termination import Termination
-from .transport import Channel, PeerLost, Poller, RdmaError, TransferTimeout, open_device
+from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -57,10 +57,17 @@ class Agent:
         self._ready = threading.Event()  # peers may connect before we are complete
         secret, kind = self.group.begin(options)
         self.device = open_device(
-            kind, secret=secret, arena_limit=options.arena_limit, on_connect=self._on_connect, peer_timeout=options.peer_timeout
+            kind,
+            require=options.require,
+            secret=secret,
+            arena_limit=options.arena_limit,
+            on_connect=self._on_connect,
+            peer_timeout=options.peer_timeout,
         )
         try:
             self.group.join(self.device.address.decode(), secret, options, partial(listens, self.device))
+            if options.require:
+                self._check_ways()
         except BaseException:
             self.device.close()
             raise
@@ -88,6 +95,14 @@ class Agent:
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.timeline = timeline.for_run(self)
+
+    def _check_ways(self) -> None:
+        """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
+        for record in self.group.workers.records():
+            if record.number != self.group.number and (why := self.device.why_not(record.address.encode())):
+                self.group.leave()
+                hint = "`rdmarpc doctor` at both workers says what is missing"
+                raise NotSupported(f"not reached by what is required: {why}", peer=record.name, hint=hint)
 
     # -- for the layers above
 

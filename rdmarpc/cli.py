@@ -8,11 +8,12 @@ import sys
 USAGE = """usage: rdmarpc COMMAND [arguments]
 
   bench [--json] [key=value ...]   every latency beside its physical floor and beside torch RPC
+  doctor [PEER] [--json]           what this host can do, how a peer is reached, and why not faster
   graph FILE [--draw OUT]          what crosses in a wrapped model, from a file that it saved
   timeline merge FILES [-o OUT]    one timeline of those that several workers wrote
 """
 
-MODULES = {"graph": "rdmarpc.transfers", "timeline": "rdmarpc.timeline"}
+MODULES = {"doctor": "rdmarpc.doctor", "graph": "rdmarpc.transfers", "timeline": "rdmarpc.timeline"}
 
 
 def main() -> None:

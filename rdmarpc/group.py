@@ -31,14 +31,13 @@ class Group:
         """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
 
     def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
-        """The job secret, and the transport."""
+        """The job secret, and the transport: a group that is complete and on one host needs nothing but ``shm``."""
         if self._meeting is None:
             assert self._registry is not None
-            return self._registry.begin(host_id(), options.secret, options.transport)
+            return self._registry.begin(options.secret), options.transport
         secret, hosts = self._meeting.begin(host_id(), options.secret)
-        if options.transport != "auto":
-            return secret, options.transport
-        return secret, "shm" if len(set(hosts)) == 1 else "tcp"
+        alone = options.transport == "auto" and len(set(hosts)) == 1
+        return secret, "shm" if alone else options.transport
 
     def join(self, address: str, secret: bytes, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
         """Enter as a worker that is reached at ``address``; sets ``workers`` and ``number``. ``listens``: whether a worker of

@@ -14,6 +14,7 @@ import torch
 from . import constants
 from . import device_maps as _devices
 from .device_maps import DeviceLike, DeviceMap
+from .transport import check_require
 
 _MAX_ID = 2**15 - 1
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
@@ -56,7 +57,11 @@ class RpcBackendOptions:
     = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``, or
     ``"slurm://"`` in tasks of one ``srun``: rank, size and first host are SLURM's (``slurm://:PORT`` for a port of your own).
     ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
-    ``transport``: ``"shm"``, ``"tcp"``, ``"tcp://ADDRESS"``, or ``"auto"`` (shm when all workers share this host).
+    ``transport``: ``"auto"``: each worker by the fastest way there is: ``"shm"`` on this host, RDMA (``"verbs"``) where both
+    ends have a usable port, ``"tcp"`` otherwise, which is logged and counted (``fallbacks``) where an end has RDMA hardware.
+    Or one of them alone, or ``"auto://ADDRESS"``, ``"tcp://ADDRESS"``: see ``transport.open_device``.
+    ``require``: ``"rdma"`` makes it an error (``NotSupported``, with what to put right) that a worker can be reached over tcp
+    only: in ``init_rpc`` for those who are in the group then. Workers of one host may use shm.
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
     ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
     ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
@@ -75,6 +80,7 @@ class RpcBackendOptions:
         device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
         devices: Iterable[DeviceLike] | None = None,
         transport: str = "auto",
+        require: str = "",
         arena_limit: int | None = None,
         secret: str | None = None,
         pickler: str = "pickle",
@@ -87,6 +93,7 @@ class RpcBackendOptions:
         self.device_maps: dict[str, DeviceMap] = {}
         self.devices: list[torch.device] = []
         self.transport = transport
+        self.require = require
         self.arena_limit = arena_limit
         self.secret = secret
         self.pickler = pickler
@@ -109,6 +116,7 @@ class RpcBackendOptions:
             raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {self.peer_timeout}")
         if self.num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
+        check_require(self.require)
         if self.pickler not in ("pickle", "cloudpickle"):
             raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
         if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:

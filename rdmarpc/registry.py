@@ -34,21 +34,13 @@ class Registry:
         self._timeout = timeout
         self._secret = b""
 
-    def begin(self, host: str, given: str | None, transport: str) -> tuple[bytes, str]:
-        """The job secret and the transport; what nobody chose, the first member decides for all: a secret of its own, and
-        ``shm``, because it cannot know whether others will come from other hosts."""
+    def begin(self, given: str | None) -> bytes:
+        """The job secret; where nobody chose one, the first member draws it for all."""
         text = given_secret(given)
         if text is None:
             text = self._agree("secret", secrets.token_hex(32))
         self._secret = text.encode()
-        if transport != "auto":
-            return self._secret, transport
-        if self._agree("host", host) != host:
-            raise NotSupported(
-                "the first member of this dynamic group is on another host",
-                hint='say transport="tcp" (RpcBackendOptions) at every worker',
-            )
-        return self._secret, "shm"
+        return self._secret
 
     def join(self, mine: Record, alive: Callable[[Record], bool]) -> tuple[Record, list[Record]]:
         """Enter ourselves; returns our record as entered, and all. ``alive``: whether somebody listens at an address.

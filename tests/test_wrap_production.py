@@ -15,6 +15,7 @@ import wrap_models as models
 from test_wrap import assert_same_state, both, drive
 
 import rdmarpc as rpc
+from rdmarpc.transport.tcp_channel import TcpChannel
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 
@@ -77,6 +78,28 @@ CASES = [
 @pytest.mark.parametrize("make, placement, expected, notes", CASES)
 def test_made_in_place(make, placement, expected, notes):
     drive(partial(produced, make, placement, expected, notes), 4)
+
+
+def register_only() -> None:
+    TcpChannel.registered_only = True
+
+
+def registered() -> None:
+    """As on a device that only sends registered memory: made there, and written from there (nothing can be mapped on tcp)."""
+    for worker in ("worker0", "worker1", "worker2"):
+        rpc.rpc_sync(worker, register_only)
+    model, twin = both(partial(models.Ends, WIDTH), {"body": "worker1", "head": "worker2"})
+    seen = steps(model, twin, 6)
+    assert grown(seen, "bytes_produced") == 4 * BATCH * WIDTH
+    assert grown(seen, "production_misses") == 0
+    keeper, twin = both(partial(models.Hoarding, WIDTH), {"one": "worker1", "two": "worker2"}, depth=3)
+    steps(keeper, twin, 8)
+    keeper.close()
+    model.close()
+
+
+def test_made_in_registered_memory():
+    drive(registered, 3, transport="tcp")
 
 
 def changing() -> None:

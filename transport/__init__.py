@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import kernels
+from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, host_id
 from .errors import (
@@ -24,26 +25,42 @@ from .shm import ShmDevice
 from .tcp import TcpDevice
 
 
-def open_device(name: str = "shm", **options: Any) -> Device:
-    """Open ``"shm"`` (this host) or ``"tcp"`` / ``"tcp://ADDRESS"`` (any host; listens on that local address).
+def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Device:
+    """Open ``"shm"`` (this host), ``"tcp"`` / ``"tcp://ADDRESS"`` (any host; listens on that local address), or ``"auto"`` /
+    ``"auto://ADDRESS"``: all of them on one arena, each peer by the fastest that reaches it (``auto``; there ``tcp`` listens on
+    ``ADDRESS``).
 
     ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on loopback, or with a secret on
-    the address of the default route.
+    the address of the default route. ``require="rdma"``: to reach a peer over ``tcp`` is ``NotSupported``; the text says what
+    would have to be put right.
 
     Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
     peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``), ``peer_timeout``
-    (seconds, 10; 0: none): a peer that shows no sign of running, or that the network cut off, is lost after that time.
+    (seconds, 10; 0: none): a peer that shows no sign of running, or that the network cut off, is lost after that time;
+    ``memory`` (``memory.Memory``): what the device stands on, to share it with other devices (then without ``arena_limit``).
     """
+    check_require(require)
     kind, _, place = name.partition("://")
     if kind == "shm" and not place:
         return ShmDevice(**options)
+    if kind == "tcp" and require:
+        raise NotSupported("require='rdma', and tcp is none", device="tcp", hint="open auto, verbs or shm")
     if kind == "tcp":
         return TcpDevice(place, **options)
     if kind == "verbs":
         from .verbs import VerbsDevice  # needs libibverbs
 
         return VerbsDevice(place, **options)
-    raise NotSupported(f"no device {name!r}", hint="one of shm, tcp, tcp://ADDRESS[:PORT]")
+    if kind == "auto":
+        return AutoDevice(place, require=require, **options)
+    hint = "one of auto, shm, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
+    raise NotSupported(f"no device {name!r}", hint=hint)
+
+
+def check_require(require: str) -> None:
+    """``ValueError`` for what cannot be required."""
+    if require not in ("", "rdma"):
+        raise ValueError(f"require is 'rdma' or empty, got {require!r}")
 
 
 __all__ = [
@@ -52,6 +69,7 @@ __all__ = [
     "MAX_NOTIFY",
     "ArenaFull",
     "AuthenticationError",
+    "AutoDevice",
     "Channel",
     "Device",
     "Expectation",
@@ -70,6 +88,7 @@ __all__ = [
     "TransferTimeout",
     "Window",
     "Work",
+    "check_require",
     "host_id",
     "kernels",
     "open_device",

@@ -142,6 +142,9 @@ class Channel(abc.ABC):
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         """A write-through window from an arena tensor to a remote range of the same size."""
 
+    registered_only = False
+    """Whether the local side of a copy has to lie in the arena, or is staged there: what is made there saves a copy."""
+
     can_adopt = False
     """Whether ``adopt`` works here: the peer's arena is mapped into this process."""
 

@@ -62,6 +62,7 @@ class Device(abc.ABC):
         """Called once for every channel that broke, from a thread of the device. Must not block."""
         self._on_connect: OnConnect = on_connect or (lambda channel: b"")
         self._keep_accepted = on_connect is None
+        self._whole: Device = self
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -122,8 +123,13 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         """Connect to the device behind ``peer`` and authenticate both ends. ``hello`` (at most 64 KiB) reaches the peer's
-        ``on_connect`` as ``channel.peer_hello``. Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``,
-        ``NotSupported``."""
+        ``on_connect`` as ``channel.peer_hello``. Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``; and
+        ``NotSupported`` where this device cannot reach that peer, whose ``on_connect`` has not been called then."""
+
+    def why_not(self, peer: bytes) -> str:
+        """Why ``connect`` to that address is ``NotSupported``, as far as can be told without asking the peer; empty: it may
+        work."""
+        return "" if peer.startswith(self.name.encode() + b":") else f"that is no address of {self.name}"
 
     def accept(self, *, timeout: float | None = None) -> Channel:
         """The next channel that a peer opened; for devices without ``on_connect``."""
@@ -197,12 +203,27 @@ class Device(abc.ABC):
 
     def _welcomed(self, channel: Channel) -> None:
         """The handshake of a channel that a peer opened is complete."""
+        with self._lock:
+            whole = self._whole
+            if whole is self:
+                self._arrived(channel)
+                return
+        whole._arrived(channel)
+
+    def _arrived(self, channel: Channel) -> None:
         if self._keep_accepted:
             self._accepted.put(channel)
 
+    def _join(self, whole: Device) -> None:
+        """Be a part of another device: from now on it tells of our channels, also of those that came meanwhile."""
+        with self._lock:
+            self._whole = whole
+            while not self._accepted.empty():
+                whole._arrived(self._accepted.get())
+
     def _tell_lost(self, channel: Channel) -> None:
         try:
-            self.on_lost(channel)
+            self._whole.on_lost(channel)
         except Exception:
             # The thread that calls serves all channels: it must survive.
             logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)

@@ -170,6 +170,21 @@ class Memory:
         totals["arena_used"] = self.arena.used
         return totals
 
+    def explain(self) -> list[str]:
+        """Lines for people: what pages there are, and how much is used."""
+        setting = "shmem_enabled" if self.shared else "enabled"
+        try:
+            with open(f"/sys/kernel/mm/transparent_hugepage/{setting}") as file:
+                mode = file.read().split("[")[1].split("]")[0]
+        except (OSError, IndexError):
+            mode = "unknown"
+        huge = mode in (("advise", "always", "within_size", "force") if self.shared else ("madvise", "always"))
+        pages = "2 MiB where possible" if huge else "4 KiB only"
+        return [
+            f"  pages          {pages} (transparent_hugepage/{setting} is {mode})",
+            f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {self.arena.limit / 2**30:.1f} GiB",
+        ]
+
     def close(self) -> None:
         """Close the files. Idempotent. What is mapped stays: tensors of the arena are valid for as long as they are held."""
         with self.lock:

@@ -79,20 +79,12 @@ class ShmDevice(Device):
 
     def explain(self) -> str:
         cores = len(os.sched_getaffinity(0))
-        try:
-            with open("/sys/kernel/mm/transparent_hugepage/shmem_enabled") as file:
-                mode = file.read().split("[")[1].split("]")[0]
-        except (OSError, IndexError):
-            mode = "unknown"
-        pages = "2 MiB where possible" if mode in ("advise", "always", "within_size", "force") else "4 KiB only"
         reasons = sorted({channel.no_cma for channel in self._shm_channels() if channel.no_cma})
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
-        limit = f"{self.arena.limit / 2**30:.1f} GiB"
         return "\n".join(
             (
                 f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
-                f"  pages          {pages} (transparent_hugepage/shmem_enabled is {mode})",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                *(self.memory.explain() if self._own_memory else ()),
                 f"  other memory   cross-memory attach: {cma}",
                 f"  death          an ended process at once, a stopped one after {self._looks.timeout:g} s",
                 f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
@@ -111,13 +103,17 @@ class ShmDevice(Device):
 
     # -- connections
 
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        if len(fields) != 3 or fields[0] != "shm":
+            return "an address looks like shm:HOST:ID"
+        return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
+
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        kind, host, uid = (peer.decode("ascii", "replace").split(":") + ["", ""])[:3]
-        if kind != "shm" or host != host_id():
-            raise NotSupported(
-                f"shm cannot reach {peer!r}", device="shm", hint="the peer is on another host or network namespace: use tcp"
-            )
+        if why := self.why_not(peer):
+            raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
+        uid = peer.decode("ascii", "replace").split(":")[2]
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(timeout)
         try:

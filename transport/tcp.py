@@ -110,17 +110,10 @@ class TcpDevice(Device):
         return f"tcp:{host}:{self._port}:{self.uid:016x}".encode()
 
     def explain(self) -> str:
-        try:
-            with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-                mode = file.read().split("[")[1].split("]")[0]
-        except (OSError, IndexError):
-            mode = "unknown"
-        pages = "2 MiB where possible" if mode in ("madvise", "always") else "4 KiB only"
         limits = []
         for name in ("tcp_wmem", "tcp_rmem"):
             with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
                 limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
-        limit = f"{self.arena.limit / 2**30:.1f} GiB"
         known = "every peer proves the job secret" if self.secret else "none (loopback only)"
         return "\n".join(
             (
@@ -128,8 +121,7 @@ class TcpDevice(Device):
                 f"  authentication {known}; what travels is not encrypted",
                 f"  buffers        {', '.join(limits) or 'unknown'}",
                 f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
-                f"  pages          {pages} (transparent_hugepage/enabled is {mode})",
-                f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                *(self.memory.explain() if self._own_memory else ()),
                 f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, then a futex; one I/O thread",
             )
         )
@@ -145,13 +137,17 @@ class TcpDevice(Device):
 
     # -- connections
 
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        good = len(fields) >= 4 and fields[0] == "tcp" and fields[-2].isdigit()
+        return "" if good else "an address looks like tcp:HOST:PORT:ID"
+
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        kind, _, rest = peer.decode("ascii", "replace").partition(":")
-        where, _, uid = rest.rpartition(":")
+        if why := self.why_not(peer):
+            raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
+        where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
         host, _, port = where.rpartition(":")
-        if kind != "tcp" or not port.isdigit():
-            raise NotSupported(f"tcp cannot reach {peer!r}", device="tcp", hint="an address looks like tcp:HOST:PORT:ID")
         deadline = time.monotonic() + timeout
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout)

@@ -48,7 +48,8 @@ _LANES = 1 << 13
 
 
 class VerbsDevice(Device):
-    """See ``Device``. ``place``: which port (``verbs_ports``); empty: the best one."""
+    """See ``Device``. ``place``: which port (``verbs_ports``); empty: the best one. ``qps``: queue pairs to each peer that we
+    connect to, 1 to 16; from two on large copies do not hold up small ones (``verbs_channel``)."""
 
     def __init__(
         self,
@@ -59,7 +60,10 @@ class VerbsDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
+        qps: int = 1,
     ) -> None:
+        if not 1 <= qps <= verbs_control.MAX_QPS:
+            raise ValueError(f"qps is from 1 to {verbs_control.MAX_QPS}, got {qps}")
         self._at = verbs_ports.choose(verbs_provider.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
@@ -73,7 +77,7 @@ class VerbsDevice(Device):
         limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
         self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
-        self._sends = min(_SENDS, limits.max_qp_wr)
+        self._sends, self._qps = min(_SENDS, limits.max_qp_wr), qps
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lay_out()
         for segment in self.memory.attach(self):
@@ -198,14 +202,21 @@ class VerbsDevice(Device):
 
     # -- connections
 
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        if fields[0] != "verbs" or len(fields) < 5 or not fields[-3].isdigit():
+            return "an address looks like verbs:HOST:PORT:ID:ENDPOINT"
+        try:
+            return verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(fields[-1])) or ""
+        except RdmaError as error:
+            return error.message
+
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
         self._check()
-        where, uid, endpoint = (peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2) + ["", ""])[:3]
+        if why := self.why_not(peer):
+            raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
+        where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
         host, _, port = where.rpartition(":")
-        if not peer.startswith(b"verbs:") or not port.isdigit():
-            raise NotSupported(f"verbs cannot reach {peer!r}", device="verbs", hint="an address is verbs:HOST:PORT:ID:ENDPOINT")
-        if why := verbs_endpoint.why_not(self._at.endpoint, Endpoint.parse(endpoint)):
-            raise NotSupported(f"verbs cannot reach {host}: {why}", device="verbs")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
         except TimeoutError:
@@ -213,20 +224,21 @@ class VerbsDevice(Device):
         except OSError as error:
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
-        qp: QueuePair | None = None
+        qps: list[QueuePair] = []
         try:
             sock.settimeout(timeout)
             auth.authenticate(sock, self.secret, initiator=True)
-            qp, ours = self._queue_pair()
+            qps, ours = self._queue_pairs(self._qps)
             verbs_control.send_setup(sock, ours, hello)
             theirs, answer = verbs_control.receive_setup(sock)
             if f"{theirs.uid:016x}" != uid:
                 raise PeerLost("another device listens there now", peer=where, device="verbs", status="STALE_ADDRESS")
-            channel = self._channel(sock, qp, ours, theirs, answer)
+            channel = self._channel(sock, qps, ours, theirs, answer)
             self._adopt(channel, theirs)
         except (OSError, RdmaError, ValueError) as error:
             sock.close()
-            if qp is not None:
+            for qp in qps:
+                self.drop_lane(qp.qp_num)
                 qp.close()
             if isinstance(error, TimeoutError):
                 raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
@@ -237,13 +249,14 @@ class VerbsDevice(Device):
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel, qp = None, None
+        channel = None
+        qps: list[QueuePair] = []
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             auth.authenticate(sock, self.secret, initiator=False)
             theirs, hello = verbs_control.receive_setup(sock)
-            qp, ours = self._queue_pair()
-            channel = self._channel(sock, qp, ours, theirs, hello)
+            qps, ours = self._queue_pairs(len(theirs.queue_pairs))
+            channel = self._channel(sock, qps, ours, theirs, hello)
             # What on_connect posts waits until the peer is ready.
             verbs_control.send_setup(sock, ours, self._on_connect(channel))
             self._adopt(channel, theirs)
@@ -251,40 +264,56 @@ class VerbsDevice(Device):
         except (RdmaError, OSError, ValueError) as error:
             if channel is not None:  # which on_connect may have published
                 self.lost(channel, PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs"))
-            elif qp is not None:
-                qp.close()
+            else:
+                for qp in qps:
+                    qp.close()
             sock.close()
 
-    def _queue_pair(self) -> tuple[QueuePair, Setup]:
+    def _queue_pairs(self, count: int) -> tuple[list[QueuePair], Setup]:
         with self._lock:
-            room = (self._cq.depth - self._srq.depth) // self._sends
-            if len(self._by_qp) >= min(room, _LANES):
-                raise RdmaError(f"the completion queue of {self._at.name} has room for {room} peers", device="verbs")
-        qp = self._context.queue_pair(
-            self._cq, self._srq, port=self._at.number, depth=self._sends, max_sge=1, max_inline=_INLINE
-        )
+            room = min((self._cq.depth - self._srq.depth) // self._sends, _LANES)
+            if len(self._by_qp) + count > room:
+                raise RdmaError(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
+        qps: list[QueuePair] = []
+        try:
+            for _ in range(count):
+                qps.append(
+                    self._context.queue_pair(
+                        self._cq, self._srq, port=self._at.number, depth=self._sends, max_sge=1, max_inline=_INLINE
+                    )
+                )
+        except RdmaError:
+            for qp in qps:
+                qp.close()
+            raise
+        pairs = tuple((qp.qp_num, secrets.randbits(24)) for qp in qps)
         patience = int(self._looks.timeout * 1000)
-        psn = secrets.randbits(24)
-        return qp, Setup(self.uid, self.epoch, patience, qp.qp_num, psn, self._at.endpoint.dump())
+        return qps, Setup(self.uid, self.epoch, patience, self._at.endpoint.dump(), pairs)
 
-    def _channel(self, sock: socket.socket, qp: QueuePair, ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
-        """Both ends are known: connect the queue pair, and have its completions counted."""
-        here = self._at
-        route = verbs_endpoint.route(
-            here.endpoint,
-            Endpoint.load(theirs.endpoint),
-            port=here.number,
-            sgid_index=here.gid.index,
-            dest_qp_num=theirs.qp_num,
-            rq_psn=theirs.psn,
-            sq_psn=ours.psn,
-            timeout=_TIMEOUT,
-            retry_cnt=_RETRY_CNT,
-        )
-        qp.connect(route)
+    def _channel(self, sock: socket.socket, qps: list[QueuePair], ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
+        """Both ends are known: connect the queue pairs, and have their completions counted."""
+        if len(theirs.queue_pairs) != len(qps):
+            raise PeerLost("the peer answered with another number of queue pairs", device="verbs", status="PROTOCOL")
+        there = Endpoint.load(theirs.endpoint)
+        for qp, (_, sq_psn), (dest_qp_num, rq_psn) in zip(qps, ours.queue_pairs, theirs.queue_pairs):
+            route = verbs_endpoint.route(
+                self._at.endpoint,
+                there,
+                port=self._at.number,
+                sgid_index=self._at.gid.index,
+                dest_qp_num=dest_qp_num,
+                rq_psn=rq_psn,
+                sq_psn=sq_psn,
+                timeout=_TIMEOUT,
+                retry_cnt=_RETRY_CNT,
+            )
+            qp.connect(route)
         host, port = sock.getpeername()[:2]
-        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qp, theirs, hello)
-        self._enter_lane(qp.qp_num, channel)
+        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs, hello)
+        with self._lock:
+            for lane in channel.lanes:
+                self._by_qp[lane.qp.qp_num] = channel
+                verbs_kernels.enter_lane(self.port, lane.qp.qp_num, lane.address)
         return channel
 
     def _adopt(self, channel: VerbsChannel, peer: Setup) -> None:
@@ -309,13 +338,6 @@ class VerbsDevice(Device):
             stream.pulse.free()
             self._selector.register(stream.sock, selectors.EVENT_READ, channel)
             self._wake.send(b"\0")
-
-    # -- lanes
-
-    def _enter_lane(self, qp_num: int, channel: VerbsChannel) -> None:
-        with self._lock:
-            self._by_qp[qp_num] = channel
-            verbs_kernels.enter_lane(self.port, qp_num, channel.lane)
 
     def drop_lane(self, qp_num: int) -> None:
         """Completions of this queue pair concern nobody any more."""
@@ -347,7 +369,7 @@ class VerbsDevice(Device):
 
     def _look_for_failures(self) -> None:
         with self._lock:
-            channels = list(self._by_qp.values())
+            channels = set(self._by_qp.values())
         for channel in channels:
             if channel.error is None and (error := channel.failure()) is not None:
                 self.lost(channel, error)
@@ -434,7 +456,7 @@ class VerbsDevice(Device):
 
     def _shut(self) -> None:
         with self._lock:
-            rest = list(self._by_qp.values())
+            rest = set(self._by_qp.values())
         for channel in rest:  # still in their handshake
             channel.lose(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
         self._stopping = True

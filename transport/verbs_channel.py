@@ -4,7 +4,9 @@ What the peer has registered is announced on the stream, so descriptors are chec
 key, range or life is an error of one call. What the hardware refuses nevertheless ends the channel, as every work completion
 error does (the queue pair is in the error state then).
 
-All posts go to one queue pair, so what is posted later arrives later, and the answer to the last post says that all are there.
+There is one queue pair, or several (*lanes*, option ``qps``). What has no notification of its own, and what is small, goes to
+the first, in the order in which it is posted: layers above announce such writes by a later message. Large copies that
+announce themselves take the others in turn, and nothing small waits behind them.
 
 No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped
 by the device from then on, whoever sends them and however long they were on their way."""
@@ -20,7 +22,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from . import kernels, verbs_control, verbs_kernels
@@ -32,6 +33,7 @@ from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
+from .verbs_lane import Lane
 from .verbs_provider import QueuePair
 from .verbs_status import error_of
 from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
@@ -42,35 +44,30 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 """Address and rkey of remote memory."""
 _ASK_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 1.0
+_LARGE = 256 << 10
 
 
 class VerbsChannel(Channel):
     device: VerbsDevice
+    registered_only = True
 
-    def __init__(self, device: VerbsDevice, stream: ControlStream, qp: QueuePair, peer: Setup, hello: bytes) -> None:
+    def __init__(self, device: VerbsDevice, stream: ControlStream, qps: Sequence[QueuePair], peer: Setup, hello: bytes) -> None:
         super().__init__(device)
-        self.stream, self.qp = stream, qp
+        self.stream = stream
         self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, hello, peer.uid, peer.epoch
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        self._words = np.zeros(verbs_kernels.LANE_WORDS, np.int64)
-        self.lane = self._words.ctypes.data
-        self._words[verbs_kernels.LANE_DEPTH] = qp.depth
-        self._words[verbs_kernels.LANE_QP] = qp.address
-        self._words[verbs_kernels.LANE_POST_SEND] = device.operation(at.OPS_POST_SEND)
-        self._words[verbs_kernels.LANE_RECORDS] = self._records
-        self._words[verbs_kernels.LANE_CLOSED] = verbs_kernels.OPENING
-        self.chain_max = max(qp.depth // 2, 1)
-        self.max_inline = qp.max_inline
+        posting = device.operation(at.OPS_POST_SEND)
+        self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
+        self._turns = itertools.count()
         self.ready = threading.Event()
         self._places: dict[int, tuple[int, int, int, int]] = {}  # number -> (address, bytes, key, rkey)
         self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
         self._table_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
         self._questions = itertools.count(1)
-        self._left: deque[tuple[int, _Held]] = deque()  # filled by finalizers: append only
+        self._left: deque[tuple[Lane, int, _Held]] = deque()  # filled by finalizers: append only
         self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
         self._end_lock = threading.Lock()
         self._released = False
@@ -140,71 +137,59 @@ class VerbsChannel(Channel):
             remote.resolved = (self, place)  # type: ignore[assignment]
         return place
 
-    def post(self, chain: Chain, transfer: VerbsTransfer | None = None) -> int:
-        """Post a chain, when there is room: what ``LANE_COMPLETED`` reaches when it is done."""
+    def lane_for(self, imm: int | None, nbytes: int) -> Lane:
+        """Where copies of so many bytes and that notification travel."""
+        if imm is None or nbytes < _LARGE or len(self.lanes) == 1:
+            return self.lanes[0]
+        return self.lanes[1 + next(self._turns) % (len(self.lanes) - 1)]
+
+    def post(self, lane: Lane, chain: Chain, transfer: VerbsTransfer) -> int:
+        """Post a chain, when there is room: what ``lane.reached`` becomes when it is done."""
         while True:
-            seq = verbs_kernels.post(self.lane, chain.address)
+            seq = verbs_kernels.post(lane.address, chain.address)
             if seq > 0:
                 return seq
             if seq == verbs_kernels.REVOKED:
-                raise self._refuse(transfer.revoked if transfer is not None else "revoked")
-            self.make_room(seq, chain.count)
+                raise self._refuse(transfer.revoked)
+            self.make_room(lane, seq, chain.count)
 
-    def make_room(self, why: int, count: int) -> None:
+    def make_room(self, lane: Lane, why: int, count: int) -> None:
         """After a post that was not taken: return when it may be tried again, or raise."""
         if why == verbs_kernels.FULL:
-            posted, depth = kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED), self.qp.depth
             self.device.count("send_queue_full")
-            kernels.wait_count(self.lane, posted + count - depth, kernels.SPIN, kernels.SLICE_NS, self.port)
+            lane.wait_for_room(count)
             if self.error is not None:
                 raise self.error
         elif why == verbs_kernels.CLOSED and self.error is None and not self.ready.is_set():
             if not self.ready.wait(_ASK_TIMEOUT_S) and self.error is None:
                 raise TransferTimeout("the peer's queue pair did not become ready", peer=self.peer, device="verbs")
         elif why == verbs_kernels.REFUSED:
-            why_not = "the queue pair did not take a work request"
-            self.device.lost(self, RdmaError(why_not, peer=self.peer, device="verbs", status="POST_SEND"))
+            refusal = "the queue pair did not take a work request"
+            self.device.lost(self, RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
             raise self.ended()
         else:
             raise self.ended()
 
-    def wait_completed(self, seq: int, timeout: float | None) -> None:
-        """Until the lane has completed ``seq`` or ended. ``TransferTimeout``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        limit = kernels.SLICE_NS
-        while kernels.load(self.lane) < seq:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeout(
-                        f"the copy was not done within {timeout} s",
-                        peer=self.peer,
-                        device="verbs",
-                        hint="a timeout ends the wait, not the copy: channel.abort() does",
-                    )
-                limit = min(limit, int(left * 1e9))
-            kernels.wait_count(self.lane, seq, kernels.SPIN, limit, self.port)
-
     def fence(self, timeout: float | None = None) -> None:
         self._check()
-        seq = kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED)
-        self.wait_completed(seq, timeout)
-        if kernels.load(self.lane + 8 * verbs_kernels.LANE_REACHED) < seq:
-            raise self.ended()
+        for lane, seq in [(lane, lane.posted) for lane in self.lanes]:
+            lane.wait(seq, timeout)
+            if lane.reached < seq:
+                raise self.ended()
 
-    def leave(self, held: _Held) -> None:
+    def leave(self, lane: Lane, held: _Held) -> None:
         """A transfer died: what it held goes when nothing of it is under way. Runs in finalizers: takes no lock."""
-        self._left.append((kernels.load(self.lane + 8 * verbs_kernels.LANE_POSTED), held))
+        self._left.append((lane, lane.posted, held))
 
     def sweep(self) -> None:
         """Give back what transfers left behind and nothing reads any more. Any thread."""
         while self._left:
             try:
-                seq, held = self._left.popleft()
+                lane, seq, held = self._left.popleft()
             except IndexError:
                 return
-            if not self._released and kernels.load(self.lane) < seq:
-                self._left.appendleft((seq, held))
+            if not self._released and lane.reached < seq:
+                self._left.appendleft((lane, seq, held))
                 return
             for block in held.blocks:
                 self.device.arena.free(block)
@@ -212,14 +197,11 @@ class VerbsChannel(Channel):
                 region.close()
 
     def keep_alive(self) -> None:
-        """Nothing came for a while: have the peer's device acknowledge a WRITE of no bytes, or the retries run out."""
-        lane = self.lane
-        if kernels.load(lane + 8 * verbs_kernels.LANE_SEEN):
-            kernels.store(lane + 8 * verbs_kernels.LANE_SEEN, 0)
-            return
-        idle = kernels.load(lane + 8 * verbs_kernels.LANE_POSTED) == kernels.load(lane + 8 * verbs_kernels.LANE_REACHED)
-        if idle and verbs_kernels.post(lane, self._keepalive.address) > 0:
-            kernels.add(lane + 8 * verbs_kernels.LANE_POSTS, -1)  # nobody's post
+        """Nothing came for a while: have the peer's adapter acknowledge a WRITE of no bytes, or the retries run out."""
+        lane = self.lanes[0]
+        idle = not lane.seen() and lane.posted == lane.reached
+        if idle and verbs_kernels.post(lane.address, self._keepalive.address) > 0:
+            lane.count_not()
 
     def _refuse(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
@@ -230,7 +212,8 @@ class VerbsChannel(Channel):
             raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
 
     def _stats(self) -> tuple[int, int]:
-        return int(self._words[verbs_kernels.LANE_POSTS]), int(self._words[verbs_kernels.LANE_BYTES])
+        posts, nbytes = zip(*(lane.stats for lane in self.lanes))
+        return sum(posts), sum(nbytes)
 
     # -- control messages
 
@@ -267,7 +250,9 @@ class VerbsChannel(Channel):
             if event := self._acks.get((kind, number)):
                 event.set()
         elif kind == verbs_control.READY:
-            self.open_lane()
+            for lane in self.lanes:
+                lane.open()
+            self.ready.set()
         elif kind == verbs_control.BYE:
             if number:
                 raise PeerLost(GIVEN_UP, peer=self.peer, device="verbs", status="GIVEN_UP")
@@ -277,17 +262,13 @@ class VerbsChannel(Channel):
         with self._table_lock:
             self._places.pop(number, None)
             users = list(self._foreign.pop(number, ()))
-        seq = max((user.revoke(f"region {number} is not registered (any more)") for user in users), default=0)
+        under_way = [(user.lane, user.revoke(f"region {number} is not registered (any more)")) for user in users]
         try:
-            self.wait_completed(seq, _ASK_TIMEOUT_S)
+            for lane, seq in under_way:
+                lane.wait(seq, _ASK_TIMEOUT_S)
             self.stream.send(verbs_control.GONE_ACK, number)
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same
-
-    def open_lane(self) -> None:
-        """The peer's queue pair receives."""
-        kernels.swap_if(self.lane + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.OPENING, verbs_kernels.OPEN)
-        self.ready.set()
 
     # -- the end
 
@@ -301,9 +282,10 @@ class VerbsChannel(Channel):
 
     def failure(self) -> RdmaError | None:
         """The first work completion error, by name; ``None`` if there was none."""
-        status = kernels.load(self.lane + 8 * verbs_kernels.LANE_STATUS)
-        vendor = kernels.load(self.lane + 8 * verbs_kernels.LANE_VENDOR)
-        return error_of(status, peer=self.peer, vendor_err=vendor) if status else None
+        for status, vendor in (lane.status for lane in self.lanes):
+            if status:
+                return error_of(status, peer=self.peer, vendor_err=vendor)
+        return None
 
     def end(self, error: RdmaError) -> bool:
         """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""
@@ -311,7 +293,8 @@ class VerbsChannel(Channel):
             if self.error is not None:
                 return False
             self.error = error
-        verbs_kernels.end_lane(self.lane)
+        for lane in self.lanes:
+            lane.end()
         self.ready.set()
         for event in list(self._acks.values()):
             event.set()
@@ -331,15 +314,16 @@ class VerbsChannel(Channel):
             pass  # it finds the end of the stream
 
     def release(self) -> None:
-        """Destroy the queue pair: from here on nothing of the peer lands. Idempotent."""
+        """Destroy the queue pairs: from here on nothing of the peer lands. Idempotent."""
         with self._end_lock:
             if self._released:
                 return
             self._released = True
         self.device.forget(self)
-        self.qp.error()
-        self.device.drop_lane(self.qp.qp_num)
-        self.qp.close()
+        for lane in self.lanes:
+            lane.qp.error()
+            self.device.drop_lane(lane.qp.qp_num)
+            lane.qp.close()
         self.stream.close()
         self.sweep()
 
@@ -353,9 +337,8 @@ class VerbsChannel(Channel):
         if os.getpid() != self.device._pid:
             return
         deadline = self.device.close_deadline()
-        lane = self.lane
         while self.error is None and time.monotonic() < deadline:
-            if kernels.load(lane + 8 * verbs_kernels.LANE_POSTED) <= kernels.load(lane + 8 * verbs_kernels.LANE_REACHED):
+            if all(lane.posted <= lane.reached for lane in self.lanes):
                 break
             kernels.progress(self.port)
             time.sleep(0.0005)

@@ -29,8 +29,11 @@ from .verbs_endpoint import Endpoint
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct(f"<QIIII{Endpoint.SIZE}s")
+_SETUP = struct.Struct(f"<QII{Endpoint.SIZE}s")
+_COUNTS = struct.Struct("<II")
+_QUEUE_PAIR = struct.Struct("<II")
 MAX_HELLO = 64 << 10
+MAX_QPS = 16
 _SEND_TIMEOUT_S = 5.0
 
 
@@ -40,23 +43,27 @@ class Setup(NamedTuple):
     uid: int
     epoch: int
     patience_ms: int
-    qp_num: int
-    psn: int
     endpoint: bytes
+    queue_pairs: tuple[tuple[int, int], ...]
+    """(qp_num, first packet sequence number) of each."""
 
 
 def send_setup(sock: socket.socket, setup: Setup, hello: bytes) -> None:
     if len(hello) > MAX_HELLO:
         raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
-    sock.sendall(_SETUP.pack(*setup) + len(hello).to_bytes(4, "little") + hello)
+    uid, epoch, patience_ms, endpoint, queue_pairs = setup
+    pairs = b"".join(_QUEUE_PAIR.pack(*pair) for pair in queue_pairs)
+    counts = _COUNTS.pack(len(queue_pairs), len(hello))
+    sock.sendall(_SETUP.pack(uid, epoch, patience_ms, endpoint) + counts + pairs + hello)
 
 
 def receive_setup(sock: socket.socket) -> tuple[Setup, bytes]:
-    setup = Setup(*_SETUP.unpack(auth.receive_exactly(sock, _SETUP.size)))
-    length = int.from_bytes(auth.receive_exactly(sock, 4), "little")
-    if length > MAX_HELLO:
-        raise PeerLost("the peer sent an overlong hello", device="verbs", status="PROTOCOL")
-    return setup, auth.receive_exactly(sock, length)
+    uid, epoch, patience_ms, endpoint = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+    count, length = _COUNTS.unpack(auth.receive_exactly(sock, _COUNTS.size))
+    if length > MAX_HELLO or not 1 <= count <= MAX_QPS:
+        raise PeerLost("the peer sent a malformed setup", device="verbs", status="PROTOCOL")
+    pairs = tuple(_QUEUE_PAIR.iter_unpack(auth.receive_exactly(sock, count * _QUEUE_PAIR.size)))
+    return Setup(uid, epoch, patience_ms, endpoint, pairs), auth.receive_exactly(sock, length)
 
 
 class Message(NamedTuple):

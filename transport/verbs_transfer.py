@@ -24,6 +24,7 @@ from .arena import Block
 from .channel import DONE, Transfer, Window, Work
 from .errors import RdmaError
 from .region import RemoteRegion, local_bytes
+from .verbs_lane import Lane
 from .verbs_provider import MemoryRegion
 
 if TYPE_CHECKING:
@@ -39,25 +40,22 @@ _ELEMENT = struct.Struct("<QII")
 class VerbsWork(Work):
     """One post under way."""
 
-    __slots__ = ("_channel", "_seq")
+    __slots__ = ("_channel", "_lane", "_seq")
 
-    def __init__(self, channel: VerbsChannel, seq: int) -> None:
-        self._channel, self._seq = channel, seq
+    def __init__(self, channel: VerbsChannel, lane: Lane, seq: int) -> None:
+        self._channel, self._lane, self._seq = channel, lane, seq
 
     def done(self) -> bool:
-        kernels.progress(self._channel.port)
-        return kernels.load(self._channel.lane) >= self._seq
+        kernels.progress(self._lane.port)
+        return self._lane.passed(self._seq)
 
     def wait(self, timeout: float | None = None) -> None:
-        channel = self._channel
-        limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
-        if kernels.wait_count(channel.lane, self._seq, kernels.SPIN, limit, channel.port) != kernels.OK:
-            channel.wait_completed(self._seq, timeout)
+        self._lane.wait(self._seq, timeout)
         if (error := self.exception()) is not None:
             raise error
 
     def exception(self) -> RdmaError | None:
-        if not self.done() or kernels.load(self._channel.lane + 8 * verbs_kernels.LANE_REACHED) >= self._seq:
+        if self._lane.reached >= self._seq or not self.done() or self._lane.reached >= self._seq:
             return None
         return self._channel.ended()
 
@@ -120,7 +118,7 @@ class _Piece:
 
 
 class VerbsTransfer(Transfer):
-    __slots__ = ("__weakref__", "_chains", "_channel", "_held", "_pieces", "_staging", "nbytes", "revoked")
+    __slots__ = ("__weakref__", "_chains", "_channel", "_held", "_pieces", "_staging", "lane", "nbytes", "revoked")
 
     def __init__(
         self,
@@ -138,12 +136,13 @@ class VerbsTransfer(Transfer):
         self._pieces = [_Piece(*side) for side in sides]
         live = [piece for piece in self._pieces if piece.remote.nbytes]
         self.nbytes = sum(piece.remote.nbytes for piece in live)
+        self.lane = channel.lane_for(imm, self.nbytes)
         for piece in live:
             self._bind(piece, stage=once)
         self._build(live, imm)
 
     def _build(self, live: list[_Piece], imm: int | None) -> None:
-        limit, most = self._channel.device.max_msg_sz, self._channel.chain_max
+        limit, most = self._channel.device.max_msg_sz, self.lane.chain_max
         requests: list[tuple[int, int, int, int, int, int, int, int]] = []
         owners: list[tuple[_Piece, int]] = []
         for piece in live:
@@ -177,7 +176,7 @@ class VerbsTransfer(Transfer):
             return
         if self._held is None:
             self._held = _Held()
-            weakref.finalize(self, self._channel.leave, self._held).atexit = False
+            weakref.finalize(self, self._channel.leave, self.lane, self._held).atexit = False
         if stage and piece.write and nbytes <= STAGED_MAX:
             if piece.block is None:
                 piece.block = device.arena.allocate(nbytes)
@@ -215,8 +214,8 @@ class VerbsTransfer(Transfer):
             channel.device.count_staged(nbytes)
         seq = 0
         for chain in self._chains:
-            seq = channel.post(chain, self)
-        return VerbsWork(channel, seq) if self._chains else DONE
+            seq = channel.post(self.lane, chain, self)
+        return VerbsWork(channel, self.lane, seq) if self._chains else DONE
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
@@ -238,13 +237,13 @@ class VerbsTransfer(Transfer):
     def revoke(self, why: str) -> int:
         """Some of its remote memory is gone: it is never posted again. Returns what has to be completed until all is quiet."""
         self.revoked = why
-        return max((verbs_kernels.revoke(self._channel.lane, chain.address) for chain in self._chains), default=0)
+        return max((verbs_kernels.revoke(self.lane.address, chain.address) for chain in self._chains), default=0)
 
 
 class VerbsWindow(Window):
     """One work request whose range is filled in by each ``put``."""
 
-    __slots__ = ("_chain", "_channel", "_inline", "_local", "_lock", "_notify", "_remote", "_slices")
+    __slots__ = ("_chain", "_channel", "_lane", "_local", "_lock", "_notify", "_remote", "_slices")
 
     def __init__(self, channel: VerbsChannel, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
         self._channel, self._notify = channel, imm
@@ -254,7 +253,7 @@ class VerbsWindow(Window):
         lkey = channel.device.lkey(self._local, nbytes)
         if nbytes and lkey is None:
             raise ValueError("the local side of a window is arena memory")
-        self._inline = channel.max_inline
+        self._lane = channel.lanes[0]
         self._chain = Chain(
             [(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)]
         )
@@ -272,9 +271,10 @@ class VerbsWindow(Window):
             return
         with self._lock:
             while True:
+                lane, chain = self._lane, self._chain.address
                 seq = verbs_kernels.put(
-                    channel.lane, self._chain.address, self._local + offset, self._remote + offset, nbytes, self._inline
+                    lane.address, chain, self._local + offset, self._remote + offset, nbytes, lane.max_inline
                 )
                 if seq > 0:
                     return
-                channel.make_room(seq, 1)
+                channel.make_room(lane, seq, 1)

@@ -75,9 +75,9 @@ class Peer:
 class Host:
     """A guest of the cluster. ``boot`` may be called again after ``kill``."""
 
-    def __init__(self, number: int, folder: Path, memory: str) -> None:
+    def __init__(self, number: int, folder: Path, memory: str, ports: tuple[int, int]) -> None:
         self.name, self.address = f"n{number}", f"10.77.0.{number}"
-        self._number, self._folder, self._memory = number, folder, memory
+        self._number, self._folder, self._memory, self._ports = number, folder, memory, ports
         self._peers: list[Command] = []
         self._boots = 0
 
@@ -85,10 +85,10 @@ class Host:
         """Returns when commands are accepted."""
         self._boots += 1
         self._monitor = self._folder / f"monitor{self._number}"
-        here, there = self._folder / f"port{self._number}", self._folder / f"port{3 - self._number}"
-        here.unlink(missing_ok=True)
-        # Datagrams: either end may come and go, as on a switch.
-        net = f"dgram,id=net0,local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+        here, there = (f"type=inet,{{end}}.host=127.0.0.1,{{end}}.port={port}" for port in self._ports)
+        # A frame is a datagram, so it is lost where nobody takes it, as on a switch. A stream, and a Unix socket, would make a
+        # stopped host stop its peer's network card.
+        net = f"dgram,id=net0,local.{here.format(end='local')},remote.{there.format(end='remote')}"
         self.guest = Guest(
             self._folder / f"box{self._number}-{self._boots}",
             hostname=self.name,
@@ -197,7 +197,8 @@ class Cluster:
         self.folder = Path(self._temporary.name)
         self.home = self.folder / "home"
         self.home.mkdir()
-        self.hosts = [Host(number, self.folder, memory) for number in (1, 2)]
+        first, second = free_ports()
+        self.hosts = [Host(1, self.folder, memory, (first, second)), Host(2, self.folder, memory, (second, first))]
         self.trio: Any = None
         """Processes that cases share (``cluster_faults.Trio``)."""
 
@@ -219,3 +220,11 @@ class Cluster:
             if hasattr(host, "guest"):
                 host.guest.close()
         self._temporary.cleanup()
+
+
+def free_ports() -> tuple[int, int]:
+    """Two UDP ports of loopback."""
+    with socket.socket(type=socket.SOCK_DGRAM) as one, socket.socket(type=socket.SOCK_DGRAM) as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]

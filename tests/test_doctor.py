@@ -1,0 +1,220 @@
+"""``rdmarpc doctor`` over made-up hosts, and on this one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdmarpc import doctor, host_facts
+from rdmarpc.host_facts import LIMITS, MISSING, OK
+from rdmarpc.transport import open_device, verbs_sysfs
+
+GIB = 1 << 30
+INIT_USER = "         0          0 4294967295\n"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def limits(text: str, capabilities: int = 0, users: str = INIT_USER) -> dict[str, str]:
+    return {
+        "proc/self/limits": f"Limit   Soft Limit   Hard Limit   Units\nMax locked memory   {text}   {text}   bytes\n",
+        "proc/self/status": f"Name:\tpython\nCapEff:\t{capabilities:016x}\n",
+        "proc/self/uid_map": users,
+    }
+
+
+MEMLOCK = [
+    (limits("unlimited"), OK, "unlimited"),
+    (limits(str(64 << 10)), MISSING, "64 KiB: too little for one segment"),
+    (limits(str(GIB)), LIMITS, "1 GiB, the arena may grow to 4 GiB"),
+    (limits(str(8 * GIB)), OK, "enough"),
+    (limits(str(64 << 10), 1 << 14), OK, "CAP_IPC_LOCK"),
+    (limits(str(64 << 10), 1 << 14, "         0       1000          1\n"), MISSING, "too little"),  # a rootless container
+    ({}, LIMITS, "cannot be found out"),
+]
+
+
+@pytest.mark.parametrize("files, state, text", MEMLOCK)
+def test_memlock(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
+    found = host_facts.memlock(tree(tmp_path, files), 4 * GIB)
+    assert found.state == state and text in found.text
+    assert ("ulimit -l" in found.hint) == (state != OK)
+
+
+CGROUPS = [
+    ({"proc/self/cgroup": "0::/\n"}, OK, "no cgroup limit"),
+    ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/memory.max": "max\n"}, OK, "no cgroup limit"),
+    (  # the limit of a cgroup around ours counts
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/memory.max": str(2 * GIB),
+        },
+        LIMITS,
+        "the cgroup allows 2 GiB",
+    ),
+    (
+        {"proc/self/cgroup": "5:cpu,memory:/a\n0::/\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(3 * GIB)},
+        LIMITS,
+        "the cgroup allows 3 GiB",
+    ),
+    ({"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)}, OK, "no cgroup"),
+    ({"proc/self/cgroup": "0::/../..\n", "sys/fs/cgroup/memory.max": str(64 * GIB)}, OK, "no cgroup limit"),
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": str(64 * GIB)}, OK, "the cgroup allows 64 GiB"),
+    ({}, OK, "no cgroup limit"),
+]
+
+
+@pytest.mark.parametrize("files, state, text", CGROUPS)
+def test_memory_of_the_cgroup(tmp_path: Path, files: dict[str, str], state: str, text: str) -> None:
+    found = host_facts.memory(tree(tmp_path, files), 4 * GIB)
+    assert found.state == state and text in found.text
+    if state == LIMITS:
+        assert "RDMARPC_ARENA_LIMIT=" in found.hint
+
+
+def test_rdma_cgroup(tmp_path: Path) -> None:
+    assert host_facts.rdma_cgroup(tmp_path) is None
+    tree(tmp_path, {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/rdma.max": "mlx5_0 hca_handle=max hca_object=max\n"})
+    assert host_facts.rdma_cgroup(tmp_path) is None
+    tree(tmp_path, {"sys/fs/cgroup/job/rdma.max": "mlx5_0 hca_handle=2 hca_object=max\nmlx5_1 hca_handle=max hca_object=max\n"})
+    found = host_facts.rdma_cgroup(tmp_path)
+    assert found is not None and found.state == LIMITS and found.text == "mlx5_0 hca_handle=2 hca_object=max"
+
+
+def test_gpu(tmp_path: Path) -> None:
+    assert host_facts.gpu(tmp_path).state == OK
+    tree(tmp_path, {"proc/driver/nvidia/version": "", "proc/sys/kernel/osrelease": "6.1.0"})
+    found = host_facts.gpu(tmp_path)
+    assert found.state == MISSING and "configuration cannot be read" in found.text and found.hint == "modprobe nvidia_peermem"
+    tree(tmp_path, {"boot/config-6.1.0": "CONFIG_DMA_SHARED_BUFFER=y\n# CONFIG_PCI_P2PDMA is not set\n"})
+    assert "the kernel lacks CONFIG_PCI_P2PDMA, CONFIG_DMABUF_MOVE_NOTIFY" in host_facts.gpu(tmp_path).text
+    (tmp_path / "proc/config.gz").write_bytes(gzip.compress("\n".join(f"{n}=y" for n in host_facts._KERNEL_GPU).encode()))
+    assert host_facts.gpu(tmp_path).state == OK
+    (tmp_path / "proc/config.gz").unlink()
+    tree(tmp_path, {"sys/module/nvidia_peermem/refcnt": "0"})
+    assert "nvidia_peermem is loaded" in host_facts.gpu(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    "scope, capabilities, state", [("", 0, OK), ("0", 0, OK), ("1", 0, LIMITS), ("1", 1 << 19, OK), ("3", 0, LIMITS)]
+)
+def test_attach(tmp_path: Path, scope: str, capabilities: int, state: str) -> None:
+    tree(tmp_path, {"proc/sys/kernel/yama/ptrace_scope": scope + "\n", **limits("unlimited", capabilities)})
+    found = host_facts.attach(tmp_path)
+    assert found.state == state and bool(found.hint) == (state == LIMITS)
+
+
+def test_pages_shared_memory_and_sockets(tmp_path: Path) -> None:
+    assert host_facts.huge_pages(tmp_path).state == LIMITS
+    pages = "sys/kernel/mm/transparent_hugepage/"
+    tree(
+        tmp_path,
+        {pages + "enabled": "always [madvise] never", pages + "shmem_enabled": "always within_size advise [never] deny"},
+    )
+    found = host_facts.huge_pages(tmp_path)
+    assert found.text == "shared memory never, private memory madvise" and found.hint.endswith("hugepage/shmem_enabled")
+    tree(tmp_path, {pages + "shmem_enabled": "always within_size [advise] never deny force"})
+    assert host_facts.huge_pages(tmp_path).state == OK
+    assert host_facts.shared_memory(tmp_path).state == LIMITS
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert "memfd" in host_facts.shared_memory(tmp_path).text
+    assert host_facts.sockets(tmp_path).state == LIMITS
+    tree(tmp_path, {f"proc/sys/net/ipv4/tcp_{side}mem": "4096\t65536\t4194304\n" for side in "rw"})
+    assert host_facts.sockets(tmp_path).state == OK
+
+
+def test_sizes() -> None:
+    assert [host_facts.size(n) for n in (5, 8 << 20, 3 * GIB // 2, 2 << 40)] == ["5 B", "8 MiB", "1.5 GiB", "2 TiB"]
+
+
+# -- on this host
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(list(arguments))
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code, text = ask(capsys, "--json", *arguments)
+    return code, json.loads(text)
+
+
+def without_rdma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(verbs_sysfs, "ROOT", str(folder / "none"))
+
+
+def test_the_page_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_rdma(monkeypatch, tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    with open_device("auto") as device:
+        code, text = ask(capsys, device.address.decode())
+    lines = text.splitlines()
+    assert code == 0 and len(lines) <= 40 and max(map(len, lines)) <= 100
+    assert any(line.split() == ["ok", "shm", "is", "used"] for line in lines)
+    assert "this host has no RDMA device" in text and "modprobe rdma_rxe" in text
+    for topic in ("rdma", "memlock", "memory", "gpu memory", "huge pages", "attach", "/dev/shm", "tcp", "tcp buffers"):
+        assert any(line.split(None, 1)[1:] and line.split(None, 1)[1].startswith(topic) for line in lines), topic
+
+
+def test_peers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_rdma(monkeypatch, tmp_path)
+    with open_device("tcp") as device:
+        address = device.address.decode()
+        code, found = report(capsys, address)
+        assert code == 0
+        assert [bool(way["why_not"]) for way in found["peers"][address]] == [True, True, False]
+        assert report(capsys, address, "--require", "rdma")[0] == 1
+    code, found = report(capsys, address)  # has ended
+    assert code == 1 and "nobody listens" in found["peers"][address][2]["why_not"]
+    elsewhere = f"auto:shm:0123456789abcdef:1,{address}"
+    code, found = report(capsys, elsewhere)
+    assert code == 1 and "another host" in found["peers"][elsewhere][0]["why_not"]
+    assert "loopback only" in found["peers"][elsewhere][2]["why_not"] and "secret" in found["peers"][elsewhere][2]["hint"]
+    told = "auto:shm:0123456789abcdef:1,tcp:127.0.0.1:9:1,no-verbs:memlock%20is%208%20MiB"
+    assert ask(capsys, told)[0] == 1
+
+
+def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_rdma(monkeypatch, tmp_path)
+    code, found = report(capsys, "localhost")
+    assert code == 0 and found["peers"]["localhost"][0] == {"device": "shm", "why_not": "", "hint": ""}
+    found = report(capsys, "192.0.2.77")[1]["peers"]["192.0.2.77"]  # nobody is asked
+    assert [way["device"] for way in found] == ["shm", "verbs", "tcp"]
+    assert found[0]["why_not"] == "it is another host" and "no RDMA device" in found[1]["why_not"]
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SystemExit, match="nosuch: Name or service not known"):
+        doctor.main(["nosuch"])
+    assert report(capsys, "--require", "rdma")[0] == 1
+
+
+def test_rdma_hardware_that_does_not_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tree(
+        tmp_path,
+        {"mlx5_0/node_type": "1: CA\n", "mlx5_0/ports/1/state": "1: DOWN\n", "mlx5_0/ports/1/link_layer": "Ethernet\n"},
+    )
+    monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
+    code, found = report(capsys)
+    assert code == 0
+    broken = [entry for entry in found["findings"] if entry["topic"] == "rdma"]
+    assert [entry["state"] for entry in broken] == [MISSING] and broken[0]["hint"]
+    verbs = next(way for way in found["devices"] if way["device"] == "verbs")
+    assert verbs["why_not"] == broken[0]["text"]

@@ -1,0 +1,252 @@
+"""The ``auto`` device: each peer by the fastest device that reaches it.
+
+``shm`` for processes of this host, ``verbs`` where both ends have a usable port, ``tcp`` otherwise: devices on one memory, so
+every tensor of the arena, every region and every poller is good for all. An address is those of the devices, parted by
+commas; where a host has RDMA hardware that cannot be used, ``no-verbs:REASON`` (percent-encoded) stands among them.
+
+A *fallback* is a connection over tcp although one end at least has RDMA hardware. It is never silent: it is counted
+(``fallbacks``) and, once for every peer, written to the log ``rdmarpc`` as a warning with the reason: at the end that connects,
+and at the other if it has such hardware. A peer on this host is reached over shm, and one where neither end has such hardware
+over tcp: these are no fallbacks.
+
+``require="rdma"``: no peer is reached over tcp, which is not even opened. Within a host shm is allowed: it is as one-sided as
+RDMA, nobody at the peer takes part in a copy, and it is faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+
+from . import verbs_sysfs
+from .channel import Channel
+from .device import Device, OnConnect, host_id
+from .errors import NotSupported, RdmaError
+from .memory import Memory
+from .region import RemoteRegion
+from .shm import ShmDevice
+from .tcp import TcpDevice
+
+KINDS = ("shm", "verbs", "tcp")
+"""The fastest first."""
+_UNUSABLE = "no-verbs"
+_DOCTOR = "`rdmarpc doctor ADDRESS` says what each device would need"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a device is not used, and what would help."""
+
+    why: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why} ({self.hint})" if self.hint else self.why
+
+    @staticmethod
+    def of(error: Exception) -> Refusal:
+        return Refusal(error.message, error.hint) if isinstance(error, RdmaError) else Refusal(str(error))
+
+
+class AutoDevice(Device):
+    """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``require``: ``"rdma"`` or empty.
+    ``channel.device`` is the device that reaches that peer."""
+
+    def __init__(
+        self,
+        place: str = "",
+        *,
+        secret: bytes = b"",
+        arena_limit: int | None = None,
+        on_connect: OnConnect | None = None,
+        peer_timeout: float = 10.0,
+        memory: Memory | None = None,
+        require: str = "",
+    ) -> None:
+        super().__init__(
+            "auto",
+            secret=secret,
+            arena_limit=arena_limit,
+            on_connect=on_connect,
+            peer_timeout=peer_timeout,
+            memory=memory,
+            shared=True,
+        )
+        self.devices: dict[str, Device] = {}
+        """By their names: those that could be opened."""
+        self.refused: dict[str, Refusal] = {}
+        """The others."""
+        self._has_rdma = bool(verbs_sysfs.survey())
+        self._reasons: weakref.WeakKeyDictionary[Channel, str] = weakref.WeakKeyDictionary()  # of those that fell back
+        self._told: set[str] = set()
+        self._fallbacks = 0
+        options: dict[str, Any] = {"secret": secret, "on_connect": on_connect, "peer_timeout": peer_timeout}
+        options["memory"] = self.memory
+        try:
+            self._open("shm", lambda: ShmDevice(**options))
+            if self._has_rdma:
+                self._open("verbs", lambda: self._open_verbs(options))
+            else:
+                self.refused["verbs"] = Refusal("this host has no RDMA device")
+            if require:
+                self.refused["tcp"] = Refusal("require='rdma' forbids it")
+            else:
+                self._open("tcp", lambda: TcpDevice(place, **options))
+                if place and "tcp" in self.refused:
+                    raise NotSupported(self.refused["tcp"].why, device="tcp", hint=self.refused["tcp"].hint)
+            if not self.devices:
+                raise NotSupported(f"no device opens here: {_list(self.refused)}", device="auto", hint=_DOCTOR)
+        except BaseException:
+            self.close()
+            raise
+        self.port = max(device.port for device in self.devices.values())
+        for device in self.devices.values():
+            device._join(self)
+
+    def _open(self, kind: str, make: Callable[[], Device]) -> None:
+        try:
+            self.devices[kind] = make()
+        except (RdmaError, OSError) as error:
+            self.refused[kind] = Refusal.of(error)
+
+    def _open_verbs(self, options: dict[str, Any]) -> Device:
+        from .verbs import VerbsDevice
+
+        device = VerbsDevice(**options)
+        try:
+            # The arena's first segment is made now: where it cannot be pinned, verbs is of no use here.
+            self.arena.free(self.arena.allocate(1))
+        except RdmaError:
+            device.close()
+            raise
+        return device
+
+    @property
+    def address(self) -> bytes:
+        parts = [device.address.decode() for device in self.devices.values()]
+        if self._has_rdma and "verbs" in self.refused:
+            parts.append(f"{_UNUSABLE}:{quote(self.refused['verbs'].why, safe='')}")
+        return f"auto:{','.join(parts)}".encode()
+
+    # -- choosing
+
+    def weigh(self, peer: bytes) -> dict[str, Refusal | None]:
+        """The devices, the fastest first, each with why it cannot reach the peer at that address, or ``None`` where it may: as
+        far as can be told without asking the peer."""
+        parts = _split(peer)
+        return {kind: self._refusal(kind, parts) for kind in KINDS}
+
+    def _refusal(self, kind: str, parts: dict[str, str]) -> Refusal | None:
+        ours = self.refused.get(kind)
+        told = f"at the peer: {unquote(parts[_UNUSABLE].partition(':')[2])}" if kind == "verbs" and _UNUSABLE in parts else ""
+        if ours is not None:
+            return Refusal(f"{ours.why}; {told}", ours.hint) if told else ours
+        if kind not in parts:
+            return Refusal(told or f"the peer has no {kind}")
+        if why := self.devices[kind].why_not(parts[kind].encode()):
+            return Refusal(why)
+        elsewhere = "shm" in parts and parts["shm"].split(":")[1:2] != [host_id()]
+        if kind != "shm" and elsewhere and _on_loopback(parts[kind]):
+            return Refusal("the peer listens on loopback only", "give every worker the same secret")
+        return None
+
+    def why_not(self, peer: bytes) -> str:
+        weighed = self.weigh(peer)
+        return "" if None in weighed.values() else _list(weighed)
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+        self._check()
+        deadline = time.monotonic() + timeout
+        parts, weighed = _split(peer), self.weigh(peer)
+        for kind in [kind for kind in KINDS if weighed[kind] is None]:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                channel = self.devices[kind].connect(parts[kind].encode(), hello=hello, timeout=left)
+            except NotSupported as error:
+                weighed[kind] = Refusal.of(error)
+                continue
+            refusal = weighed["verbs"]
+            if kind == "tcp" and refusal is not None and (self._has_rdma or not parts.keys().isdisjoint(("verbs", _UNUSABLE))):
+                self._fell_back(channel, parts["tcp"], refusal)
+            return channel
+        name = peer.decode("ascii", "replace")
+        raise NotSupported(f"no device reaches this peer: {_list(weighed)}", peer=name, device="auto", hint=_DOCTOR)
+
+    def _arrived(self, channel: Channel) -> None:
+        if self._has_rdma and channel.device.name == "tcp":
+            theirs = Refusal("the peer came over tcp", "the log of the peer says why")
+            self._fell_back(channel, channel.peer, self.refused.get("verbs", theirs))
+        super()._arrived(channel)
+
+    def _fell_back(self, channel: Channel, peer: str, refusal: Refusal) -> None:
+        with self._lock:
+            self._fallbacks += 1
+            self._reasons[channel] = refusal.why
+            told = peer in self._told
+            self._told.add(peer)
+        if not told:
+            logging.getLogger("rdmarpc").warning("%s is reached over tcp, not verbs: %s", peer, refusal)
+
+    # -- what depends on the device that reaches a peer
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
+        return channel.device.can_lend(tensor, channel)
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        # What is not in the arena can be lent over shm alone.
+        return self.devices["shm"].lend(tensor) if "shm" in self.devices else super().lend(tensor)
+
+    # -- all together
+
+    def explain(self) -> str:
+        lines = ["auto: shm within this host, verbs where both ends have a usable port, tcp otherwise; on one arena"]
+        lines += [f"  {kind:<14} not used: {refusal}" for kind, refusal in self.refused.items()]
+        with self._lock:
+            reasons = list(self._reasons.items())
+        lines += [f"  over tcp       {channel.peer}: {why}" for channel, why in reasons if channel.error is None]
+        return "\n".join([*lines, *self.memory.explain(), *(device.explain() for device in self.devices.values())])
+
+    def counters(self) -> dict[str, int]:
+        """As ``Device.counters``, those of all devices added up, and ``fallbacks``."""
+        totals = super().counters()
+        shared = self.memory.counters().keys()
+        for device in self.devices.values():
+            for name, value in device.counters().items():
+                if name not in shared:
+                    totals[name] = totals.get(name, 0) + value
+        return {**totals, "fallbacks": self._fallbacks}
+
+    def _shut(self) -> None:
+        for device in self.devices.values():
+            device.close()
+
+    def _forked(self) -> None:
+        """Each device hears of it."""
+
+
+def _split(address: bytes) -> dict[str, str]:
+    """By kind. A plain address of one device is one of these, too."""
+    parts = address.decode("ascii", "replace").removeprefix("auto:").split(",")
+    return {part.partition(":")[0]: part for part in parts}
+
+
+def _on_loopback(address: str) -> bool:
+    """Of ``KIND:HOST:PORT:...``, as ``tcp`` and ``verbs`` have them."""
+    host = address.partition(":")[2]
+    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _list(weighed: Mapping[str, Refusal | None]) -> str:
+    return "; ".join(f"{kind}: {refusal}" for kind, refusal in weighed.items() if refusal is not None)
