@@ -67,9 +67,10 @@ def compile_kernels() -> None:
     """On this machine, so that the guests find them: each would take them 20 s."""
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
-        command = [sys.executable, "-m", "experiments.train", *options]
         environment = {**os.environ, **NUMBA}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL)
+        for program in (["-m", "experiments.train", *options], ["-c", "import rdmarpc.transport.verbs"]):
+            command = [sys.executable, *program]
+            subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
         here = ThisMachine(Path(folder))
         try:
             trio = Trio((here, here), "tcp")
