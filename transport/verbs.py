@@ -46,6 +46,7 @@ _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 1
 # Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
 _TIMEOUT, _RETRY_CNT = 16, 7
 _LANES = 1 << 13
+_SEGMENT_BYTES = 16 << 20
 
 
 class VerbsDevice(Device):
@@ -71,6 +72,7 @@ class VerbsDevice(Device):
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
+        self.arena.segment_bytes = min(self.arena.segment_bytes, _SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
