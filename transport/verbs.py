@@ -88,6 +88,8 @@ class VerbsDevice(Device):
         host = self._at.address if secret else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        shown, port = f"[{host}]" if ":" in host else host, self._listener.getsockname()[1]
+        self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -140,9 +142,7 @@ class VerbsDevice(Device):
 
     @property
     def address(self) -> bytes:
-        host, port = self._listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
+        return self._address
 
     def explain(self) -> str:
         limits, limit = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB"
@@ -243,6 +243,8 @@ class VerbsDevice(Device):
             for qp in qps:
                 self.drop_lane(qp.qp_num)
                 qp.close()
+            if self.closed:
+                raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
             if isinstance(error, TimeoutError):
                 raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
             if isinstance(error, OSError):
