@@ -290,7 +290,7 @@ class Command:
         return self._box / f"{self._name}.{kind}"
 
 
-def _print(output: bytes) -> None:
+def show(output: bytes) -> None:
     sys.stdout.buffer.write(output)
     sys.stdout.buffer.flush()
 
@@ -336,12 +336,12 @@ def main() -> int:
                 asked.inside, command, python=asked.python, timeout=asked.timeout, alive=lambda: _served(asked.inside)
             )
             try:
-                return running.wait(_print)
+                return running.wait(show)
             except BaseException:
                 running.kill()
                 raise
         with Guest(asked.serve, cpus=asked.cpus, memory=asked.memory) as guest:
-            return _serve(guest) if asked.serve else guest.run(command, timeout=asked.timeout, output=_print)
+            return _serve(guest) if asked.serve else guest.run(command, timeout=asked.timeout, output=show)
     except (GuestFailed, Unavailable) as error:
         print(error, file=sys.stderr)
         return FAILED
