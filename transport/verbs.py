@@ -257,8 +257,9 @@ class VerbsDevice(Device):
             theirs, hello = verbs_control.receive_setup(sock)
             qps, ours = self._queue_pairs(len(theirs.queue_pairs))
             channel = self._channel(sock, qps, ours, theirs, hello)
-            # What on_connect posts waits until the peer is ready.
-            verbs_control.send_setup(sock, ours, self._on_connect(channel))
+            # on_connect may publish the channel: what other threads send waits for our answer, what they post for the peer.
+            with channel.stream.lock:
+                verbs_control.send_setup(sock, ours, self._on_connect(channel))
             self._adopt(channel, theirs)
             self._welcomed(channel)
         except (RdmaError, OSError, ValueError) as error:

@@ -83,14 +83,15 @@ class ControlStream:
         self.pulse: Pulse | None = None
         self.heard = True
         """Something came since somebody set this to false."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while something is sent; by the handshake, until its own part is out."""
         self._rest = b""
         self.closed = False
 
     def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, rkey: int = 0) -> None:
         """Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
         data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
-        with self._lock:
+        with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
             if self.pulse is not None:
@@ -131,7 +132,7 @@ class ControlStream:
         return messages
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True
