@@ -134,9 +134,10 @@ def library() -> ctypes.CDLL:
 
 
 def fork_init() -> None:
-    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on see to it
-    themselves. On older ones libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``): a child that
-    reads a registered tensor ends with SIGSEGV there; so it is asked for only where it is needed."""
+    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on see to that (a
+    fork copies pinned pages), and some older ones of distributions; libibverbs knows. Elsewhere it keeps registered pages out
+    of children (``madvise(MADV_DONTFORK)``): a child that touches such a page, and be it for what else lies in it, dies. So it
+    is asked for only where it has to be."""
     lib = library()
     if hasattr(lib, "ibv_is_fork_initialized") and lib.ibv_is_fork_initialized() == _FORK_UNNEEDED:
         return
