@@ -50,8 +50,8 @@ MessageTimeout=100
 TCPTimeout=30
 BatchStartTimeout=120
 KillWait=10
-NodeName=n1 NodeAddr=10.77.0.1 CPUs={cpus} State=UNKNOWN
-NodeName=n2 NodeAddr=10.77.0.2 CPUs={cpus} State=UNKNOWN
+NodeName=n1 NodeAddr=10.77.0.1 CoresPerSocket={cpus} State=UNKNOWN
+NodeName=n2 NodeAddr=10.77.0.2 CoresPerSocket={cpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -86,7 +86,9 @@ def start(cluster: Cluster, device: str) -> tuple[str, float]:
     for host in cluster.hosts:
         host.sh(
             # Copied, because munged refuses a key in a folder that others may write to.
-            "mkdir -p /run/slurm/state /run/slurm/spool /run/munge && chmod 700 /run/slurm && chmod 755 /run/munge"
+            # slurmd looks at what is mounted there before it knows that it needs no cgroups.
+            "mount -t tmpfs tmpfs /sys/fs/cgroup"
+            " && mkdir -p /run/slurm/state /run/slurm/spool /run/munge && chmod 700 /run/slurm && chmod 755 /run/munge"
             f" && cp {HOME}/slurm/munge.key /run/slurm/ && chmod 600 /run/slurm/munge.key"
             f" && cp {HOME}/slurm/slurm.conf /etc/slurm/slurm.conf"
             " && munged --force --key-file=/run/slurm/munge.key --pid-file=/run/munge/munged.pid"
