@@ -16,7 +16,7 @@ from group import results, run_group
 from hypothesis import HealthCheck, given, settings
 from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, other, shape_of, structures, tensors_in
 from test_calls import both, identity
-from test_landing import STEADY, counted, counters, takes
+from test_landing import counted, counters, steady, takes
 
 import rdmarpc as rpc
 from rdmarpc import sharing
@@ -411,9 +411,9 @@ def by_value(rank):
 
         assert rpc.rpc_sync("worker1", lambda x: x + 1, (1,)) == 2
         assert torch.equal(rpc.rpc_sync("worker1", scaled, (2.0,)), weight * 2)
-        before = counted(*STEADY)
+        before = counted(*steady())
         assert torch.equal(rpc.rpc_sync("worker1", scaled, (3.0,)), weight * 3)
-        assert counted(*STEADY) == before
+        assert counted(*steady()) == before
         assert rpc.rpc_sync("worker1", Local(4).twice) == 8
         assert rpc.rpc_async("worker1", sorted, ([3, 1, 2],), {"key": lambda n: -n}).wait() == [3, 2, 1]
         assert rpc.rpc_sync("worker1", made_there)(1) == 6

@@ -34,6 +34,8 @@ from image import Image, Unavailable, image
 AGENT = Path(__file__).with_name("agent.sh")
 ZYGOTE = Path(__file__).with_name("zygote.py")
 BOX_INSIDE = "/run/box"
+BELLS = ("agent.bell", "python.bell")
+"""Pipes in the box, which are the guest's serial ports 1 and 2: a line there tells of a command in the box."""
 KVM_PATIENCE = 8.0
 """Seconds in which a guest must have reached its first process under KVM: some machines offer a KVM in which a guest hangs."""
 BOOT_PATIENCE = 120.0
@@ -98,8 +100,10 @@ class Guest:
         """Boots; returns when commands are accepted. Raises ``GuestFailed``, ``Unavailable``."""
         booted = image()
         for old in self.box.iterdir():
-            if old.suffix in (".sh", ".run", ".json", ".out", ".rc", ".pid", ".kill") or old.name.endswith("ready"):
+            if old.suffix in (".sh", ".json", ".out", ".rc", ".pid") or old.name.endswith("ready") or old.is_fifo():
                 old.unlink()
+        for bell in BELLS:
+            os.mkfifo(self.box / bell)
         shutil.copy(AGENT, self.box / "agent.sh")
         wanted = os.environ.get("RDMARPC_VM_ACCEL", "")
         if wanted not in ("", "kvm", "tcg"):
@@ -172,14 +176,21 @@ class Guest:
             *(("-accel", "kvm", "-cpu", "host") if accel == "kvm" else ("-accel", "tcg,thread=multi", "-cpu", "max")),
             *("-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{self.console}"),
             *("-kernel", str(booted.kernel), "-initrd", str(booted.initramfs)),
-            # An emulated processor's time stamps are the host's, but it does not say so; other clocks are very slow to read.
+            # An emulated processor's time stamps are the host's, but it does not say so; the other clocks are slow to read.
             *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off no_timer_check tsc=reliable {self._options}"),
             *("-virtfs", f"local,path=/,mount_tag=root,readonly=on,{share}"),
             *("-virtfs", f"local,path={self.box.resolve()},mount_tag=box,{share}"),
+            *("-device", "virtio-serial-pci,id=bells"),
+            *(word for n, bell in enumerate(BELLS) for word in self._bell(n + 1, self.box.resolve() / bell)),
             *self._extra,
         ]
         with (self.box / "qemu.log").open("wb") as log:
             self._qemu = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @staticmethod
+    def _bell(number: int, pipe: Path) -> list[str]:
+        port = f"virtserialport,bus=bells.0,nr={number},chardev=bell{number}"
+        return ["-chardev", f"pipe,id=bell{number},path={pipe}", "-device", port]
 
     def _wait_ready(self) -> None:
         if not self._wait((self.box / "ready").exists, BOOT_PATIENCE):
@@ -236,6 +247,7 @@ class Command:
             order, suffix = "\n".join(lines) + "\n", "sh"
         self._file("new").write_text(order)
         self._file("new").rename(self._file(suffix))
+        self._ring("run")
 
     def wait(self, output: Callable[[bytes], object] | None = None) -> int:
         """The exit status, when it has ended. ``OUT_OF_TIME`` after its time, ``FAILED`` when the guest died."""
@@ -262,7 +274,17 @@ class Command:
         return self._file("out").read_bytes() if self._file("out").exists() else b""
 
     def kill(self) -> None:
-        self._file("kill").touch()
+        self._ring("kill")
+
+    def _ring(self, order: str) -> None:
+        if not (self._box / BELLS[0]).exists():  # TEMPORARY: guests booted before the bells
+            if order == "kill":
+                self._file("kill").touch()
+            return
+        # Without a guest that listens this fails instead of waiting.
+        pipe = os.open(self._box / BELLS[self._python], os.O_WRONLY | os.O_NONBLOCK)
+        os.write(pipe, f"{order} {self._name}\n".encode())
+        os.close(pipe)
 
     def _file(self, kind: str) -> Path:
         return self._box / f"{self._name}.{kind}"

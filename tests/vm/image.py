@@ -38,6 +38,7 @@ PACKAGES = {
 KERNEL = "linux-image-amd64"
 MODULES = (
     "virtio_pci",
+    "virtio_console",
     "9p",
     "9pnet_virtio",
     "overlay",

@@ -26,4 +26,4 @@ done
 $b mkdir -p /root/dev/shm /root/dev/pts
 $b mount -t tmpfs tmpfs /root/dev/shm
 $b mount -t devpts devpts /root/dev/pts
-exec $b switch_root /root /bin/sh /run/box/agent.sh
+exec $b switch_root /root /bin/bash /run/box/agent.sh

@@ -27,6 +27,7 @@ from packets import needed
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 FOLDERS = ["tests/vm", "tests/transport"]
+SELECTED = "rdma and not slow"  # slow: gigabytes, and stress over many seconds
 EXPECTED = 90
 """How many tests are executed at the least. Raise it with the tests: nothing else fails when one is not selected any more."""
 TESTS_LIMIT_S = 600.0
@@ -47,7 +48,7 @@ def phase(name: str, guest: Guest | None = None) -> Iterator[None]:
 
 def prewarm() -> None:
     """On the host, where it takes seconds: byte code of modules and tests, and kernels compiled for a processor of no kind."""
-    code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', 'rdma', *{FOLDERS}]))"
+    code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{FOLDERS}]))"
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
         before = counted(guest)
         with phase("tests", guest):
             report = ["--junitxml", f"{BOX_INSIDE}/report.xml", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-            command = ["-m", "pytest", "-m", "rdma", *report, "--durations=10", *(arguments or FOLDERS)]
+            command = ["-m", "pytest", "-m", SELECTED, *report, "--durations=10", *(arguments or FOLDERS)]
             status = guest.run(command, output, python=True, cwd=ROOT, timeout=TESTS_LIMIT_S)
         sent = counted(guest) - before
         ran, skipped, nbytes = told(guest.box / "report.xml") if (guest.box / "report.xml").exists() else (0, [], 0)

@@ -3,7 +3,7 @@
     python zygote.py BOX MODULE...
 
 A program is a file ``N.json`` in the box: ``argv`` as they would follow ``python`` (``-m NAME ...``, or a script), ``cwd``,
-``env``. As with the agent's commands, its output goes to ``N.out``, its session to ``N.pid``, its exit status to ``N.rc``. The
+``env``. The host rings for it on the second serial port; this, its output, session and exit status are as agent.sh tells. The
 fork server of a program's own ``multiprocessing`` is forked from here too. No thread runs in here, so a fork is as good as a
 fresh process.
 """
@@ -17,7 +17,10 @@ import json
 import multiprocessing.util
 import os
 import runpy
+import select
+import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -27,30 +30,55 @@ from typing import Any
 
 def serve(box: Path) -> dict[str, Any]:
     """Returns in forked processes only, with what to run."""
+    bell = os.open(next(Path("/dev").glob("vport*p2")), os.O_RDONLY)
+    ended, ends = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(ends, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends)
     running: dict[int, Path] = {}
+    orders = b""
     while True:
-        for asked in sorted(box.glob("*.json")):
-            request: dict[str, Any] = json.loads(asked.read_text())
-            asked.unlink()
+        rung, _, _ = select.select([bell, ended], [], [])
+        if ended in rung:
+            os.read(ended, 1000)
+            reap(running)
+        if bell not in rung:
+            continue
+        *lines, orders = (orders + os.read(bell, 1000)).split(b"\n")
+        for line in lines:
+            order, number = line.decode().split()
+            program = box / number
+            if order == "kill":
+                with contextlib.suppress(OSError):
+                    subprocess.run(["pkill", "-KILL", "-s", program.with_suffix(".pid").read_text()])
+                continue
+            request: dict[str, Any] = json.loads(program.with_suffix(".json").read_text())
             with contextlib.suppress(OSError):  # what changed on the host is looked at again, as in agent.sh
                 Path("/proc/sys/vm/drop_caches").write_text("2")
             pid = os.fork()
             if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
-                log = os.open(asked.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                log = os.open(program.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                os.close(log)
+                for fd in (log, bell, ended, ends):
+                    os.close(fd)
                 return request
-            running[pid] = asked
-            asked.with_suffix(".pid").write_text(str(pid))
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                program = running.pop(ended[0])
+            running[pid] = program
+            program.with_suffix(".pid").write_text(str(pid))
+
+
+def reap(running: dict[int, Path]) -> None:
+    """Writes the exit statuses of programs that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (program := running.pop(ended[0], None)) is not None:
                 code = os.waitstatus_to_exitcode(ended[1])
                 program.with_suffix(".tmp").write_text(str(code if code >= 0 else 128 - code))
                 program.with_suffix(".tmp").rename(program.with_suffix(".rc"))
-        time.sleep(0.1)
 
 
 def fork_server_in_waiting() -> None:
