@@ -36,6 +36,7 @@ from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
 from .verbs_provider import MemoryRegion, QueuePair
+from .verbs_status import EVENT_MEANINGS
 
 _HANDSHAKE_TIMEOUT = 5.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -376,12 +377,14 @@ class VerbsDevice(Device):
                 self.lost(channel, error)
 
     def _heed(self, event: str) -> None:
-        """Asynchronous events: those of a queue pair show in its completions; a device that is gone takes all with it."""
+        """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
+        with it."""
         self.count(f"async_{event.lower()}")
-        if event != "DEVICE_FATAL":
+        concerns, what = EVENT_MEANINGS.get(event, ("", ""))
+        if concerns != "device":
             return
         for channel in self._open_channels():
-            self.lost(channel, PeerLost("our device failed", peer=channel.peer, device="verbs", status=event))
+            self.lost(channel, PeerLost(what, peer=channel.peer, device="verbs", status=event))
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
         """A channel broke: end it, and tell whoever listens, once."""
