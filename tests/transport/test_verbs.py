@@ -94,6 +94,7 @@ def test_memory_outside_the_arena_is_registered_or_staged_and_let_go(open_device
     gc.collect()
     ab.prepare([])  # sweeps
     assert not ab._left
+    filled(a, 1, 0)  # takes back what was freed
     assert a.counters()["arena_used"] == before["arena_used"]
 
 
@@ -116,7 +117,7 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
     assert ab.peer in str(caught.value) and "hint" in str(caught.value)
     with pytest.raises(RdmaError):
         ab.notify(1)
-    with pytest.raises(PeerLost):
+    with pytest.raises((PeerLost, RemoteAccessError)):  # its adapter may tell it why
         ba.expect(1).wait(T)
     assert all_are(theirs, S)
     assert lost == ["REM_ACCESS_ERR"]
