@@ -116,8 +116,15 @@ def main(arguments: list[str]) -> int:
             guest.wait_preloaded(600.0)
         before = counted(guest)
         with phase("tests", guest):
-            report = ["--junitxml", f"{BOX_INSIDE}/report.xml", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-            command = ["-m", "pytest", "-m", SELECTED, *report, "--durations=10", *(arguments or FOLDERS)]
+            report = [
+                "--junitxml",
+                f"{BOX_INSIDE}/report.xml",
+                "-o",
+                "junit_family=xunit1",
+                "-W",
+                "ignore::pytest.PytestAssertRewriteWarning",
+            ]
+            command = ["-m", "pytest", "-m", SELECTED, *report, "--durations=25", *(arguments or FOLDERS)]
             status = guest.run(command, output, python=True, cwd=ROOT, timeout=TESTS_LIMIT_S)
         sent = counted(guest) - before
         ran, skipped, nbytes = told(guest.box / "report.xml") if (guest.box / "report.xml").exists() else (0, [], 0)
