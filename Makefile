@@ -1,6 +1,7 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
+# make vm-cluster  two emulated hosts: faults between them, a SLURM over them (Debian; see docs/clusters.md)
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run test vm-test bench lint format typecheck-links clean
+.PHONY: run test vm-test vm-cluster bench lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -23,6 +24,10 @@ test: $(INSTALLED)
 
 vm-test: $(INSTALLED)
 	$(BIN)/python tests/vm/suite.py $(ARGS)
+
+vm-cluster: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[slurm]'
+	$(BIN)/python tests/vm/cluster.py $(ARGS)
 
 lint: $(INSTALLED) typecheck-links
 	$(BIN)/ruff check .

@@ -44,6 +44,7 @@ setup(
         "verbs": ["ibverbs"],
         "cuda": ["cuda-python"],
         "bench": ["grpcio"],
+        "slurm": ["hydra-submitit-launcher"],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["rdmarpc = rdmarpc.cli:main"]},

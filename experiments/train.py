@@ -3,49 +3,55 @@
     python -m experiments.train                                     # cnn, two workers, shared memory
     python -m experiments.train device=tcp workers=3 model=mlp      # everything can be overridden
     python -m experiments.train -m seed=0,1,2                       # several jobs, one after the other
+    srun -N2 python -m experiments.train device=verbs               # one worker a task, rank 0 writes the results
 
 The run's folder receives result.json and comm_comp.png, and what crosses: placement.txt, .json (`rdmarpc graph` shows it)
 and .png (of a training step).
 """
 
+from __future__ import annotations
+
 import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from rdmarpc import transfers
+from rdmarpc import slurm, transfers
 
-from . import data, torch_rpc, worker
+from . import data, launched, torch_rpc, worker
 from .processes import Group, WorkerFailed, run_job
 from .versions import versions
+
+if TYPE_CHECKING:
+    from .report import TrainingDisplay
 
 CONF = str(Path(__file__).parent / "conf")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(cfg: DictConfig) -> None:
-    """One job: check the config, run the workers, write and show the results."""
+    """One job: check the config, run the workers (or be one of them), write and show the results."""
+    task = launched.task()
+    job = checked(cfg, task)
+    if task is not None and task.rank > 0:
+        launched.run_here(worker.main, task, job, lambda group, event: None)
+        return
+
     from .pictures import draw_comm_comp
     from .report import TrainingDisplay, training_table
 
-    job = checked(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    groups = [Group("rdmarpc", worker.main, job["workers"])]
-    if job["torch_rpc"]:
-        groups.append(Group("torch RPC", torch_rpc.main, job["workers"], freeze=True))
     display = TrainingDisplay(job)
-    try:
-        with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
-            run_job(groups, job | {"meeting_place": meeting_place}, display.on_event, job["timeout_s"])
-    except WorkerFailed as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    if task is None:
+        run_on_this_host(job, folder, display)
+    else:
+        with display:
+            launched.run_here(worker.main, task, job, display.on_event)
 
     result = result_of(display.records, display.counters) | {"config": job, "versions": versions()}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -57,9 +63,26 @@ def main(cfg: DictConfig) -> None:
     display.console.print(f"result.json, placement.{{txt,json,png}} and comm_comp.png are in {folder}", soft_wrap=True)
 
 
-def checked(cfg: DictConfig) -> dict[str, Any]:
+def run_on_this_host(job: dict[str, Any], folder: Path, display: TrainingDisplay) -> None:
+    """All workers as processes of ours; ends the program if one fails."""
+    groups = [Group("rdmarpc", worker.main, job["workers"])]
+    if job["torch_rpc"]:
+        groups.append(Group("torch RPC", torch_rpc.main, job["workers"], freeze=True))
+    try:
+        with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
+            meet = {"meeting_place": meeting_place, "init_method": f"file://{meeting_place}/rdmarpc"}
+            run_job(groups, job | meet, display.on_event, job["timeout_s"])
+    except WorkerFailed as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
     """The config as plain values, with the placement for this many workers; ends the program if it makes no sense."""
     job: Any = OmegaConf.to_container(cfg, resolve=True)
+    if task is not None:
+        job |= {"workers": task.world_size, "torch_rpc": False}
     placements = job["model"].pop("placement")
     job["placement"] = placements.get(job["workers"])
     if job["placement"] is None:

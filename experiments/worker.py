@@ -18,7 +18,10 @@ from .training import PlainLoop, Record, blocks
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A worker from its first line to its last; worker0 tells ("progress", ...) after each block and ("trained", ...)."""
     options = rpc.RpcBackendOptions(
-        init_method=f"file://{job['meeting_place']}/rdmarpc", transport=job["device"], require=job["require"]
+        init_method=job["init_method"],
+        transport=job["device"],
+        require=job["require"],
+        rpc_timeout=job["rpc_timeout_s"],
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["workers"], rpc_backend_options=options)
     if rank == 0:

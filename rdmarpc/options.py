@@ -54,7 +54,8 @@ class RpcBackendOptions:
     may be changed until ``init_rpc``, which checks them again.
 
     ``num_worker_threads``: user functions that may run here at once. ``rpc_timeout``: seconds a call may take by default, 0
-    = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``.
+    = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``, or
+    ``"slurm://"`` in tasks of one ``srun``: rank, size and first host are SLURM's (``slurm://:PORT`` for a port of your own).
     ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
     ``transport``: ``"auto"``: each worker by the fastest way there is: ``"shm"`` on this host, RDMA (``"verbs"``) where both
     ends have a usable port, ``"tcp"`` otherwise, which is logged and counted (``fallbacks``) where an end has RDMA hardware.

@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from . import slurm
 from .members import Record, refuse_twins
 from .transport import AuthenticationError, TransferTimeout
 
@@ -34,14 +35,18 @@ FOR_EVER_S = 24 * 3600.0
 def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
     """The store behind ``init_method``, our rank, and how many workers there will be: 0 in a dynamic group. Raises what torch's
     rendezvous raises, and ``RuntimeError`` if the store belongs to a group of the other kind."""
+    method, scheme = options.init_method, urlparse(options.init_method).scheme
+    if scheme == "slurm":
+        task = slurm.this_task(method)
+        rank, world_size, method = task.rank, task.world_size, task.init_method
     limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
     # As torchrun leaves it: everything is in the environment.
-    launched = rank == -1 and urlparse(options.init_method).scheme == "env" and "WORLD_SIZE" in os.environ
+    launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
     if world_size or launched:
-        store, rank, size = next(dist.rendezvous(options.init_method, rank, world_size or -1, timeout=limit))
+        store, rank, size = next(dist.rendezvous(method, rank, world_size or -1, timeout=limit))
     else:
         store, size = dist._create_store_from_options(options, rank), 0
-        if urlparse(options.init_method).scheme == "env":
+        if scheme == "env":
             rank = int(os.environ.get("RANK", rank))
     store.set_timeout(limit)
     kind = b"static" if size else b"dynamic"

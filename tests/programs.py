@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 _PR_SET_PDEATHSIG = 1
 
 
-def _main(arguments: list[str], out: str) -> None:
+def _main(arguments: list[str], out: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the tests, however they end
     os.setsid()  # a process group of its own, as a shell gives it one
     os.chdir(ROOT)
@@ -39,11 +40,11 @@ def _main(arguments: list[str], out: str) -> None:
 
 
 class Program:
-    """Both outputs go to the file ``out``. ``wait`` for it or ``kill`` it."""
+    """Both outputs go to the file ``out``. ``wait`` for it or ``kill`` it. ``environment``: besides that of the tests."""
 
-    def __init__(self, arguments: list[str], out: Path) -> None:
+    def __init__(self, arguments: list[str], out: Path, environment: dict[str, str] | None = None) -> None:
         out.touch()
-        self._process = forks().Process(target=_main, args=(arguments, str(out)))
+        self._process = forks().Process(target=_main, args=(arguments, str(out), environment or {}))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid

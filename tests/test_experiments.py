@@ -78,6 +78,28 @@ def test_other_device_workers_and_model(tmp_path: Path) -> None:
     assert set(result["step_ms"]) == {"single_process", "rdmarpc"}
 
 
+def test_workers_that_somebody_else_started(tmp_path: Path) -> None:
+    """As tasks of a SLURM step: each program is one worker, rank 0 writes the results."""
+    # The port follows from the job's number.
+    step = {"JOB_ID": str(os.getpid()), "STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "localhost"}
+    tasks = []
+    try:
+        for rank in range(2):
+            environment = {f"SLURM_{name}": value for name, value in {**step, "PROCID": str(rank)}.items()}
+            folder = tmp_path / str(rank)
+            arguments = [*TRAIN, "device=tcp", "model=mlp", "epochs=1", f"hydra.run.dir={folder}"]
+            tasks.append(programs.Program(arguments, tmp_path / f"out{rank}", environment))
+        for rank, task in enumerate(tasks):
+            assert task.wait(timeout=90) == 0, (tmp_path / f"out{rank}").read_text()
+    finally:
+        for task in tasks:
+            task.kill()
+    result = result_in(tmp_path / "0")
+    assert_steady(result)
+    assert result["config"]["workers"] == 2 and set(result["step_ms"]) == {"single_process", "rdmarpc"}
+    assert not (tmp_path / "1" / "result.json").exists()
+
+
 def test_multirun(tmp_path: Path) -> None:
     done = train("-m", "seed=0,1", "torch_rpc=false", "epochs=1", f"hydra.sweep.dir={tmp_path}")
     assert done.returncode == 0, done.stdout

@@ -24,13 +24,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import cma, verbs_sysfs
+from . import cma
 from . import verbs_layout as at
 from .errors import NotSupported, RdmaError
 from .verbs_provider import (
     CompletionQueue,
     Context,
-    Gid,
     MemoryRegion,
     QueuePair,
     Route,
@@ -156,6 +155,12 @@ class _Owner:
         self.context, self.native = context, native
         context.children.append(self)
 
+    def owned(self) -> Any:
+        """The package's object, as long as it is open."""
+        if self.native is None:
+            raise RdmaError(f"a closed {type(self).__name__} was used", device=self.context.name)
+        return self.native
+
     def close(self) -> None:
         self.context.end(self)
 
@@ -223,33 +228,37 @@ class NativeQueuePair(_Owner, QueuePair):
             ),
         )
 
-    def modify(self, **fields: int) -> None:
-        """Set these fields of ``ibv_qp_attr``; ``qp_state`` is one of them."""
-        self.context.call("ibv_modify_qp", lambda: self.context.modify(self.native, fields, None))
+    def modify(self, verb: str, route: Route | None = None, **fields: int) -> None:
+        """Set these fields of ``ibv_qp_attr`` (``qp_state`` is one of them), and the address vector."""
+        with self.context.lock:
+            native = self.owned()
+            self.context.call(verb, lambda: self.context.modify(native, fields, route))
 
     def connect(self, route: Route) -> None:
-        ready_to_receive = {
-            "qp_state": at.QPS_RTR,
-            "path_mtu": MTU[route.mtu],
-            "dest_qp_num": route.dest_qp_num,
-            "rq_psn": route.rq_psn,
-            "max_dest_rd_atomic": route.max_dest_rd_atomic,
-            "min_rnr_timer": 12,
-        }
-        self.context.call("ibv_modify_qp to RTR", lambda: self.context.modify(self.native, ready_to_receive, route))
         self.modify(
+            "ibv_modify_qp to RTR",
+            route,
+            qp_state=at.QPS_RTR,
+            path_mtu=MTU[route.mtu],
+            dest_qp_num=route.dest_qp_num,
+            rq_psn=route.rq_psn,
+            max_dest_rd_atomic=route.max_dest_rd_atomic,
+            min_rnr_timer=12,  # 0.64 ms
+        )
+        self.modify(
+            "ibv_modify_qp to RTS",
             qp_state=at.QPS_RTS,
             sq_psn=route.sq_psn,
             timeout=route.timeout,
             retry_cnt=route.retry_cnt,
-            rnr_retry=7,
+            rnr_retry=7,  # for ever
             max_rd_atomic=route.max_rd_atomic,
         )
 
     def error(self) -> None:
         with self.context.lock:
             if self.native is not None and not self.context.foreign():
-                self.modify(qp_state=at.QPS_ERR)
+                self.modify("ibv_modify_qp to ERR", qp_state=at.QPS_ERR)
 
 
 class NativeContext(Context):
@@ -343,7 +352,7 @@ class NativeContext(Context):
         self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
     ) -> QueuePair:
         assert isinstance(cq, NativeCompletionQueue) and isinstance(srq, NativeSharedReceiveQueue)
-        queues = cq.native, srq.native
+        queues = cq.owned(), srq.owned()
         while True:
             make = functools.partial(self.new_queue_pair, *queues, depth, max_sge, max_inline)
             try:
@@ -354,13 +363,18 @@ class NativeContext(Context):
                     raise
                 max_inline //= 2
         pair = self.add(NativeQueuePair, native, cq, srq, granted, inline)
-        pair.modify(
-            qp_state=at.QPS_INIT, pkey_index=0, port_num=port, qp_access_flags=at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ
-        )
+        try:
+            pair.modify(
+                "ibv_modify_qp to INIT",
+                qp_state=at.QPS_INIT,
+                pkey_index=0,
+                port_num=port,
+                qp_access_flags=at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ,
+            )
+        except RdmaError:
+            pair.close()
+            raise
         return pair
-
-    def gids(self, port: int) -> list[Gid]:
-        return verbs_sysfs.gids(self.name, port)
 
     def async_event(self) -> str | None:
         event = ctypes.create_string_buffer(at.ASYNC_EVENT_BYTES)
@@ -406,12 +420,20 @@ class NativeContext(Context):
         with self.lock:
             if self.native is None or self.foreign():
                 return
-            for child in sorted(self.children, key=lambda child: order.index(type(child))):
-                self.end(child)
-            self.call("ibv_dealloc_pd", self.pd.close)
-            self.call("ibv_close_device", self.native.close)
+            children = sorted(self.children, key=lambda child: order.index(type(child)))
+            steps: list[Callable[[], Any]] = [functools.partial(self.end, child) for child in children]
+            steps.append(lambda: self.call("ibv_dealloc_pd", self.pd.close))
+            steps.append(lambda: self.call("ibv_close_device", self.native.close))
+            failed = []
+            for step in steps:  # an adapter that failed may refuse some of them: the others are done all the same
+                try:
+                    step()
+                except RdmaError as error:
+                    failed.append(error)
             self.native = None
             _open.discard(self)
+        if failed:
+            raise failed[0]
 
     def natives(self) -> list[Any]:
         """Every object of the package that a destructor could end."""

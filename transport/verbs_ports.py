@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from . import verbs_sysfs
 from .errors import NotSupported, RdmaError
 from .tcp_place import routed_address
 from .verbs_endpoint import Endpoint, as_address
 from .verbs_provider import Context, DeviceAttr, Gid, PortAttr, Provider
-from .verbs_sysfs import Found, survey
+from .verbs_sysfs import Found
 
 _GRADES = (
     "RoCEv2 over IPv4",
@@ -57,7 +58,7 @@ class Port:
 def choose(provider: Provider, place: str = "") -> Port:
     """Open the best port: of the whole host, or of ``place``: a device (``mlx5_0``), a port (``mlx5_0:1``) or a network
     interface (``eth0``). Raises ``NotSupported`` with the reason for each port when there is none."""
-    found = survey()
+    found = verbs_sysfs.survey()
     order, lines = rank(found, place)
     known = provider.devices()
     for port in order:
@@ -82,7 +83,7 @@ def _open(provider: Provider, found: Found, place: str, lines: list[str]) -> Por
         device, port = context.device(), context.port(found.number)
         if port.state != "ACTIVE":
             raise NotSupported(f"its port is {port.state} now")
-        if gid not in context.gids(found.number):
+        if gid != verbs_sysfs.gid(found.device, found.number, gid.index):
             raise NotSupported("its GID table changed just now")
     except RdmaError:
         context.close()

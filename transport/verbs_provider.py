@@ -154,10 +154,6 @@ class Context(abc.ABC):
     def port(self, number: int) -> PortAttr: ...
 
     @abc.abstractmethod
-    def gids(self, port: int) -> list[Gid]:
-        """The entries in use (not all zero)."""
-
-    @abc.abstractmethod
     def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
         """Local write always; ``remote``: peers may READ and WRITE too. ``RegistrationError`` names the limit that was met
         (memlock, max_mr_size, max_mr) and what raises it."""

@@ -12,6 +12,7 @@ from .verbs_provider import Gid
 ROOT = "/sys/class/infiniband"
 NETWORK = "/sys/class/net"
 NODES = "/sys/devices/system/node"
+_EMPTY = (b"", b"0000:0000:0000:0000:0000:0000:0000:0000\n")
 _KINDS = {"IB/RoCE v1": "RoCEv1", "RoCE v2": "RoCEv2"}
 
 
@@ -51,18 +52,32 @@ def ports(device: str) -> list[int]:
 
 
 def gids(device: str, port: int) -> list[Gid]:
-    """The entries in use of a port's GID table."""
+    """The entries in use of a port's GID table. (A table may have a thousand entries, nearly all of them empty, and each
+    is a file: no more is done for one than must be.)"""
     table = os.path.join(ROOT, device, "ports", str(port))
+    try:
+        folder = os.open(os.path.join(table, "gids"), os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return []
+    used = []
+    try:
+        for name in os.listdir(folder):
+            if _read_entry(name, folder) not in _EMPTY:
+                used.append(int(name))
+    finally:
+        os.close(folder)
+    return [found for found in (gid(device, port, index) for index in sorted(used)) if found is not None]
+
+
+def gid(device: str, port: int, index: int) -> Gid | None:
+    """One entry of a port's GID table, ``None`` if it is not in use."""
+    table = os.path.join(ROOT, device, "ports", str(port))
+    text = _read(table, "gids", str(index))
+    if not text.strip("0:"):
+        return None
     ethernet = _read(table, "link_layer") == "Ethernet"
-    found = []
-    for index in sorted(int(name) for name in _list(table, "gids") if name.isdigit()):
-        text = _read(table, "gids", str(index))
-        if not text.strip("0:"):
-            continue
-        kind = _KINDS.get(_read(table, "gid_attrs", "types", str(index)), "") if ethernet else "IB"
-        netdev = _read(table, "gid_attrs", "ndevs", str(index))
-        found.append(Gid(index, socket.inet_pton(socket.AF_INET6, text), kind, netdev))
-    return found
+    kind = _KINDS.get(_read(table, "gid_attrs", "types", str(index)), "") if ethernet else "IB"
+    return Gid(index, socket.inet_pton(socket.AF_INET6, text), kind, _read(table, "gid_attrs", "ndevs", str(index)))
 
 
 def distance(device: str) -> int | None:
@@ -106,6 +121,20 @@ def _interfaces(device: str, number: int) -> list[str]:
         if port and int(port) == number - 1:
             found.append(name)
     return [name for name in found if name]
+
+
+def _read_entry(name: str, folder: int) -> bytes:
+    """The first bytes of a file in an open folder, none if it cannot be read."""
+    try:
+        entry = os.open(name, os.O_RDONLY, dir_fd=folder)
+    except OSError:
+        return b""
+    try:
+        return os.read(entry, 64)
+    except OSError:
+        return b""
+    finally:
+        os.close(entry)
 
 
 def _after_colon(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import test_contract
 import torch
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 
+from rdmarpc import doctor
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion, verbs_sysfs
 from rdmarpc.transport.auto import AutoDevice
 
@@ -159,3 +162,69 @@ def test_a_peer_that_has_ended_is_not_looked_for_elsewhere(open_device: Open) ->
     gone.close()
     with pytest.raises(PeerLost, match="NOBODY"):
         auto.connect(gone.address)
+
+
+# -- with an RDMA device
+
+
+def beyond(address: bytes) -> bytes:
+    """The address as another host has it: without shm."""
+    return b",".join(part for part in address.split(b",") if b"shm:" not in part)
+
+
+@pytest.mark.rdma
+def test_verbs_where_both_ends_have_a_port(
+    open_device: Open, caplog: pytest.LogCaptureFixture, record_property: Callable[[str, object], None]
+) -> None:
+    a, b = open_device("auto"), open_device("auto", require="rdma")
+    near, far = a.connect(b.address), a.connect(beyond(b.address))
+    assert (near.device.name, far.device.name) == ("shm", "verbs")
+    ends = {channel.device.name: channel for channel in (b.accept(timeout=T), b.accept(timeout=T))}
+    place, source = filled(b, 3 << 20, 0), filled(a, 3 << 20, C)
+    remote = RemoteRegion.load(b.export(place))
+    poller = b.poller()
+    rows = {kind: poller.add(channel, 20) for kind, channel in ends.items()}
+    for channel in (near, far, near, far):
+        source.fill_(C)
+        channel.memcpy(remote, source, notify=20).wait(T)
+        assert poller.wait(T) == (rows[channel.device.name], 1)
+        assert all_are(place, C)
+        place.fill_(S)
+        channel.memcpy(source, remote).wait(T)
+        assert all_are(source, S)
+    poller.close()
+    # New segments are registered with the device, and everybody told.
+    large, mine = filled(b, 70 << 20, 0), filled(a, 1000, C)
+    far.memcpy(RemoteRegion.load(b.export(large))[1000:2000], mine).wait(T)
+    assert all_are(large[1000:2000], C) and not large[:1000].any()
+    assert a.counters()["fallbacks"] == b.counters()["fallbacks"] == 0 and not warnings(caplog)
+    assert "verbs: reliable connected queue pairs" in a.explain()
+    record_property("bytes_direct", 4 * (3 << 20))
+
+
+@pytest.mark.rdma
+def test_a_peer_without_a_port_is_a_fallback(open_device: Open, caplog: pytest.LogCaptureFixture) -> None:
+    auto, tcp = open_device("auto"), open_device("tcp")
+    assert auto.connect(tcp.address).device.name == "tcp"
+    assert auto.counters()["fallbacks"] == 1 and "verbs: the peer has no verbs" in warnings(caplog)[0]
+    with pytest.raises(NotSupported, match="verbs: the peer has no verbs"):
+        open_device("auto", require="rdma").connect(tcp.address)
+
+
+@pytest.mark.rdma
+def test_a_memlock_limit_is_named(start_peer: Callable[..., Peer]) -> None:
+    why, address, page = start_peer("tcp").call(open_with_little_memlock)
+    assert "memlock" in why and b"no-verbs:" in address and b",tcp:" in address
+    assert "too little for one segment" in page and "ulimit -l unlimited" in page
+
+
+def open_with_little_memlock(state: State) -> tuple[str, bytes, str]:
+    """In a process that may not lock more than its limit, whoever it belongs to."""
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, data) == 0
+    data[0] &= ~(1 << 14)  # CAP_IPC_LOCK
+    assert libc.capset(header, data) == 0
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
+    with AutoDevice() as auto:
+        return auto.refused["verbs"].why, auto.address, "\n".join(f"{found.text} {found.hint}" for found in doctor.host())

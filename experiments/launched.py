@@ -1,0 +1,44 @@
+"""Workers that somebody else has started, one a task, on any hosts: `srun`, `torchrun`, or submitit through `srun`.
+
+This process is then one worker of the job, and the launcher of the cluster looks after it: it ends the others when one
+fails, and knows how long the job may take.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rdmarpc import slurm
+
+from .processes import Launcher, OnEvent
+
+
+def task() -> slurm.Task | None:
+    """Who we are among the workers, or `None` where this process is to start them itself."""
+    if slurm.in_step():
+        return slurm.this_task()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return slurm.Task(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+    return None
+
+
+class Alone(Launcher):
+    """What a worker without a launcher of ours tells and asks: events go to `on_event`, and it is always its turn."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+
+    def tell(self, event: tuple[Any, ...]) -> None:
+        self._on_event("rdmarpc", event)
+
+    def wait_for_turn(self) -> None: ...
+
+
+def run_here(
+    main: Callable[[int, dict[str, Any], Launcher], None], task: slurm.Task, job: dict[str, Any], on_event: OnEvent
+) -> None:
+    """Be this worker until it has ended; raises what it raises."""
+    torch.set_num_threads(1)  # as for workers of our own, so that sums have one order
+    main(task.rank, job | {"init_method": task.init_method}, Alone(on_event))

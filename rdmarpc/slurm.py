@@ -1,0 +1,47 @@
+"""Where a task of a SLURM step meets the others: what ``init_method="slurm://"`` stands for.
+
+``srun`` tells each task its number, how many there are, and on which hosts. So nothing has to be exported by the script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import urlparse
+
+_FIRST_PORT, _PORTS = 20000, 12000  # below the ports that the kernel gives out by itself
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a step: a worker's rank, how many there are, and where rank 0 runs the store."""
+
+    rank: int
+    world_size: int
+    init_method: str
+
+
+def in_step() -> bool:
+    """Whether ``srun`` started this process as one of several tasks. The shell of ``sbatch`` and ``salloc`` is none."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+
+
+def this_task(init_method: str = "slurm://") -> Task:
+    """Of the step that this process is a task of. ``slurm://:PORT`` says which port of the first host to use; else it follows
+    from the numbers of job and step. ``RuntimeError`` outside of a step."""
+    try:
+        rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
+        job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+        host = first_host(os.environ["SLURM_STEP_NODELIST"])
+    except KeyError as missing:
+        raise RuntimeError(f"slurm://: {missing} is not set: this process was not started by srun") from None
+    port = urlparse(init_method).port or _FIRST_PORT + (97 * job + step) % _PORTS
+    return Task(rank, world_size, f"tcp://{host}:{port}")
+
+
+def first_host(nodes: str) -> str:
+    """Of a list as SLURM writes it: ``rack[01-02,7]n[3-4],login`` -> ``rack01n3``. Task 0 runs there."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())

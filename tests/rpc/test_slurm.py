@@ -1,0 +1,62 @@
+"""Meeting as tasks of a SLURM step. That a real SLURM sets these variables so is what ``make vm-cluster`` shows."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from group import results, run_group
+
+import rdmarpc as rpc
+from rdmarpc import slurm
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("login,n[1-2]", "login"),
+        ("rack[01-02,7]n[3-4],login", "rack01n3"),
+        ("gpu[008,010-012]-ib", "gpu008-ib"),
+        ("a.cluster.example,b", "a.cluster.example"),
+    ],
+)
+def test_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert slurm.first_host(nodes) == first
+
+
+def step(rank: int, **changes: str) -> dict[str, str]:
+    """What ``srun`` leaves in the environment of a task."""
+    known = {"JOB_ID": "71", "STEP_ID": "2", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "localhost", "PROCID": str(rank)}
+    return {f"SLURM_{name}": value for name, value in {**known, **changes}.items()}
+
+
+def test_where_a_step_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    assert not slurm.in_step()
+    with pytest.raises(RuntimeError, match="not started by srun"):
+        slurm.this_task()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not slurm.in_step()
+    for name, value in step(1, STEP_NODELIST="n[3-9]", STEP_NUM_TASKS="7").items():
+        monkeypatch.setenv(name, value)
+    assert slurm.in_step()
+    task = slurm.this_task()
+    assert (task.rank, task.world_size) == (1, 7)
+    assert task.init_method == f"tcp://n3:{20000 + (97 * 71 + 2) % 12000}"
+    assert slurm.this_task("slurm://:29517").init_method == "tcp://n3:29517"
+
+
+def meet(meeting) -> tuple[int, int]:
+    os.environ.update(step(meeting.rank, JOB_ID=str(os.getppid())))  # the port follows from it
+    rpc.init_rpc(f"worker{meeting.rank}", rpc_backend_options=rpc.RpcBackendOptions(init_method="slurm://", rpc_timeout=20))
+    found = rpc.get_worker_info().id, rpc.rpc_sync(f"worker{1 - meeting.rank}", os.getpid)
+    rpc.shutdown()
+    return found
+
+
+def test_tasks_meet() -> None:
+    (first, second_pid), (second, first_pid) = results(run_group(meet, dynamic=True))
+    assert (first, second) == (0, 1) and first_pid != second_pid

@@ -1,0 +1,104 @@
+"""Names and meanings of what libibverbs reports."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import resource
+from types import ModuleType
+
+import pytest
+
+from rdmarpc.transport import (
+    NotSupported,
+    PeerLost,
+    RdmaError,
+    RegistrationError,
+    RemoteAccessError,
+    verbs_layout,
+    verbs_pyverbs,
+    verbs_status,
+)
+from rdmarpc.transport.verbs_provider import DeviceAttr
+
+LIMITS = DeviceAttr("1.0", 1, 500, 1 << 30, 10, 10, 10, 10, 10, 10, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def enums() -> ModuleType:
+    """The numbers as rdma-core publishes them to Python."""
+    try:
+        verbs_pyverbs.PyverbsProvider()
+    except NotSupported as error:
+        pytest.skip(str(error))
+    try:
+        return importlib.import_module("pyverbs.libibverbs_enums")
+    except ImportError:
+        return importlib.import_module("pyverbs.enums")
+
+
+def test_every_number_has_its_name(enums: ModuleType) -> None:
+    for number, name in enumerate(verbs_status.STATUSES):
+        assert getattr(enums, f"IBV_WC_{name}") == number
+    for number, name in enumerate(verbs_status.EVENTS):
+        assert getattr(enums, f"IBV_EVENT_{name}") == number
+    assert set(verbs_status.MEANINGS) < set(verbs_status.STATUSES)
+    assert set(verbs_status.EVENT_MEANINGS) < set(verbs_status.EVENTS)
+    named = [name for name in vars(verbs_layout) if name.startswith(("WC_", "WR_", "SEND_", "QPS_", "QPT_", "ACCESS_"))]
+    compared = [name for name in named if hasattr(enums, f"IBV_{name}")]
+    assert len(compared) >= 30
+    assert {name: getattr(enums, f"IBV_{name}") for name in compared} == {
+        name: getattr(verbs_layout, name) for name in compared
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("REM_ACCESS_ERR", RemoteAccessError),
+        ("REM_INV_REQ_ERR", RemoteAccessError),
+        ("RETRY_EXC_ERR", PeerLost),
+        ("RNR_RETRY_EXC_ERR", PeerLost),
+        ("WR_FLUSH_ERR", PeerLost),
+        ("LOC_PROT_ERR", RegistrationError),
+        ("LOC_LEN_ERR", RdmaError),
+        ("TM_ERR", RdmaError),
+    ],
+)
+def test_a_completion_that_failed_is_an_error_of_ours(name: str, kind: type[RdmaError]) -> None:
+    error = verbs_status.error_of(verbs_status.STATUSES.index(name), peer="b:1", vendor_err=0x77)
+    assert type(error) is kind
+    assert (error.status, error.peer, error.device) == (name, "b:1", "verbs")
+    assert error.hint and "0x77" in str(error)
+
+
+def test_a_number_of_a_later_version_is_an_error_as_well() -> None:
+    assert verbs_status.error_of(99, peer="b").status == "STATUS_99"
+    assert verbs_status.event_name(99) == "EVENT_99" and verbs_status.event_name(-1) == "EVENT_-1"
+
+
+def test_a_verb_that_failed() -> None:
+    error = verbs_status.failure("mlx5_0", "ibv_create_cq", errno.ENOMEM)
+    assert (type(error), error.status, error.device) == (RdmaError, "ENOMEM", "mlx5_0") and "memlock" in error.hint
+    assert type(verbs_status.failure("mlx5_0", "ibv_create_srq", errno.EOPNOTSUPP)) is NotSupported
+    assert verbs_status.failure("mlx5_0", "ibv_create_cq", 9999).status == "9999"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "status", "locked", "mapped", "said"),
+    [
+        (1 << 20, "ENOMEM", 65536, True, "may lock 65536 bytes of memory (memlock)"),
+        (1 << 31, "EINVAL", resource.RLIM_INFINITY, True, "at most 1073741824 bytes at once (max_mr_size)"),
+        (1 << 20, "ENOMEM", resource.RLIM_INFINITY, True, "all 500 registrations of the adapter are in use (max_mr)"),
+        (1 << 20, "EFAULT", 65536, False, "there is no memory at its address"),
+        (1 << 20, "EFAULT", resource.RLIM_INFINITY, True, "of a kind that cannot be pinned"),
+        (1 << 20, "EINVAL", resource.RLIM_INFINITY, True, "could not be registered"),
+    ],
+)
+def test_which_limit_a_registration_met(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, status: str, locked: int, mapped: bool, said: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (locked, locked))
+    error = verbs_status.registration_failure("mlx5_0", nbytes, status, LIMITS, mapped=mapped)
+    assert isinstance(error, RegistrationError) and said in str(error) and str(nbytes) in str(error)
+    assert (error.device, error.status) == ("mlx5_0", status)
