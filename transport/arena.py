@@ -115,6 +115,8 @@ class Arena:
 
     def __init__(self, new_segment: Callable[[int], Segment], limit: int | None = None) -> None:
         self.limit = default_limit() if limit is None else limit
+        self.segment_bytes = SEGMENT_BYTES
+        """Of the first segment; less where registering one pins all of it. The following ones double the arena."""
         self.segments: list[Segment] = []
         self.used = 0  # bytes in live blocks, class sizes
         self._new_segment = new_segment
@@ -236,7 +238,7 @@ class Arena:
 
     def _grow(self, size: int) -> None:
         capacity = self.capacity
-        wanted = max(SEGMENT_BYTES, min(capacity, _MAX_GROWTH), -(-size // _HUGE_PAGE) * _HUGE_PAGE)
+        wanted = max(self.segment_bytes, min(capacity, _MAX_GROWTH), -(-size // _HUGE_PAGE) * _HUGE_PAGE)
         room = (self.limit - capacity) // mmap.PAGESIZE * mmap.PAGESIZE
         if room < size:
             raise ArenaFull(

@@ -36,6 +36,7 @@ from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
 from .verbs_provider import MemoryRegion, QueuePair
+from .verbs_status import EVENT_MEANINGS
 
 _HANDSHAKE_TIMEOUT = 5.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -45,6 +46,7 @@ _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 1
 # Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
 _TIMEOUT, _RETRY_CNT = 16, 7
 _LANES = 1 << 13
+_SEGMENT_BYTES = 16 << 20
 
 
 class VerbsDevice(Device):
@@ -70,6 +72,7 @@ class VerbsDevice(Device):
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
+        self.arena.segment_bytes = min(self.arena.segment_bytes, _SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
@@ -85,6 +88,8 @@ class VerbsDevice(Device):
         host = self._at.address if secret else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        shown, port = f"[{host}]" if ":" in host else host, self._listener.getsockname()[1]
+        self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -137,9 +142,7 @@ class VerbsDevice(Device):
 
     @property
     def address(self) -> bytes:
-        host, port = self._listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        return f"verbs:{host}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
+        return self._address
 
     def explain(self) -> str:
         limits, limit = self._at.device, f"{self.arena.limit / 2**30:.1f} GiB"
@@ -240,6 +243,8 @@ class VerbsDevice(Device):
             for qp in qps:
                 self.drop_lane(qp.qp_num)
                 qp.close()
+            if self.closed:
+                raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
             if isinstance(error, TimeoutError):
                 raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
             if isinstance(error, OSError):
@@ -376,12 +381,14 @@ class VerbsDevice(Device):
                 self.lost(channel, error)
 
     def _heed(self, event: str) -> None:
-        """Asynchronous events: those of a queue pair show in its completions; a device that is gone takes all with it."""
+        """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
+        with it."""
         self.count(f"async_{event.lower()}")
-        if event != "DEVICE_FATAL":
+        concerns, what = EVENT_MEANINGS.get(event, ("", ""))
+        if concerns != "device":
             return
         for channel in self._open_channels():
-            self.lost(channel, PeerLost("our device failed", peer=channel.peer, device="verbs", status=event))
+            self.lost(channel, PeerLost(what, peer=channel.peer, device="verbs", status=event))
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
         """A channel broke: end it, and tell whoever listens, once."""

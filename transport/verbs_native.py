@@ -133,10 +133,12 @@ def library() -> ctypes.CDLL:
 
 
 def fork_init() -> None:
-    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on need nothing,
-    on older ones libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``)."""
-    lib = library()
-    code = lib.ibv_fork_init()
+    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on see to that (a
+    fork copies pinned pages). On older ones libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``): a
+    child that touches such a page, and be it for what else lies in it, dies. So it is asked only where it has to be."""
+    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 12):
+        return
+    code = library().ibv_fork_init()
     if code:
         raise failure("", "ibv_fork_init", code, hint="call rdmarpc before anything else registers memory")
 
