@@ -26,7 +26,7 @@ import numpy as np
 
 from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
-from .arena import Segment
+from .arena import PINNED_SEGMENT_BYTES, Segment
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
@@ -46,7 +46,6 @@ _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 1
 # Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
 _TIMEOUT, _RETRY_CNT = 16, 7
 _LANES = 1 << 13
-_SEGMENT_BYTES = 16 << 20
 
 
 class VerbsDevice(Device):
@@ -72,7 +71,7 @@ class VerbsDevice(Device):
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
-        self.arena.segment_bytes = min(self.arena.segment_bytes, _SEGMENT_BYTES)
+        self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
