@@ -10,6 +10,7 @@ import pytest
 import torch
 from transport_peer import C, Pair, S, all_are, filled
 
+from rdmarpc import transport
 from rdmarpc.transport import Device, PeerLost, RdmaError, RemoteAccessError, RemoteRegion
 
 pytestmark = pytest.mark.rdma
@@ -121,21 +122,22 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
         ba.expect(1).wait(T)
     assert all_are(theirs, S)
     assert lost == ["REM_ACCESS_ERR"]
-    ac.memcpy(RemoteRegion.load(c.export(others)), ours).wait(T)
+    ac.memcpy(RemoteRegion.load(c.export(others)), ours.fill_(C)).wait(T)
     assert all_are(others, C)
 
 
-def test_nothing_lands_after_an_abort(open_device: Callable[..., Device]) -> None:
-    a, b = open_device("verbs", arena_limit=64 << 20), open_device("verbs", arena_limit=64 << 20)
-    ab, ba = a.connect(b.address), b.accept(timeout=T)
-    ours, theirs = filled(a, 16 << 20, C), filled(b, 16 << 20, S)
-    work = ab.prepare([(RemoteRegion.load(b.export(theirs)), ours)]).post()
-    ba.abort(timeout=T)
-    theirs.fill_(S)  # memory is safe again: whatever is still on its way must not show
-    with pytest.raises(RdmaError):
-        work.wait(T)
-        ab.notify(1)
-    assert all_are(theirs, S)
+def test_nothing_lands_after_an_abort() -> None:
+    # Not by the fixture: most of what is posted here is never sent, and would be missed among the packets.
+    with transport.open_device("verbs", arena_limit=64 << 20) as a, transport.open_device("verbs", arena_limit=64 << 20) as b:
+        ab, ba = a.connect(b.address), b.accept(timeout=T)
+        ours, theirs = filled(a, 16 << 20, C), filled(b, 16 << 20, S)
+        work = ab.prepare([(RemoteRegion.load(b.export(theirs)), ours)]).post()
+        ba.abort(timeout=T)
+        theirs.fill_(S)  # memory is safe again: whatever is still on its way must not show
+        with pytest.raises(RdmaError):
+            work.wait(T)
+            ab.notify(1)
+        assert all_are(theirs, S)
 
 
 def test_a_forked_child_is_told(open_device: Callable[..., Device]) -> None:
