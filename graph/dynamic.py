@@ -82,7 +82,7 @@ class DynamicTarget:
     """One slot at the consumer, as the sender sees it; keeps the source until the credit is back. Nothing is produced in it."""
 
     __slots__ = ("_device", "_head", "_metadata", "_transfer", "_work", "free", "source")
-    leased = occupied = mapped = False
+    leased = occupied = producible = False
 
     def __init__(self, device: Device, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
         words = device.empty(HEADER_BYTES + edge.nbytes, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .transport.arena import SEGMENT_BYTES
+from .transport.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
@@ -42,8 +42,9 @@ def memlock(root: Path, needed: int) -> Finding:
     # The kernel asks for this one in its first user namespace, so a rootless container has it in vain.
     if _capable(root, _CAP_IPC_LOCK) and _read(root / "proc/self/uid_map").split() == ["0", "0", "4294967295"]:
         return Finding("memlock", OK, f"{size(int(limit))}, which does not bind this process (CAP_IPC_LOCK)")
-    if int(limit) < SEGMENT_BYTES:
-        return Finding("memlock", MISSING, f"{size(int(limit))}: too little for one segment ({size(SEGMENT_BYTES)})", hint)
+    if int(limit) < PINNED_SEGMENT_BYTES:
+        text = f"{size(int(limit))}: too little for one segment ({size(PINNED_SEGMENT_BYTES)})"
+        return Finding("memlock", MISSING, text, hint)
     if int(limit) < needed:
         return Finding("memlock", LIMITS, f"{size(int(limit))}, the arena may grow to {size(needed)}", hint)
     return Finding("memlock", OK, f"{size(int(limit))}, enough for the arena ({size(needed)})")

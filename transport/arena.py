@@ -24,6 +24,8 @@ from .errors import ArenaFull
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
+PINNED_SEGMENT_BYTES = 16 << 20
+"""The first one where registering it pins all of it."""
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20

@@ -26,10 +26,10 @@ import numpy as np
 
 from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
-from .arena import Segment
+from .arena import PINNED_SEGMENT_BYTES, Segment
 from .channel import Channel
 from .device import Device, OnConnect
-from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import Heart
 from .memory import Memory
 from .verbs_channel import VerbsChannel
@@ -41,12 +41,12 @@ from .verbs_status import EVENT_MEANINGS
 _HANDSHAKE_TIMEOUT = 5.0
 _CLOSE_TIMEOUT_S = 1.0
 _TICK_NS = 500_000_000
+_SETTLE_S = 1.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
 # Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
 _TIMEOUT, _RETRY_CNT = 16, 7
 _LANES = 1 << 13
-_SEGMENT_BYTES = 16 << 20
 
 
 class VerbsDevice(Device):
@@ -72,7 +72,7 @@ class VerbsDevice(Device):
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
-        self.arena.segment_bytes = min(self.arena.segment_bytes, _SEGMENT_BYTES)
+        self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
         self._close_by = 0.0
@@ -377,8 +377,20 @@ class VerbsDevice(Device):
         with self._lock:
             channels = set(self._by_qp.values())
         for channel in channels:
-            if channel.error is None and (error := channel.failure()) is not None:
+            if channel.error is not None or (error := channel.failure()) is None:
+                continue
+            if isinstance(error, RemoteAccessError):
+                threading.Thread(target=self._settle, args=(channel, error), name="rdmarpc-refused", daemon=True).start()
+            else:
                 self.lost(channel, error)
+
+    def _settle(self, channel: VerbsChannel, error: RdmaError) -> None:
+        """A process that ends takes its memory from the adapter before its end is heard: that is no refusal. So wait a moment
+        for the control stream, which tells the two apart."""
+        limit = time.monotonic() + _SETTLE_S
+        while channel.error is None and time.monotonic() < limit:
+            time.sleep(0.005)
+        self.lost(channel, error)
 
     def _heed(self, event: str) -> None:
         """Asynchronous events are counted. Those of a queue pair show in its completions too; a device that is gone takes all
@@ -391,7 +403,9 @@ class VerbsDevice(Device):
             self.lost(channel, PeerLost(what, peer=channel.peer, device="verbs", status=event))
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
-        """A channel broke: end it, and tell whoever listens, once."""
+        """A channel broke: end it, and tell whoever listens, once. The peer is told too: it may not know yet."""
+        if channel.error is None:
+            channel.say_broken()
         if channel.lose(error):
             self._tell_lost(channel)
 
@@ -425,7 +439,7 @@ class VerbsDevice(Device):
         except PeerLost as error:
             # What came by the queue pair before the goodbye counts: it is on the completion queue.
             kernels.progress(self.port)
-            self.lost(channel, channel.failure() or error)
+            self.lost(channel, error if error.status == "EOF" else channel.failure() or error)
 
     def _look(self, seconds: float) -> None:
         """Give up the peers that have not been heard for too long."""

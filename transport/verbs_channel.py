@@ -254,8 +254,10 @@ class VerbsChannel(Channel):
                 lane.open()
             self.ready.set()
         elif kind == verbs_control.BYE:
-            if number:
+            if number == verbs_control.SILENT:
                 raise PeerLost(GIVEN_UP, peer=self.peer, device="verbs", status="GIVEN_UP")
+            if number == verbs_control.BROKEN:
+                raise PeerLost("the connection broke, as the peer says", peer=self.peer, device="verbs", status="BROKEN")
             raise PeerLost("the peer closed the channel", peer=self.peer, device="verbs", status="CLOSED")
 
     def _give_up_region(self, number: int) -> None:
@@ -308,8 +310,15 @@ class VerbsChannel(Channel):
 
     def say_given_up(self) -> None:
         """A peer that does not run will be lost here. Should it ever run again, it finds our goodbye."""
+        self._say_goodbye(verbs_control.SILENT)
+
+    def say_broken(self) -> None:
+        """The queue pair failed, or the stream did: then nobody hears this."""
+        self._say_goodbye(verbs_control.BROKEN)
+
+    def _say_goodbye(self, why: int) -> None:
         try:
-            self.stream.send(verbs_control.BYE, 1)
+            self.stream.send(verbs_control.BYE, why)
         except PeerLost:
             pass  # it finds the end of the stream
 
@@ -343,8 +352,5 @@ class VerbsChannel(Channel):
             kernels.progress(self.port)
             time.sleep(0.0005)
         if self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED")):
-            try:
-                self.stream.send(verbs_control.BYE)
-            except PeerLost:
-                pass
+            self._say_goodbye(verbs_control.CLOSED)
         self.release()

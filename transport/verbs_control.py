@@ -7,7 +7,7 @@ messages of one size:
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
     SYNC, SYNC_ACK    number: all that was announced before has been heard
     READY             the sender's queue pair receives: posts may begin
-    BYE               the channel was closed (number 1: because the receiver was silent for too long)
+    BYE               the channel ended (number: CLOSED; SILENT, the receiver was, for too long; BROKEN)
     BEAT              nothing: a sign of life (``heartbeat``)
 
 Its end is how the death of a process is noticed at once; the death of a host is noticed by the queue pair (``verbs``).
@@ -27,6 +27,7 @@ from .heartbeat import Pulse
 from .verbs_endpoint import Endpoint
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
+CLOSED, SILENT, BROKEN = range(3)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
 _SETUP = struct.Struct(f"<QII{Endpoint.SIZE}s")

@@ -47,6 +47,7 @@ LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
 _WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
 _OBJECT_HEADER = 16
+_FORK_UNNEEDED = 2
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
@@ -134,11 +135,13 @@ def library() -> ctypes.CDLL:
 
 def fork_init() -> None:
     """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on see to that (a
-    fork copies pinned pages). On older ones libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``): a
-    child that touches such a page, and be it for what else lies in it, dies. So it is asked only where it has to be."""
-    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 12):
+    fork copies pinned pages), and some older ones of distributions; libibverbs knows. Elsewhere it keeps registered pages out
+    of children (``madvise(MADV_DONTFORK)``): a child that touches such a page, and be it for what else lies in it, dies. So it
+    is asked for only where it has to be."""
+    lib = library()
+    if hasattr(lib, "ibv_is_fork_initialized") and lib.ibv_is_fork_initialized() == _FORK_UNNEEDED:
         return
-    code = library().ibv_fork_init()
+    code = lib.ibv_fork_init()
     if code:
         raise failure("", "ibv_fork_init", code, hint="call rdmarpc before anything else registers memory")
 
@@ -336,11 +339,14 @@ class NativeContext(Context):
 
     def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
         access = at.ACCESS_LOCAL_WRITE | (at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ if remote else 0)
+        # libibverbs may change the mappings of the whole range before the kernel refuses it.
+        if peek(address, 1) is None or peek(address + nbytes - 1, 1) is None:
+            raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
         try:
-            return self.add(NativeMemoryRegion, self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, access)))
+            native = self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, access))
         except RdmaError as error:
-            mapped = peek(address, 1) is not None and peek(address + nbytes - 1, 1) is not None
-            raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=mapped) from error
+            raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
+        return self.add(NativeMemoryRegion, native)
 
     def completion_queue(self, depth: int) -> CompletionQueue:
         channel = self.call("ibv_create_comp_channel", self.new_channel)

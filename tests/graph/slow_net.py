@@ -99,6 +99,8 @@ class Mapping:
 class SlowChannel:
     """One end. Numbers are given out by the end where they arrive."""
 
+    registered_only = False
+
     error = None
 
     def __init__(self, net: Net, here: str, there: str) -> None:

@@ -183,7 +183,7 @@ class Worker:
         """Sometimes where it is to land, where that is possible; and then it is kept for a while."""
         line = sender.line
         expected = self.expected(sender.pattern, number, line.nbytes)
-        if line.nbytes and sender.outlet.mapped and self.chance.random() < 0.5:
+        if line.nbytes and sender.outlet.producible and self.chance.random() < 0.5:
             reserved = sender.outlet.reserve((line.nbytes,), (1,))
             if reserved is not None:
                 self.own.append((self.turn + self.chance.randrange(20), sender.pattern, number, reserved.copy_(expected)))

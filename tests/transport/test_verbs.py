@@ -10,6 +10,7 @@ import pytest
 import torch
 from transport_peer import C, Pair, S, all_are, filled
 
+from rdmarpc import transport
 from rdmarpc.transport import Device, PeerLost, RdmaError, RemoteAccessError, RemoteRegion
 
 pytestmark = pytest.mark.rdma
@@ -94,6 +95,7 @@ def test_memory_outside_the_arena_is_registered_or_staged_and_let_go(open_device
     gc.collect()
     ab.prepare([])  # sweeps
     assert not ab._left
+    filled(a, 1, 0)  # takes back what was freed
     assert a.counters()["arena_used"] == before["arena_used"]
 
 
@@ -116,25 +118,26 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
     assert ab.peer in str(caught.value) and "hint" in str(caught.value)
     with pytest.raises(RdmaError):
         ab.notify(1)
-    with pytest.raises(PeerLost):
+    with pytest.raises((PeerLost, RemoteAccessError)):  # its adapter may tell it why
         ba.expect(1).wait(T)
     assert all_are(theirs, S)
     assert lost == ["REM_ACCESS_ERR"]
-    ac.memcpy(RemoteRegion.load(c.export(others)), ours).wait(T)
+    ac.memcpy(RemoteRegion.load(c.export(others)), ours.fill_(C)).wait(T)
     assert all_are(others, C)
 
 
-def test_nothing_lands_after_an_abort(open_device: Callable[..., Device]) -> None:
-    a, b = open_device("verbs", arena_limit=64 << 20), open_device("verbs", arena_limit=64 << 20)
-    ab, ba = a.connect(b.address), b.accept(timeout=T)
-    ours, theirs = filled(a, 16 << 20, C), filled(b, 16 << 20, S)
-    work = ab.prepare([(RemoteRegion.load(b.export(theirs)), ours)]).post()
-    ba.abort(timeout=T)
-    theirs.fill_(S)  # memory is safe again: whatever is still on its way must not show
-    with pytest.raises(RdmaError):
-        work.wait(T)
-        ab.notify(1)
-    assert all_are(theirs, S)
+def test_nothing_lands_after_an_abort() -> None:
+    # Not by the fixture: most of what is posted here is never sent, and would be missed among the packets.
+    with transport.open_device("verbs", arena_limit=64 << 20) as a, transport.open_device("verbs", arena_limit=64 << 20) as b:
+        ab, ba = a.connect(b.address), b.accept(timeout=T)
+        ours, theirs = filled(a, 16 << 20, C), filled(b, 16 << 20, S)
+        work = ab.prepare([(RemoteRegion.load(b.export(theirs)), ours)]).post()
+        ba.abort(timeout=T)
+        theirs.fill_(S)  # memory is safe again: whatever is still on its way must not show
+        with pytest.raises(RdmaError):
+            work.wait(T)
+            ab.notify(1)
+        assert all_are(theirs, S)
 
 
 def test_a_forked_child_is_told(open_device: Callable[..., Device]) -> None:

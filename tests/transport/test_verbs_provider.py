@@ -178,6 +178,7 @@ def test_a_notified_write_a_read_and_a_wrong_key(loop: Loop) -> None:
 
 def test_a_forked_child_destroys_nothing(loop: Loop) -> None:
     def child() -> None:
+        assert loop.memory[100] == 9, "registered memory is a child's as well"
         for pair in loop.pairs:
             pair.error()
             pair.close()
@@ -191,6 +192,7 @@ def test_a_forked_child_destroys_nothing(loop: Loop) -> None:
         del natives
         gc.collect()
 
+    loop.memory[100] = 9
     in_child(child)
     loop.memory[:64] = 3
     loop.post(0, at.WR_RDMA_WRITE, 0, 65536, 64)

@@ -240,13 +240,11 @@ class Command:
         passed["PYTHONPATH"] = os.pathsep.join(place for place in (passed.get("PYTHONPATH"), "/run/python") if place)
         folder = str(cwd or Path.cwd())
         if python:
-            order, suffix = json.dumps({"argv": list(command), "cwd": folder, "env": passed}), "json"
+            self._file("json").write_text(json.dumps({"argv": list(command), "cwd": folder, "env": passed}))
         else:
             lines = [f"export {key}={shlex.quote(value)}" for key, value in passed.items()]
             lines += [f"cd {shlex.quote(folder)} || exit {FAILED}", f"exec {shlex.join(command)}"]
-            order, suffix = "\n".join(lines) + "\n", "sh"
-        self._file("new").write_text(order)
-        self._file("new").rename(self._file(suffix))
+            self._file("sh").write_text("\n".join(lines) + "\n")
         self._ring("run")
 
     def wait(self, output: Callable[[bytes], object] | None = None) -> int:
@@ -277,12 +275,11 @@ class Command:
         self._ring("kill")
 
     def _ring(self, order: str) -> None:
-        if not (self._box / BELLS[0]).exists():  # TEMPORARY: guests booted before the bells
-            if order == "kill":
-                self._file("kill").touch()
-            return
-        # Without a guest that listens this fails instead of waiting.
-        pipe = os.open(self._box / BELLS[self._python], os.O_WRONLY | os.O_NONBLOCK)
+        bell = self._box / BELLS[self._python]
+        try:
+            pipe = os.open(bell, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise GuestFailed(f"no guest listens at {bell}: {error}") from error
         os.write(pipe, f"{order} {self._name}\n".encode())
         os.close(pipe)
 
