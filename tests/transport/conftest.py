@@ -20,9 +20,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def open_device(record_property: Callable[[str, object], None]) -> Iterator[Callable[..., Device]]:
+def open_device(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Iterator[Callable[..., Device]]:
     """``transport.open_device``; everything opened is closed after the test."""
     opened: list[Device] = []
+    dying = request.module.__name__ in ("test_end", "test_peers")  # what is posted there may never be sent
 
     def open_one(*args: Any, **options: Any) -> Device:
         opened.append(transport.open_device(*args, **options))
@@ -30,7 +33,7 @@ def open_device(record_property: Callable[[str, object], None]) -> Iterator[Call
 
     yield open_one
     for device in opened:
-        if device.name.startswith("verbs"):  # the packets of the device are compared with it (tests/vm/suite.py)
+        if device.name.startswith("verbs") and not dying:  # the packets of the device are compared with it (tests/vm/suite.py)
             record_property("bytes_direct", device.counters()["bytes_direct"])
         device.close()
 
