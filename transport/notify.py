@@ -87,6 +87,21 @@ class Expectation:
             kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
 
 
+def wait_done(word: int, target: int, timeout: float | None, port: int, *, peer: str, device: str) -> None:
+    """Block until a count of finished copies has reached ``target``: of ``word``, a record's address. ``TransferTimeout``."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while kernels.load(word) < target:
+        left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
+        if left <= 0:
+            raise TransferTimeout(
+                f"the copy was not done within {timeout} s",
+                peer=peer,
+                device=device,
+                hint="a timeout ends the wait, not the copy: channel.abort() does",
+            )
+        kernels.wait_count(word, target, kernels.SPIN, min(left, kernels.SLICE_NS), port)
+
+
 class Poller:
     """One thread waits for many notifications of many channels, asleep on one bell.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,8 @@ import torch
 
 from . import kernels
 from .channel import DONE, Transfer, Window, Work
-from .errors import RdmaError, TransferTimeout
+from .errors import RdmaError
+from .notify import wait_done
 from .region import RemoteRegion, local_bytes
 from .tcp_wire import HEADER, LAST, NOTIFY, READ, SILENT, WRITE, memory_at
 
@@ -38,17 +38,8 @@ class TcpWork(Work):
         return kernels.load(self._channel.answers) >= self.seq
 
     def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
-            if left <= 0:
-                raise TransferTimeout(
-                    f"the copy was not done within {timeout} s",
-                    peer=self._channel.peer,
-                    device="tcp",
-                    hint="a timeout ends the wait, not the copy: channel.abort() does",
-                )
-            kernels.wait_count(self._channel.answers, self.seq, kernels.SPIN, min(left, kernels.SLICE_NS), 0)
+        channel = self._channel
+        wait_done(channel.answers, self.seq, timeout, 0, peer=channel.peer, device="tcp")
         if (error := self.exception()) is not None:
             raise error
 

@@ -36,7 +36,7 @@ from .verbs_control import ControlStream, Message, Setup
 from .verbs_lane import Lane
 from .verbs_provider import QueuePair
 from .verbs_status import error_of
-from .verbs_transfer import Chain, VerbsTransfer, VerbsWindow, _Held
+from .verbs_transfer import Chain, Held, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
     from .verbs import VerbsDevice
@@ -67,7 +67,7 @@ class VerbsChannel(Channel):
         self._table_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
         self._questions = itertools.count(1)
-        self._left: deque[tuple[Lane, int, _Held]] = deque()  # filled by finalizers: append only
+        self._left: deque[tuple[Lane, int, Held]] = deque()  # filled by finalizers: append only
         self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
         self._end_lock = threading.Lock()
         self._released = False
@@ -177,7 +177,7 @@ class VerbsChannel(Channel):
             if lane.reached < seq:
                 raise self.ended()
 
-    def leave(self, lane: Lane, held: _Held) -> None:
+    def leave(self, lane: Lane, held: Held) -> None:
         """A transfer died: what it held goes when nothing of it is under way. Runs in finalizers: takes no lock."""
         self._left.append((lane, lane.posted, held))
 

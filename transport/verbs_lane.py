@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from . import kernels, verbs_kernels
-from .errors import TransferTimeout
+from .notify import wait_done
 from .verbs_provider import QueuePair
 
 
@@ -56,20 +54,7 @@ class Lane:
 
     def wait(self, seq: int, timeout: float | None) -> None:
         """Until ``passed``. ``TransferTimeout``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        limit = kernels.SLICE_NS
-        while not self.passed(seq):
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeout(
-                        f"the copy was not done within {timeout} s",
-                        peer=self.peer,
-                        device="verbs",
-                        hint="a timeout ends the wait, not the copy: channel.abort() does",
-                    )
-                limit = min(limit, int(left * 1e9))
-            kernels.wait_count(self.address, seq, kernels.SPIN, limit, self.port)
+        wait_done(self.address, seq, timeout, self.port, peer=self.peer, device="verbs")
 
     def wait_for_room(self, count: int) -> None:
         """Until ``count`` more requests fit, or a moment has passed."""

@@ -64,20 +64,20 @@ class Chain:
     """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
     rkey, bytes, imm)."""
 
-    __slots__ = ("_elements", "_memory", "address", "count", "elements", "nbytes", "words")
+    __slots__ = ("_elements", "_memory", "address", "count", "nbytes", "words")
 
     def __init__(self, requests: Sequence[tuple[int, int, int, int, int, int, int, int]]) -> None:
         self.count = len(requests)
         self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
         self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
-        first, self.elements = self._memory.ctypes.data, self._elements.ctypes.data
+        first, first_element = self._memory.ctypes.data, self._elements.ctypes.data
         memory, elements = memoryview(self._memory), memoryview(self._elements)
         self.nbytes = 0
         for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
             last = index == self.count - 1
             here = index * at.SEND_WR_BYTES
             following = 0 if last else first + here + at.SEND_WR_BYTES
-            element = self.elements + index * at.SGE_BYTES
+            element = first_element + index * at.SGE_BYTES
             flags |= at.SEND_SIGNALED if last else 0
             order = int.from_bytes(imm.to_bytes(4, "little"), "big")
             _REQUEST.pack_into(memory, here, 0, following, element, int(nbytes > 0), opcode, flags, order, remote, rkey)
@@ -94,7 +94,7 @@ class Chain:
         self._elements[here + at.SGE_LKEY : here + at.SGE_LKEY + 4].view(np.uint32)[0] = lkey
 
 
-class _Held:
+class Held:
     """What a transfer has besides its tensors. It outlives it until nothing of it is under way (``VerbsChannel.sweep``)."""
 
     __slots__ = ("blocks", "regions")
@@ -132,7 +132,7 @@ class VerbsTransfer(Transfer):
         self.revoked = ""
         self._chains: list[Chain] = []
         self._staging: list[_Piece] = []
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._pieces = [_Piece(*side) for side in sides]
         live = [piece for piece in self._pieces if piece.remote.nbytes]
         self.nbytes = sum(piece.remote.nbytes for piece in live)
@@ -175,7 +175,7 @@ class VerbsTransfer(Transfer):
         if device.lkey(address, nbytes) is not None:
             return
         if self._held is None:
-            self._held = _Held()
+            self._held = Held()
             weakref.finalize(self, self._channel.leave, self.lane, self._held).atexit = False
         if stage and piece.write and nbytes <= STAGED_MAX:
             if piece.block is None:
