@@ -28,7 +28,7 @@ vm-test: $(INSTALLED)
 
 vm-cluster: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[slurm]'
-	$(BIN)/python tests/vm/cluster.py $(ARGS)
+	$(BIN)/python tests/vm/cluster_cases.py $(ARGS)
 
 vm-bench: $(INSTALLED)
 	$(BIN)/python tests/vm/bench.py $(ARGS)

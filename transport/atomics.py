@@ -85,6 +85,18 @@ def fence(typingctx: Any) -> Any:
 
 
 @intrinsic
+def errno(typingctx: Any) -> Any:
+    """``errno() -> int64``: of this thread's last C function that failed."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32.as_pointer(), [])
+        call = cgutils.get_or_insert_function(builder.module, kind, "__errno_location")
+        return builder.sext(builder.load(builder.call(call, [])), _I64)
+
+    return i64(), codegen
+
+
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop."""
 

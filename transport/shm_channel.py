@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from . import cma, kernels
-from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
 from .memory import address_of
@@ -375,7 +375,7 @@ class ShmChannel(Channel):
         """Send and wait for the acknowledgement (never from the device's service thread)."""
         event = self._acks.setdefault((kind + 1, number), threading.Event())
         self.send(kind, number)
-        if not event.wait(_SEND_TIMEOUT):
+        if not event.wait(ANSWER_TIMEOUT_S):
             self._check()
             raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
         self._acks.pop((kind + 1, number), None)

@@ -9,6 +9,7 @@ Locks: ``_receiving`` (held by the I/O thread while it handles what came) before
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import kernels
-from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
+from .channel import ANSWER_TIMEOUT_S, Channel, Pair, Transfer, Window, check_notify, sort_pair
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
-from .heartbeat import GIVEN_UP, Pulse
+from .heartbeat import GIVEN_UP
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
+from .pulse import MAX_BUFFERS, Pulse
 from .region import RemoteRegion
 from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork
 from .tcp_wire import (
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from .tcp import TcpDevice
 
 _TURN_BYTES = 4 << 20  # what one channel sends or receives before it is another's turn
-_MAX_BUFFERS = 512  # below IOV_MAX
-_CHECK_TIMEOUT = 5.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _ENDED = 1 << 62  # added to the answers when the channel ends, so that every wait on them returns
 
@@ -77,13 +77,13 @@ class TcpChannel(Channel):
         self.answers = self._inbox + MAX_NOTIFY * RECORD_BYTES
         self.answered = 0
         self._sending, self._receiving = threading.RLock(), threading.RLock()
-        self._pulse: Pulse | None = None  # once adopted
+        self._pulse: Pulse | None = None  # once the I/O thread serves this channel
         self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
         self._heard, self._silence = True, 0.0
-        self._adopted = False
         self._seq = 0
         self._pending: dict[int, TcpWork] = {}
         self._outbox: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
+        self._given = 0  # so many of its first buffers are the pulse's
         self._posts = self._bytes = self.inlined = 0
         # Of the frame that is coming in:
         self._header = bytearray(HEADER.size)
@@ -120,7 +120,7 @@ class TcpChannel(Channel):
         with self._sending:
             seq = self._enlist(work)
             self._transmit([HEADER.pack(CHECK, LAST, 0, 0, seq, remote.region, remote.key, remote.offset, remote.nbytes)])
-        work.wait(_CHECK_TIMEOUT)
+        work.wait(ANSWER_TIMEOUT_S)
         return TcpWindow(self, remote, local, notify)
 
     def record(self, imm: int) -> int:
@@ -187,73 +187,70 @@ class TcpChannel(Channel):
     def enlist(self) -> None:
         """From here on the I/O thread serves this channel; what was posted before goes out now."""
         with self._sending:
-            self._adopted = True
             self._pulse = self.device.heart.pulse(self.sock.fileno(), self._beat_s)
-            if self._outbox:
-                self._flush()
-            if not self._outbox:
-                self._pulse.free()
-            self._await_room()
+            self.flush()
 
     def flush(self) -> None:
         """Send some of what is left over (I/O thread, when the socket has room)."""
         with self._sending:
             self._flush()
-            if not self._outbox:
-                assert self._pulse is not None
-                self._pulse.free()
-                self._await_room()
+            self._await_room()
 
     def _transmit(self, parts: Buffers, *, region: int = 0, keep: bool = True) -> None:
         """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
         not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
-        idle = not self._outbox
-        if idle and self._pulse is not None and (owed := self._pulse.take()):
-            self._outbox.append((memoryview(owed), 0))
-        self._outbox.extend((memoryview(part), region) for part in parts)
-        if idle and self._adopted:
+        idle = not self._outbox and self._pulse is not None
+        self._outbox.extend((memoryview(part), region) for part in parts if len(part))
+        if idle:
             self._flush()
-        if self._outbox:
-            if not keep:
-                # Its owner may overwrite it now: go on with a copy.
+        if not self._outbox:
+            return
+        if not keep:
+            # Its owner may overwrite it now: go on with a copy.
+            self._withdraw()
+            if self._outbox:
                 view, region = self._outbox.pop()
                 self.inlined += len(view)
                 self._outbox.append((memoryview(bytes(view)), region))
-            if idle and self._adopted:
-                self._await_room()
-        elif self._pulse is not None:
-            self._pulse.free()
+        if idle:
+            self._flush()
+            self._await_room()
 
     def _flush(self) -> None:
+        """As much as the socket takes, and one channel may send in its turn."""
+        assert self._pulse is not None
         room = _TURN_BYTES
-        while self._outbox and room > 0:
-            batch: list[memoryview] = []
-            size = 0
-            for view, _ in self._outbox:
-                batch.append(view[: room - size])
-                size += len(batch[-1])
-                if size >= room or len(batch) == _MAX_BUFFERS:
-                    break
-            try:
-                sent = self.sock.sendmsg(batch, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:
+        try:
+            while self._outbox and room > 0:
+                if self._given:
+                    sent = self._pulse.resume(room)
+                else:
+                    batch = [view for view, _ in itertools.islice(self._outbox, MAX_BUFFERS)]
+                    self._given = len(batch)
+                    sent = self._pulse.send(batch, len(batch) == len(self._outbox), room)
+                room -= sent
+                self._sent(sent)
+                if self._given:
+                    return
+        except OSError:
+            # The I/O thread sees the broken connection too, takes what came before, and ends the channel.
+            self._outbox.clear()
+            self._given = 0
+
+    def _sent(self, nbytes: int) -> None:
+        while nbytes:
+            view, region = self._outbox.popleft()
+            if len(view) > nbytes:
+                self._outbox.appendleft((view[nbytes:], region))
                 return
-            except OSError:
-                # The I/O thread sees the broken connection too, takes what came before, and ends the channel.
-                self._outbox.clear()
-                return
-            room -= sent
-            short = sent < size
-            while sent:
-                view, region = self._outbox.popleft()
-                if len(view) > sent:
-                    self._outbox.appendleft((view[sent:], region))
-                    break
-                sent -= len(view)
-            while self._outbox and not len(self._outbox[0][0]):
-                self._outbox.popleft()
-            if short:
-                return
+            nbytes -= len(view)
+            self._given -= 1
+
+    def _withdraw(self) -> None:
+        """Nobody but us touches the outbox any more, until the next ``_flush``."""
+        if self._given and self._pulse is not None:
+            self._sent(self._pulse.withdraw())
+            self._given = 0
 
     def _await_room(self) -> None:
         self.device.watch(self, writable=bool(self._outbox))
@@ -432,23 +429,30 @@ class TcpChannel(Channel):
                 self._target = None
                 self._refusal = self._refusal or f"region {region} was closed during the copy"
             with self._sending:
+                self._withdraw()
                 for at, (view, source) in enumerate(self._outbox):
                     if source == region:
                         self.inlined += len(view)
                         self._outbox[at] = (memoryview(bytes(view)), 0)
+                if self._pulse is not None:
+                    self._flush()
 
-    def end(self, error: RdmaError) -> bool:
-        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``False`` if it had
-        ended before."""
+    def end(self, error: RdmaError, *, goodbye: int | None = None) -> bool:
+        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``goodbye``: what the peer is
+        told, if no frame is half sent. ``False`` if it had ended before."""
         with self._receiving, self._sending:
             if self.error is not None:
                 return False
             self.error = error
             if self._pulse is not None:
                 self._pulse.close()
+                self._withdraw()
+            whole = not self._outbox
             self._outbox.clear()
             self._pending.clear()
             self._target, self._left = None, 0
+            if whole and goodbye is not None:
+                self._transmit([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
         kernels.add(self.answers, _ENDED - 1)
         kernels.signal(self.answers, self.device.bells)
         return True
@@ -460,7 +464,7 @@ class TcpChannel(Channel):
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
         self._hang_up()
         # The peer ends too when it has read our end of stream: then none of our bytes can land there any more.
-        if not self._adopted or self.device.on_io_thread() or self.gone.wait(timeout):
+        if self._pulse is None or self.device.on_io_thread() or self.gone.wait(timeout):
             return
         if unanswered:
             raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
@@ -473,10 +477,7 @@ class TcpChannel(Channel):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.0005)
-        with self._receiving, self._sending:
-            whole = not self._outbox  # no frame is half sent: a goodbye can follow
-            if self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED")) and whole:
-                self._transmit([HEADER.pack(BYE, 0, 0, 0, 0, 0, 0, 0, 0)])
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=0)
         self._hang_up()
 
     def look(self, seconds: float) -> float:
@@ -487,12 +488,7 @@ class TcpChannel(Channel):
 
     def give_up(self, error: RdmaError) -> bool:
         """End a channel whose peer is silent. Should it ever run again, it finds our goodbye, or a broken stream."""
-        with self._receiving, self._sending:
-            whole = not self._outbox
-            broke = self.end(error)
-            if broke and whole:
-                self._transmit([HEADER.pack(BYE, 0, 1, 0, 0, 0, 0, 0, 0)])
-        return broke
+        return self.end(error, goodbye=1)
 
     def release(self) -> None:
         """Close the socket (I/O thread, when nothing can come or go any more)."""

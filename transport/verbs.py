@@ -341,7 +341,6 @@ class VerbsDevice(Device):
                     stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
             stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
-            stream.pulse.free()
             self._selector.register(stream.sock, selectors.EVENT_READ, channel)
             self._wake.send(b"\0")
 

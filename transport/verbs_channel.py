@@ -26,7 +26,7 @@ import torch
 
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
-from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
 from .memory import anonymous
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]
 """Address and rkey of remote memory."""
-_ASK_TIMEOUT_S = 5.0
 _LARGE = 256 << 10
+_DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
 
 class VerbsChannel(Channel):
@@ -161,7 +161,7 @@ class VerbsChannel(Channel):
             if self.error is not None:
                 raise self.error
         elif why == verbs_kernels.CLOSED and self.error is None and not self.ready.is_set():
-            if not self.ready.wait(_ASK_TIMEOUT_S) and self.error is None:
+            if not self.ready.wait(ANSWER_TIMEOUT_S) and self.error is None:
                 raise TransferTimeout("the peer's queue pair did not become ready", peer=self.peer, device="verbs")
         elif why == verbs_kernels.REFUSED:
             refusal = "the queue pair did not take a work request"
@@ -222,7 +222,7 @@ class VerbsChannel(Channel):
         event = self._acks.setdefault((kind + 1, number), threading.Event())
         try:
             self.stream.send(kind, number)
-            if not event.wait(_ASK_TIMEOUT_S):
+            if not event.wait(ANSWER_TIMEOUT_S):
                 self._check()
                 raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="verbs")
         finally:
@@ -267,7 +267,7 @@ class VerbsChannel(Channel):
         under_way = [(user.lane, user.revoke(f"region {number} is not registered (any more)")) for user in users]
         try:
             for lane, seq in under_way:
-                lane.wait(seq, _ASK_TIMEOUT_S)
+                lane.wait(seq, _DRAIN_TIMEOUT_S)
             self.stream.send(verbs_control.GONE_ACK, number)
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same

@@ -19,11 +19,12 @@ import select
 import socket
 import struct
 import threading
+import time
 from typing import NamedTuple
 
 from . import auth
 from .errors import PeerLost
-from .heartbeat import Pulse
+from .pulse import Pulse
 from .verbs_endpoint import Endpoint
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
@@ -95,22 +96,31 @@ class ControlStream:
         with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
-            if self.pulse is not None:
-                data = self.pulse.take() + data
             try:
                 self._send_all(data)
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
-            if self.pulse is not None:
-                self.pulse.free()
 
     def _send_all(self, data: bytes) -> None:
-        while data:
-            try:
-                data = data[self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                if not select.select([], [self.sock], [], _SEND_TIMEOUT_S)[1]:
-                    raise PeerLost("the peer does not read its control messages", peer=self.peer, device="verbs") from None
+        deadline = time.monotonic() + _SEND_TIMEOUT_S
+        left = len(data)
+        try:
+            left -= self._some(data, True)
+            while left:
+                if not select.select([], [self.sock], [], max(deadline - time.monotonic(), 0.0))[1]:
+                    raise PeerLost("the peer does not read its control messages", peer=self.peer, device="verbs")
+                left -= self._some(data[len(data) - left :], False)
+        finally:
+            if left and self.pulse is not None:
+                self.pulse.withdraw()
+
+    def _some(self, data: bytes, first: bool) -> int:
+        if self.pulse is not None:
+            return self.pulse.send([data], True, len(data)) if first else self.pulse.resume(len(data))
+        try:
+            return self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> list[Message]:
         """What has come. Raises ``PeerLost`` at the end of the stream."""

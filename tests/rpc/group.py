@@ -138,8 +138,9 @@ def on_every_device(scenario: Callable[[Any], Any], size: int = 2, **options: An
 
 def results(outcomes: list[Outcome]) -> list[Any]:
     """The results of workers that must all have succeeded."""
+    wrong = [f"worker {rank}: {outcome.error}: {outcome.text}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    assert not wrong, "\n".join(wrong)
     for rank, outcome in enumerate(outcomes):
-        assert not outcome.error, f"worker {rank}: {outcome.error}: {outcome.text}"
         assert outcome.exit_code == 0, f"worker {rank} exited with {outcome.exit_code}"
     return [outcome.result for outcome in outcomes]
 

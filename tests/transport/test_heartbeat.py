@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,6 +18,7 @@ import pytest
 
 from rdmarpc.transport import kernels, open_device
 from rdmarpc.transport.heartbeat import Heart, Looks
+from rdmarpc.transport.pulse import FREE, Pulse
 
 _FRAME = struct.Struct("<II")  # kind (1 data, 2 beat), bytes that follow
 _BEAT = _FRAME.pack(2, 40) + b"\xbb" * 40
@@ -41,6 +46,13 @@ def _receive(sock: socket.socket, slow: float, found: dict[int, int], wrong: lis
         wrong.append(bytes(stream[:64]))
 
 
+def _send(pulse: Pulse, sock: socket.socket, parts: list[bytes]) -> None:
+    left = sum(map(len, parts)) - pulse.send(parts, True, random.randrange(1, 20000))
+    while left:
+        assert select.select([], [sock], [], 5)[1]
+        left -= pulse.resume(random.randrange(1, 20000))
+
+
 @pytest.mark.parametrize("slow", [0.0, 0.002])
 def test_beats_go_between_frames_whatever_room_there_is(slow):
     ours, theirs = socket.socketpair()
@@ -51,20 +63,19 @@ def test_beats_go_between_frames_whatever_room_there_is(slow):
     receiver = threading.Thread(target=_receive, args=(theirs, slow, found, wrong))
     receiver.start()
     pulse = heart.pulse(ours.fileno(), 0.0)
-    pulse.free()
     sent = 0
     try:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
-            owed = pulse.take()
-            ours.sendall(owed + _FRAME.pack(1, size := random.randrange(0, 9000)) + b"\xdd" * size)
-            pulse.free()
+            size = random.randrange(1, 9000)
+            _send(pulse, ours, [_FRAME.pack(1, size), b"\xdd" * size])
             sent += 1
             if random.random() < 0.1:
                 time.sleep(random.random() / 2000)
-        owed = pulse.take()
+        while pulse.resume(0) or kernels.load(pulse.at) != FREE or kernels.load(pulse.at + 16):
+            select.select([], [ours], [], 5)
+            pulse.resume(1 << 20)
         pulse.close()
-        ours.sendall(owed)
         pulse.end()
         at_close = found[2]
         ours.shutdown(socket.SHUT_WR)
@@ -78,33 +89,92 @@ def test_beats_go_between_frames_whatever_room_there_is(slow):
     assert at_close and found[2] > 50, "hardly any beats went out"
 
 
+def _drain(sock: socket.socket) -> bytes:
+    got = bytearray()
+    sock.setblocking(False)
+    try:
+        while piece := sock.recv(1 << 16):
+            got += piece
+    except BlockingIOError:
+        pass
+    return bytes(got)
+
+
 def test_a_closed_pulse_beats_no_more_and_its_row_is_used_again():
     heart = Heart(frame=_BEAT, tick_ns=20_000)
     ours, theirs = socket.socketpair()
     theirs.settimeout(2)
     try:
         pulse = heart.pulse(ours.fileno(), 0.0)
-        time.sleep(0.02)
-        theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):  # taken until it is freed
-            theirs.recv(1)
-        pulse.free()
-        theirs.settimeout(2)
         assert theirs.recv(len(_BEAT)) == _BEAT
         pulse.close()
-        assert pulse.take() == b""
         time.sleep(0.02)
-        theirs.setblocking(False)
-        try:
-            while theirs.recv(1 << 16):
-                pass
-        except BlockingIOError:
-            pass
+        _drain(theirs)
         time.sleep(0.02)
-        with pytest.raises(BlockingIOError):
-            theirs.recv(1)
+        assert not _drain(theirs)
+        assert pulse.send([b"goodbye"], True, 100) == 7
+        time.sleep(0.02)
+        assert _drain(theirs) == b"goodbye"
         pulse.end()
-        assert heart.pulse(ours.fileno(), 1.0)._row == pulse._row
+        again = heart.pulse(ours.fileno(), 1.0)
+        assert again.at == pulse.at
+        again.close()
+    finally:
+        heart.stop()
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("nbytes", [10, 4 << 20])
+def test_whoever_sent_may_lose_the_gil_and_shows_life(nbytes):
+    """After the system call, with all of a frame sent or a part of it, nothing here runs in Python for long."""
+    heart = Heart(frame=_BEAT, tick_ns=2_000_000)
+    ours, theirs = socket.socketpair()
+    read = "import socket,sys,time; s=socket.socket(fileno=int(sys.argv[1])); gaps=[]; n=0; t=time.monotonic()\n"
+    read += "while p:=s.recv(1<<20): u=time.monotonic(); gaps.append(u-t); n+=len(p); t=u\n"
+    read += "print(max(gaps[2:]), n)"
+    reader = subprocess.Popen([sys.executable, "-c", read, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE)
+    theirs.close()
+    try:
+        time.sleep(0.3)
+        pulse, frame = heart.pulse(ours.fileno(), 0.01), bytes(nbytes)
+        out = pulse.send([frame], True, 1 << 30)
+        ctypes.PyDLL(None).usleep(1_000_000)
+        out += pulse.resume(0)
+        assert out == nbytes
+        pulse.close()
+        pulse.end()
+    finally:
+        heart.stop()
+        ours.close()
+    longest, received = reader.communicate(timeout=20)[0].split()
+    assert float(longest) < 0.5 and int(received) > nbytes + 10 * len(_BEAT)
+
+
+def test_what_is_withdrawn_is_not_sent_and_no_beat_breaks_the_frame():
+    heart = Heart(frame=_BEAT, tick_ns=20_000)
+    ours, theirs = socket.socketpair()
+    try:
+        pulse = heart.pulse(ours.fileno(), 0.0)
+        frame = np.arange(1 << 17, dtype=np.int64)
+        out = pulse.send([memoryview(frame).cast("B")], True, 1 << 30)
+        time.sleep(0.01)
+        out += pulse.withdraw()
+        assert 0 < out < frame.nbytes
+        theirs.setblocking(False)
+        before = _drain(theirs)
+        time.sleep(0.01)
+        assert not _drain(theirs), "something was sent in the middle of a frame"
+        rest = frame.copy().view(np.uint8)[out:]
+        frame[:] = -1
+        while len(rest):
+            rest = rest[pulse.send([memoryview(rest)], True, 1 << 30) + pulse.withdraw() :]
+            before += _drain(theirs)
+        time.sleep(0.01)
+        before += _drain(theirs)
+        data = before[before.index(bytes(8) + b"\1") :][: frame.nbytes]
+        assert np.array_equal(np.frombuffer(data, np.int64), np.arange(1 << 17))
+        pulse.close()
     finally:
         heart.stop()
         ours.close()
@@ -112,8 +182,6 @@ def test_a_closed_pulse_beats_no_more_and_its_row_is_used_again():
 
 
 def test_the_heart_beats_while_the_gil_is_held():
-    import ctypes
-
     word = np.zeros(1, np.int64)
     heart = Heart(word.ctypes.data)
     try:

@@ -1,7 +1,7 @@
 """`make vm-cluster`: two guests on one link are two hosts. RDMA crosses between them, every fault ends as documented, and a
 SLURM trains over both.
 
-    python tests/vm/cluster.py [--device verbs] [--only TEXT]
+    python tests/vm/cluster_cases.py [--device verbs] [--only TEXT]
 
 Prints a table and ends with 0 only if every case was as expected.
 """
