@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
 ANSWER_TIMEOUT_S = 60.0
-"""How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL. Who does
-not run at all is lost after ``peer_timeout``."""
+"""How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL.
+Who does not run at all is lost after ``peer_timeout``."""
 Local = torch.Tensor | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 

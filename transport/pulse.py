@@ -1,8 +1,8 @@
 """Sending on a stream so that signs of life get through whatever Python does.
 
 A *pulse* is the row of a stream in the table of its device's heart (``heartbeat``), of sixteen words, and an array of buffers
-(``iovec``) beside it. Whoever sends, a poster or the heart, does so in a kernel without the GIL, and leaves the row as it should
-be found: a thread that needs the GIL back after sending keeps nobody from beating, and a frame that the socket took half of is
+(``iovec``) beside it. Whoever sends, a poster or the heart, does so in a kernel without the GIL, and leaves the row as it
+should be found: a thread that needs the GIL back after sending keeps nobody from beating, and a frame that the socket took half of is
 pushed on by the heart, for bytes are a sign of life too.
 
     +0   lock    FREE (between frames, nothing is left), LEFT (buffers may be left, nobody sends), BUSY (somebody sends), CLOSED
@@ -15,8 +15,8 @@ pushed on by the heart, for bytes are a sign of life too.
     +56  base    address of the buffers
     +64  a ``struct msghdr``: name, namelen, iov (the first buffer that is not all sent), iovlen, control, controllen, flags
 
-Invariants: (1) all words but ``lock`` are touched by whoever changed it from FREE or LEFT to BUSY, or is the one sender of a CLOSED
-row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame; (3) buffers
+Invariants: (1) all words but ``lock`` are touched by whoever changed it from FREE or LEFT to BUSY, or is the one sender of a
+CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame; (3) buffers
 are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED, so nothing
 goes to another socket of the same number. The senders of a stream exclude each other by a lock of its channel.
 """
@@ -104,7 +104,7 @@ def beat(row: int, time_now: int, frame: int, nbytes: int) -> int:
 
 @njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
 def push(row: int, count: int, whole: int, room: int, drop: int, frame: int, nbytes: int) -> int:
-    """Send up to about ``room`` bytes of the buffers: ``count`` new ones, 0: those that are left. ``drop``: forget them afterwards.
+    """Send up to about ``room`` bytes of the buffers: ``count`` new ones, 0: those that are left. ``drop``: forget them then.
     Returns how many bytes went out since the last return, or a negative errno if the stream is broken."""
     closed = False
     while compare_exchange(row, FREE, BUSY) == 0 and compare_exchange(row, LEFT, BUSY) == 0:
@@ -152,8 +152,8 @@ class Pulse:
         kernels.store(self.at, FREE)
 
     def send(self, views: Sequence[bytes | memoryview], whole: bool, room: int) -> int:
-        """Send about ``room`` bytes of these buffers, none of them empty, at most ``MAX_BUFFERS``; when those of the ``send`` before
-        are out, or withdrawn. ``whole``: a frame ends where they end. Returns as ``resume``."""
+        """Send about ``room`` bytes of these buffers, none of them empty, at most ``MAX_BUFFERS``; when those of the
+        ``send`` before are out, or withdrawn. ``whole``: a frame ends where they end. Returns as ``resume``."""
         flat = []
         for view in views:
             flat += [np.frombuffer(view, np.uint8).__array_interface__["data"][0], len(view)]
@@ -172,8 +172,8 @@ class Pulse:
         return result
 
     def withdraw(self) -> int:
-        """Nobody sends, or reads, the buffers that are left any more. Returns the bytes that went out before. If there were any,
-        nothing goes out until the next ``send``."""
+        """Nobody sends, or reads, the buffers that are left any more. Returns the bytes that went out before. If
+        there were any, nothing goes out until the next ``send``."""
         return push(self.at, 0, 0, 0, _DROP, *self._frame)
 
     def close(self) -> None:

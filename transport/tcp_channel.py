@@ -438,8 +438,8 @@ class TcpChannel(Channel):
                     self._flush()
 
     def end(self, error: RdmaError, *, goodbye: int | None = None) -> bool:
-        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``goodbye``: what the peer is
-        told, if no frame is half sent. ``False`` if it had ended before."""
+        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``goodbye``: what the
+        peer is told, if no frame is half sent. ``False`` if it had ended before."""
         with self._receiving, self._sending:
             if self.error is not None:
                 return False

@@ -133,7 +133,8 @@ def test_whoever_sent_may_lose_the_gil_and_shows_life(nbytes):
     read = "import socket,sys,time; s=socket.socket(fileno=int(sys.argv[1])); gaps=[]; n=0; t=time.monotonic()\n"
     read += "while p:=s.recv(1<<20): u=time.monotonic(); gaps.append(u-t); n+=len(p); t=u\n"
     read += "print(max(gaps[2:]), n)"
-    reader = subprocess.Popen([sys.executable, "-c", read, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE)
+    fd = theirs.fileno()
+    reader = subprocess.Popen([sys.executable, "-c", read, str(fd)], pass_fds=[fd], stdout=subprocess.PIPE)
     theirs.close()
     try:
         time.sleep(0.3)
