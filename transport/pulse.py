@@ -2,8 +2,8 @@
 
 A *pulse* is the row of a stream in the table of its device's heart (``heartbeat``), of sixteen words, and an array of buffers
 (``iovec``) beside it. Whoever sends, a poster or the heart, does so in a kernel without the GIL, and leaves the row as it
-should be found: a thread that needs the GIL back after sending keeps nobody from beating, and a frame that the socket took half of is
-pushed on by the heart, for bytes are a sign of life too.
+should be found: a thread that needs the GIL back after sending keeps nobody from beating, and a frame that the socket
+took half of is pushed on by the heart, for bytes are a sign of life too.
 
     +0   lock    FREE (between frames, nothing is left), LEFT (buffers may be left, nobody sends), BUSY (somebody sends), CLOSED
     +8   fd      the socket
@@ -16,8 +16,8 @@ pushed on by the heart, for bytes are a sign of life too.
     +64  a ``struct msghdr``: name, namelen, iov (the first buffer that is not all sent), iovlen, control, controllen, flags
 
 Invariants: (1) all words but ``lock`` are touched by whoever changed it from FREE or LEFT to BUSY, or is the one sender of a
-CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame; (3) buffers
-are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED, so nothing
+CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame;
+(3) buffers are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED, so nothing
 goes to another socket of the same number. The senders of a stream exclude each other by a lock of its channel.
 """
 
