@@ -16,9 +16,9 @@ took half of is pushed on by the heart, for bytes are a sign of life too.
     +64  a ``struct msghdr``: name, namelen, iov (the first buffer that is not all sent), iovlen, control, controllen, flags
 
 Invariants: (1) all words but ``lock`` are touched by whoever changed it from FREE or LEFT to BUSY, or is the one sender of a
-CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame;
-(3) buffers are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED, so nothing
-goes to another socket of the same number. The senders of a stream exclude each other by a lock of its channel.
+CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame; (3)
+buffers are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED,
+so nothing goes to another socket of the same number. The senders of a stream exclude each other by a lock of its channel.
 """
 
 from __future__ import annotations
