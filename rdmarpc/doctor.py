@@ -26,6 +26,7 @@ _WIDTH = 100
 _CHOSEN = 3  # lines of a port that say what was chosen; the others, why not another
 _ADDRESSES = ("auto:", "shm:", "verbs:", "tcp:")
 _SOFTWARE = "without hardware, to try it: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
+_NO_HOST = "give a host's name (getent hosts NAME), or Device.address of a worker; names of workers are not known here"
 _WITHIN = {
     "shm": "processes of this host",
     "verbs": "hosts with a usable RDMA port, too",
@@ -112,9 +113,12 @@ def _answers(name: str, port: int) -> tuple[str, str]:
 
 
 def ways_to_host(auto: AutoDevice, name: str) -> list[Way]:
-    """As far as can be told without an address of a running worker: what that host would need. ``OSError`` for a host that has
-    no address."""
-    address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0]
+    """As far as can be told without an address of a running worker: what that host would need."""
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0]
+    except OSError as error:
+        why = f"no host is called {name} here ({error.strerror or error})"
+        return [Way(kind, why, _NO_HOST if kind == "tcp" else "") for kind in _WITHIN]
     own = _source(str(address))
     here = {way.device: way for way in ways(auto)}
     if own == address:
@@ -200,11 +204,8 @@ def main(arguments: list[str]) -> None:
     with auto:
         devices = ways(auto)
         if given.peer:
-            try:
-                to = ways_to(auto, given.peer) if given.peer.startswith(_ADDRESSES) else ways_to_host(auto, given.peer)
-            except OSError as error:
-                sys.exit(f"rdmarpc doctor: {given.peer}: {error.strerror or error}")
-            towards[given.peer] = to
+            known = given.peer.startswith(_ADDRESSES)
+            towards[given.peer] = ways_to(auto, given.peer) if known else ways_to_host(auto, given.peer)
     if given.json:
         found = {
             "host": host_id(),

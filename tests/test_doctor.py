@@ -199,8 +199,9 @@ def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(SystemExit, match="nosuch: Name or service not known"):
-        doctor.main(["nosuch"])
+    code, found = report(capsys, "nosuch")
+    assert code == 1 and all("no host is called nosuch" in way["why_not"] for way in found["peers"]["nosuch"])
+    assert "names of workers are not known" in found["peers"]["nosuch"][-1]["hint"]
     assert report(capsys, "--require", "rdma")[0] == 1
 
 
