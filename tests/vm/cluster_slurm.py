@@ -57,6 +57,9 @@ NodeName=n2 NodeAddr=10.77.0.2 CoresPerSocket={cpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
+# Nothing here uses cgroups, but slurmd wants to load a plugin for them, and that for v1 does not mind that there are none.
+CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
+
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes=2
@@ -83,16 +86,15 @@ def start(cluster: Cluster, device: str) -> tuple[str, float]:
     folder = cluster.home / "slurm"
     folder.mkdir()
     (folder / "slurm.conf").write_text(CONF.format(cpus=cluster.hosts[0].sh("nproc").strip()))
+    (folder / "cgroup.conf").write_text(CGROUP_CONF)
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     begin = time.monotonic()
     for host in cluster.hosts:
         host.sh(
             # Copied, because munged refuses a key in a folder that others may write to.
-            # slurmd looks at what is mounted there before it knows that it needs no cgroups.
-            "mount -t tmpfs tmpfs /sys/fs/cgroup"
-            " && mkdir -p /run/slurm/state /run/slurm/spool /run/munge && chmod 700 /run/slurm && chmod 755 /run/munge"
+            "mkdir -p /run/slurm/state /run/slurm/spool /run/munge && chmod 700 /run/slurm && chmod 755 /run/munge"
             f" && cp {HOME}/slurm/munge.key /run/slurm/ && chmod 600 /run/slurm/munge.key"
-            f" && cp {HOME}/slurm/slurm.conf /etc/slurm/slurm.conf"
+            f" && cp {HOME}/slurm/slurm.conf {HOME}/slurm/cgroup.conf /etc/slurm/"
             " && munged --force --key-file=/run/slurm/munge.key --pid-file=/run/munge/munged.pid"
             " --log-file=/run/slurm/munged.log --seed-file=/run/slurm/munge.seed"
         )
