@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import Heart
 from .memory import Memory
+from .service import Service
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -39,7 +39,6 @@ from .verbs_provider import MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
 _HANDSHAKE_TIMEOUT = 5.0
-_CLOSE_TIMEOUT_S = 1.0
 _TICK_NS = 500_000_000
 _SETTLE_S = 1.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
@@ -75,7 +74,6 @@ class VerbsDevice(Device):
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
-        self._close_by = 0.0
         self._stopping = False
         limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
@@ -87,18 +85,13 @@ class VerbsDevice(Device):
             self._announce_segment(segment)
         host = self._at.address if secret else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        shown, port = f"[{host}]" if ":" in host else host, self._listener.getsockname()[1]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
         self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-        self._wake, self._wakes = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
         self._heart = Heart(frame=MESSAGE.pack(verbs_control.BEAT, 0, 0, 0, 0, 0))
-        self._service = threading.Thread(target=self._serve, name="rdmarpc-verbs", daemon=True)
         self._completions = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
-        self._service.start()
         self._completions.start()
+        self._service = Service("verbs", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
 
     def _lay_out(self) -> None:
         """The port block, and the receive requests that are posted again and again."""
@@ -341,8 +334,7 @@ class VerbsDevice(Device):
                     stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
             stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
-            self._selector.register(stream.sock, selectors.EVENT_READ, channel)
-            self._wake.send(b"\0")
+            self._service.watch(stream.sock, channel)
 
     def drop_lane(self, qp_num: int) -> None:
         """Completions of this queue pair concern nobody any more."""
@@ -408,26 +400,7 @@ class VerbsDevice(Device):
         if channel.lose(error):
             self._tell_lost(channel)
 
-    # -- the service thread
-
-    def _serve(self) -> None:
-        while not self._stopping:
-            for key, _ in self._selector.select(self._looks.interval):
-                if key.fileobj is self._listener:
-                    self._accept_one()
-                elif key.fileobj is self._wakes:
-                    self._wakes.recv(4096)
-                else:
-                    self._hear(key.data)
-            if seconds := self._looks.due():
-                self._look(seconds)
-
-    def _accept_one(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+    # -- on the service thread
 
     def _hear(self, channel: VerbsChannel) -> None:
         if channel.error is not None:
@@ -452,28 +425,16 @@ class VerbsDevice(Device):
     def forget(self, channel: VerbsChannel) -> None:
         """Stop watching a channel that has ended."""
         with self._lock:
-            try:
-                self._selector.unregister(channel.stream.sock)
-            except (KeyError, ValueError):
-                return
-            self._retire(channel)
+            if self._service.forget(channel.stream.sock):
+                self._retire(channel)
 
     # -- the end
-
-    def close_deadline(self) -> float:
-        """Until when a channel that is being closed may wait for what was posted on it."""
-        if not self.closed:
-            return time.monotonic() + _CLOSE_TIMEOUT_S
-        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT_S
-        return self._close_by
 
     def _forked(self) -> None:
         for channel in list(self._channels):
             if isinstance(channel, VerbsChannel):
                 channel.stream.sock.close()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._wakes):
-            sock.close()
+        self._service.drop()
 
     def _shut(self) -> None:
         with self._lock:
@@ -483,10 +444,9 @@ class VerbsDevice(Device):
         self._stopping = True
         kernels.store(self.port + 8 * verbs_kernels.PORT_STOP, 1)
         os.eventfd_write(self._woken, 1)
-        self._wake.send(b"\0")
-        for thread in (self._service, self._completions):
-            if threading.current_thread() is not thread:
-                thread.join(timeout=5.0)
+        self._service.stop()
+        if threading.current_thread() is not self._completions:
+            self._completions.join(timeout=5.0)
         self._heart.stop()
         verbs_kernels.shut(self.port)
         self._srq.close()
@@ -494,7 +454,4 @@ class VerbsDevice(Device):
         for mr in self._mrs.values():
             mr.close()
         self._context.close()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._wakes):
-            sock.close()
         os.close(self._woken)
