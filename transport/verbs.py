@@ -225,11 +225,14 @@ class VerbsDevice(Device):
             sock.settimeout(timeout)
             auth.authenticate(sock, self.secret, initiator=True)
             qps, ours = self._queue_pairs(self._qps)
-            verbs_control.send_setup(sock, ours, hello)
-            theirs, answer = verbs_control.receive_setup(sock)
+            verbs_control.send_setup(sock, ours)
+            theirs = verbs_control.receive_setup(sock)
             if f"{theirs.uid:016x}" != uid:
                 raise PeerLost("another device listens there now", peer=where, device="verbs", status="STALE_ADDRESS")
-            channel = self._channel(sock, qps, ours, theirs, answer)
+            channel = self._channel(sock, qps, ours, theirs)
+            channel.prove(timeout)
+            verbs_control.send_hello(sock, hello)
+            channel.peer_hello = verbs_control.receive_hello(sock)
             self._adopt(channel, theirs)
         except (OSError, RdmaError, ValueError) as error:
             sock.close()
@@ -252,17 +255,26 @@ class VerbsDevice(Device):
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             auth.authenticate(sock, self.secret, initiator=False)
-            theirs, hello = verbs_control.receive_setup(sock)
-            qps, ours = self._queue_pairs(len(theirs.queue_pairs))
-            channel = self._channel(sock, qps, ours, theirs, hello)
-            # on_connect may publish the channel: what other threads send waits for our answer, what they post for the peer.
+            theirs = verbs_control.receive_setup(sock)
+            try:
+                qps, ours = self._queue_pairs(len(theirs.queue_pairs))
+            except RdmaError as error:
+                verbs_control.send_refusal(sock, error.message)
+                raise
+            channel = self._channel(sock, qps, ours, theirs)
+            verbs_control.send_setup(sock, ours)
+            channel.peer_hello = verbs_control.receive_hello(sock)
+            channel.known = True
+            # on_connect may publish the channel: what other threads send waits until the answer is out.
             with channel.stream.lock:
-                verbs_control.send_setup(sock, ours, self._on_connect(channel))
+                verbs_control.send_hello(sock, self._on_connect(channel))
             self._adopt(channel, theirs)
             self._welcomed(channel)
         except (RdmaError, OSError, ValueError) as error:
-            if channel is not None:  # which on_connect may have published
-                self.lost(channel, PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs"))
+            if channel is not None:
+                broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
+                if channel.lose(broken) and channel.known:
+                    self._tell_lost(channel)
             else:
                 for qp in qps:
                     qp.close()
@@ -272,7 +284,7 @@ class VerbsDevice(Device):
         with self._lock:
             room = min((self._cq.depth - self._srq.depth) // self._sends, _LANES)
             if len(self._by_qp) + count > room:
-                raise RdmaError(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
+                raise NotSupported(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
         qps: list[QueuePair] = []
         try:
             for _ in range(count):
@@ -287,9 +299,9 @@ class VerbsDevice(Device):
             raise
         pairs = tuple((qp.qp_num, secrets.randbits(24)) for qp in qps)
         patience = int(self._looks.timeout * 1000)
-        return qps, Setup(self.uid, self.epoch, patience, self._at.endpoint.dump(), pairs)
+        return qps, Setup(self.uid, self.epoch, patience, self.max_msg_sz, self._at.endpoint.dump(), pairs)
 
-    def _channel(self, sock: socket.socket, qps: list[QueuePair], ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
+    def _channel(self, sock: socket.socket, qps: list[QueuePair], ours: Setup, theirs: Setup) -> VerbsChannel:
         """Both ends are known: connect the queue pairs, and have their completions counted."""
         if len(theirs.queue_pairs) != len(qps):
             raise PeerLost("the peer answered with another number of queue pairs", device="verbs", status="PROTOCOL")
@@ -308,7 +320,7 @@ class VerbsDevice(Device):
             )
             qp.connect(route)
         host, port = sock.getpeername()[:2]
-        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs, hello)
+        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs)
         with self._lock:
             for lane in channel.lanes:
                 self._by_qp[lane.qp.qp_num] = channel
@@ -325,6 +337,7 @@ class VerbsDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
             self._channels.add(channel)
+            channel.known = True
             segments, foreign = self.memory.registered()
             for number, mr in self._mrs.items():
                 if (segment := segments.get(number)) is not None:
@@ -332,7 +345,6 @@ class VerbsDevice(Device):
                 elif (region := foreign.get(number)) is not None:
                     address, nbytes, key = region
                     stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
-            stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
             self._service.watch(stream.sock, channel)
 
@@ -395,9 +407,9 @@ class VerbsDevice(Device):
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
         """A channel broke: end it, and tell whoever listens, once. The peer is told too: it may not know yet."""
-        if channel.error is None:
+        if channel.error is None and channel.known:
             channel.say_broken()
-        if channel.lose(error):
+        if channel.lose(error) and channel.known:
             self._tell_lost(channel)
 
     # -- on the service thread
