@@ -146,13 +146,13 @@ def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(
     a.on_lost = b.on_lost = lost.append
     with monkeypatch.context() as patch:
         deaf(b, patch)
-        with pytest.raises(NotSupported, match="no RDMA packet comes back.*RETRY_EXC_ERR.*4791"):
+        with pytest.raises(NotSupported, match=r"no RDMA packet comes back.*RETRY_EXC_ERR.*4791"):
             a.connect(b.address, timeout=T)
         with pytest.raises(TransferTimeout):
             b.accept(timeout=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(b, "_sends", 1 << 30)  # more than its completion queue has room for
-        with pytest.raises(NotSupported, match="the peer refused: the completion queue .* has room for 0 queue pairs"):
+        with pytest.raises(NotSupported, match=r"the peer refused: the completion queue .* has room for 0 queue pairs"):
             a.connect(b.address, timeout=T)
     a.connect(b.address, timeout=T).notify(3)
     b.accept(timeout=T).expect(3).wait(T)
