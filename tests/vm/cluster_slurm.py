@@ -61,8 +61,10 @@ SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --time=01:00:00
 #SBATCH --output={output}
-srun {job}
+srun --kill-on-bad-exit=1 {job}
 """
 
 
