@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from .notify import Poller
 from .region import Region, RemoteRegion, local_bytes
 
 OnConnect = Callable[[Channel], bytes]
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Device(abc.ABC):
@@ -68,7 +70,7 @@ class Device(abc.ABC):
         self._lock = threading.RLock()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self._pid = os.getpid()
-        self.closed = False
+        self.closed, self._close_by = False, 0.0
         _devices.add(self)
 
     # -- memory
@@ -189,6 +191,14 @@ class Device(abc.ABC):
         self.close()
 
     # -- for the devices themselves
+
+    def close_deadline(self) -> float:
+        """Until when (``time.monotonic``) a channel that is being closed may wait for what was posted on it; all channels of a
+        device that is being closed have that time together."""
+        if not self.closed:
+            return time.monotonic() + _CLOSE_TIMEOUT_S
+        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT_S
+        return self._close_by
 
     @abc.abstractmethod
     def _shut(self) -> None: ...

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import selectors
 import socket
 import struct
-import threading
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from .heartbeat import Heart
 from .memory import Memory, memfd
 from .notify import BELL_BYTES, BELLS
 from .region import RemoteRegion, local_bytes
+from .service import Service
 from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
@@ -62,16 +61,11 @@ class ShmDevice(Device):
         )
         self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
         self._probe = np.ones(1, np.int64)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0rdmarpc-{self.uid:016x}")
-        self._listener.listen(128)
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._service = threading.Thread(target=self._serve, name="rdmarpc-shm", daemon=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0rdmarpc-{self.uid:016x}")
+        listener.listen(128)
         self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
-        self._service.start()
+        self._service = Service("shm", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
 
     @property
     def address(self) -> bytes:
@@ -186,8 +180,7 @@ class ShmDevice(Device):
                 channel.send(SEGMENT, number, segment.key, 0, segment.nbytes, segment.fd)
             for number, (address, nbytes, key) in foreign.items():
                 channel.send(REGION, number, key, address, nbytes)
-            self._selector.register(channel.sock, selectors.EVENT_READ, channel)
-            self._wake.send(b"\0")
+            self._service.watch(channel.sock, channel)
 
     # -- announcements
 
@@ -215,19 +208,7 @@ class ShmDevice(Device):
         except PeerLost as error:
             channel.lose(error)
 
-    # -- the service thread
-
-    def _serve(self) -> None:
-        while not self.closed:
-            for key, _ in self._selector.select(self._looks.interval):
-                if key.fileobj is self._listener:
-                    self._accept_one()
-                elif key.fileobj is self._woken:
-                    self._woken.recv(4096)
-                else:
-                    self._hear(key.data)
-            if seconds := self._looks.due():
-                self._look(seconds)
+    # -- on the service thread
 
     def _look(self, seconds: float) -> None:
         """Give up the peers that have not been seen running for too long."""
@@ -237,13 +218,6 @@ class ShmDevice(Device):
                 self.forget(channel)
                 if channel.broke:
                     self._tell_lost(channel)
-
-    def _accept_one(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
 
     def _hear(self, channel: ShmChannel) -> None:
         try:
@@ -259,9 +233,7 @@ class ShmDevice(Device):
     def forget(self, channel: ShmChannel) -> None:
         """Stop watching a channel that has ended, and close its socket."""
         with self._lock:
-            try:
-                self._selector.unregister(channel.sock)
-            except (KeyError, ValueError):
+            if not self._service.forget(channel.sock):
                 return
             channel.socket_open = False
             channel.sock.close()
@@ -271,15 +243,8 @@ class ShmDevice(Device):
         for channel in list(self._channels):
             if isinstance(channel, ShmChannel):
                 channel.sock.close()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._woken):
-            sock.close()
+        self._service.drop()
 
     def _shut(self) -> None:
-        self._wake.send(b"\0")
-        if threading.current_thread() is not self._service:
-            self._service.join(timeout=5.0)
+        self._service.stop()
         self._heart.stop()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._woken):
-            sock.close()

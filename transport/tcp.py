@@ -34,8 +34,7 @@ _MAX_HELLO = 64 << 10
 _NO_TIMEOUT = 24 * 3600.0
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
-_CLOSE_TIMEOUT = 1.0  # for what was posted to finish, for one channel or for all channels of a device
-_LINGER = 1.0  # then, for the peers to hang up too
+_LINGER = 1.0  # for the peers to hang up too
 _IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -67,7 +66,7 @@ class TcpDevice(Device):
         self._epoll.register(self._woken, _IN)
         self._by_fd: dict[int, TcpChannel] = {}
         self._handshakes: dict[socket.socket, float] = {}  # with the time when patience ends
-        self._stop_at = self._close_by = 0.0
+        self._stop_at = 0.0
         self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
         self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
         self.memory.attach(self)
@@ -251,15 +250,6 @@ class TcpDevice(Device):
                 channels = list(self._by_fd.values())
             for channel in channels:
                 channel.revoke(number)
-
-    # -- the end of channels
-
-    def close_deadline(self) -> float:
-        """Until when a channel that is being closed may wait for what was posted on it."""
-        if not self.closed:
-            return time.monotonic() + _CLOSE_TIMEOUT
-        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT
-        return self._close_by
 
     # -- the I/O thread
 

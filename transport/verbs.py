@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import Heart
 from .memory import Memory
+from .service import Service
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -39,13 +39,12 @@ from .verbs_provider import MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
 _HANDSHAKE_TIMEOUT = 5.0
-_CLOSE_TIMEOUT_S = 1.0
 _TICK_NS = 500_000_000
 _SETTLE_S = 1.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
-# Retries: 4.096 us * 2 ** 16 = 0.27 s, eight times.
-_TIMEOUT, _RETRY_CNT = 16, 7
+# A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
+_TIMEOUT, _RETRY_CNT = 16, 6
 _LANES = 1 << 13
 
 
@@ -75,7 +74,6 @@ class VerbsDevice(Device):
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self._by_qp: dict[int, VerbsChannel] = {}
-        self._close_by = 0.0
         self._stopping = False
         limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
@@ -87,18 +85,13 @@ class VerbsDevice(Device):
             self._announce_segment(segment)
         host = self._at.address if secret else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        shown, port = f"[{host}]" if ":" in host else host, self._listener.getsockname()[1]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
         self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-        self._wake, self._wakes = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
         self._heart = Heart(frame=MESSAGE.pack(verbs_control.BEAT, 0, 0, 0, 0, 0))
-        self._service = threading.Thread(target=self._serve, name="rdmarpc-verbs", daemon=True)
         self._completions = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
-        self._service.start()
         self._completions.start()
+        self._service = Service("verbs", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
 
     def _lay_out(self) -> None:
         """The port block, and the receive requests that are posted again and again."""
@@ -232,11 +225,14 @@ class VerbsDevice(Device):
             sock.settimeout(timeout)
             auth.authenticate(sock, self.secret, initiator=True)
             qps, ours = self._queue_pairs(self._qps)
-            verbs_control.send_setup(sock, ours, hello)
-            theirs, answer = verbs_control.receive_setup(sock)
+            verbs_control.send_setup(sock, ours)
+            theirs = verbs_control.receive_setup(sock)
             if f"{theirs.uid:016x}" != uid:
                 raise PeerLost("another device listens there now", peer=where, device="verbs", status="STALE_ADDRESS")
-            channel = self._channel(sock, qps, ours, theirs, answer)
+            channel = self._channel(sock, qps, ours, theirs)
+            channel.prove(timeout)
+            verbs_control.send_hello(sock, hello)
+            channel.peer_hello = verbs_control.receive_hello(sock)
             self._adopt(channel, theirs)
         except (OSError, RdmaError, ValueError) as error:
             sock.close()
@@ -259,17 +255,26 @@ class VerbsDevice(Device):
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             auth.authenticate(sock, self.secret, initiator=False)
-            theirs, hello = verbs_control.receive_setup(sock)
-            qps, ours = self._queue_pairs(len(theirs.queue_pairs))
-            channel = self._channel(sock, qps, ours, theirs, hello)
-            # on_connect may publish the channel: what other threads send waits for our answer, what they post for the peer.
+            theirs = verbs_control.receive_setup(sock)
+            try:
+                qps, ours = self._queue_pairs(len(theirs.queue_pairs))
+            except RdmaError as error:
+                verbs_control.send_refusal(sock, error.message)
+                raise
+            channel = self._channel(sock, qps, ours, theirs)
+            verbs_control.send_setup(sock, ours)
+            channel.peer_hello = verbs_control.receive_hello(sock)
+            channel.known = True
+            # on_connect may publish the channel: what other threads send waits until the answer is out.
             with channel.stream.lock:
-                verbs_control.send_setup(sock, ours, self._on_connect(channel))
+                verbs_control.send_hello(sock, self._on_connect(channel))
             self._adopt(channel, theirs)
             self._welcomed(channel)
         except (RdmaError, OSError, ValueError) as error:
-            if channel is not None:  # which on_connect may have published
-                self.lost(channel, PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs"))
+            if channel is not None:
+                broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
+                if channel.lose(broken) and channel.known:
+                    self._tell_lost(channel)
             else:
                 for qp in qps:
                     qp.close()
@@ -279,7 +284,7 @@ class VerbsDevice(Device):
         with self._lock:
             room = min((self._cq.depth - self._srq.depth) // self._sends, _LANES)
             if len(self._by_qp) + count > room:
-                raise RdmaError(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
+                raise NotSupported(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
         qps: list[QueuePair] = []
         try:
             for _ in range(count):
@@ -294,9 +299,9 @@ class VerbsDevice(Device):
             raise
         pairs = tuple((qp.qp_num, secrets.randbits(24)) for qp in qps)
         patience = int(self._looks.timeout * 1000)
-        return qps, Setup(self.uid, self.epoch, patience, self._at.endpoint.dump(), pairs)
+        return qps, Setup(self.uid, self.epoch, patience, self.max_msg_sz, self._at.endpoint.dump(), pairs)
 
-    def _channel(self, sock: socket.socket, qps: list[QueuePair], ours: Setup, theirs: Setup, hello: bytes) -> VerbsChannel:
+    def _channel(self, sock: socket.socket, qps: list[QueuePair], ours: Setup, theirs: Setup) -> VerbsChannel:
         """Both ends are known: connect the queue pairs, and have their completions counted."""
         if len(theirs.queue_pairs) != len(qps):
             raise PeerLost("the peer answered with another number of queue pairs", device="verbs", status="PROTOCOL")
@@ -315,7 +320,7 @@ class VerbsDevice(Device):
             )
             qp.connect(route)
         host, port = sock.getpeername()[:2]
-        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs, hello)
+        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs)
         with self._lock:
             for lane in channel.lanes:
                 self._by_qp[lane.qp.qp_num] = channel
@@ -332,6 +337,7 @@ class VerbsDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
             self._channels.add(channel)
+            channel.known = True
             segments, foreign = self.memory.registered()
             for number, mr in self._mrs.items():
                 if (segment := segments.get(number)) is not None:
@@ -339,10 +345,8 @@ class VerbsDevice(Device):
                 elif (region := foreign.get(number)) is not None:
                     address, nbytes, key = region
                     stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
-            stream.send(verbs_control.READY)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
-            self._selector.register(stream.sock, selectors.EVENT_READ, channel)
-            self._wake.send(b"\0")
+            self._service.watch(stream.sock, channel)
 
     def drop_lane(self, qp_num: int) -> None:
         """Completions of this queue pair concern nobody any more."""
@@ -403,31 +407,12 @@ class VerbsDevice(Device):
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
         """A channel broke: end it, and tell whoever listens, once. The peer is told too: it may not know yet."""
-        if channel.error is None:
+        if channel.error is None and channel.known:
             channel.say_broken()
-        if channel.lose(error):
+        if channel.lose(error) and channel.known:
             self._tell_lost(channel)
 
-    # -- the service thread
-
-    def _serve(self) -> None:
-        while not self._stopping:
-            for key, _ in self._selector.select(self._looks.interval):
-                if key.fileobj is self._listener:
-                    self._accept_one()
-                elif key.fileobj is self._wakes:
-                    self._wakes.recv(4096)
-                else:
-                    self._hear(key.data)
-            if seconds := self._looks.due():
-                self._look(seconds)
-
-    def _accept_one(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+    # -- on the service thread
 
     def _hear(self, channel: VerbsChannel) -> None:
         if channel.error is not None:
@@ -452,28 +437,16 @@ class VerbsDevice(Device):
     def forget(self, channel: VerbsChannel) -> None:
         """Stop watching a channel that has ended."""
         with self._lock:
-            try:
-                self._selector.unregister(channel.stream.sock)
-            except (KeyError, ValueError):
-                return
-            self._retire(channel)
+            if self._service.forget(channel.stream.sock):
+                self._retire(channel)
 
     # -- the end
-
-    def close_deadline(self) -> float:
-        """Until when a channel that is being closed may wait for what was posted on it."""
-        if not self.closed:
-            return time.monotonic() + _CLOSE_TIMEOUT_S
-        self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT_S
-        return self._close_by
 
     def _forked(self) -> None:
         for channel in list(self._channels):
             if isinstance(channel, VerbsChannel):
                 channel.stream.sock.close()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._wakes):
-            sock.close()
+        self._service.drop()
 
     def _shut(self) -> None:
         with self._lock:
@@ -483,10 +456,9 @@ class VerbsDevice(Device):
         self._stopping = True
         kernels.store(self.port + 8 * verbs_kernels.PORT_STOP, 1)
         os.eventfd_write(self._woken, 1)
-        self._wake.send(b"\0")
-        for thread in (self._service, self._completions):
-            if threading.current_thread() is not thread:
-                thread.join(timeout=5.0)
+        self._service.stop()
+        if threading.current_thread() is not self._completions:
+            self._completions.join(timeout=5.0)
         self._heart.stop()
         verbs_kernels.shut(self.port)
         self._srq.close()
@@ -494,7 +466,4 @@ class VerbsDevice(Device):
         for mr in self._mrs.values():
             mr.close()
         self._context.close()
-        self._selector.close()
-        for sock in (self._listener, self._wake, self._wakes):
-            sock.close()
         os.close(self._woken)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]
 """Address and rkey of remote memory."""
+_NO_PATH = "is UDP port 4791 open between the hosts, are both in one routed RoCE or InfiniBand network? try ib_write_bw"
 _LARGE = 256 << 10
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
@@ -51,17 +52,19 @@ class VerbsChannel(Channel):
     device: VerbsDevice
     registered_only = True
 
-    def __init__(self, device: VerbsDevice, stream: ControlStream, qps: Sequence[QueuePair], peer: Setup, hello: bytes) -> None:
+    def __init__(self, device: VerbsDevice, stream: ControlStream, qps: Sequence[QueuePair], peer: Setup) -> None:
         super().__init__(device)
         self.stream = stream
-        self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, hello, peer.uid, peer.epoch
+        self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
+        self.max_msg_sz = min(device.max_msg_sz, peer.max_msg_sz)
+        self.known = False
+        """To somebody above, who is told when it is lost."""
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
         posting = device.operation(at.OPS_POST_SEND)
         self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
         self._turns = itertools.count()
-        self.ready = threading.Event()
         self._places: dict[int, tuple[int, int, int, int]] = {}  # number -> (address, bytes, key, rkey)
         self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
         self._table_lock = threading.Lock()
@@ -160,9 +163,6 @@ class VerbsChannel(Channel):
             lane.wait_for_room(count)
             if self.error is not None:
                 raise self.error
-        elif why == verbs_kernels.CLOSED and self.error is None and not self.ready.is_set():
-            if not self.ready.wait(ANSWER_TIMEOUT_S) and self.error is None:
-                raise TransferTimeout("the peer's queue pair did not become ready", peer=self.peer, device="verbs")
         elif why == verbs_kernels.REFUSED:
             refusal = "the queue pair did not take a work request"
             self.device.lost(self, RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
@@ -195,6 +195,21 @@ class VerbsChannel(Channel):
                 self.device.arena.free(block)
             for region in held.regions:
                 region.close()
+
+    def prove(self, timeout: float) -> None:
+        """RDMA packets go to the peer and back on every queue pair: a WRITE of no bytes, which only its adapter has to
+        acknowledge. ``NotSupported`` if they do not, after about two seconds; ``TransferTimeout``."""
+        deadline = time.monotonic() + timeout
+        for lane in self.lanes:
+            seq = verbs_kernels.post(lane.address, self._keepalive.address)
+            if seq <= 0:
+                raise self.ended()
+            lane.count_not()
+            lane.wait(seq, max(deadline - time.monotonic(), 0.0))
+            if lane.reached < seq:
+                error = self.failure() or self.ended()
+                why = f"no RDMA packet comes back from {self.peer}: {error.message}"
+                raise NotSupported(why, peer=self.peer, device="verbs", status=error.status, hint=_NO_PATH)
 
     def keep_alive(self) -> None:
         """Nothing came for a while: have the peer's adapter acknowledge a WRITE of no bytes, or the retries run out."""
@@ -249,10 +264,6 @@ class VerbsChannel(Channel):
         elif kind in (verbs_control.GONE_ACK, verbs_control.SYNC_ACK):
             if event := self._acks.get((kind, number)):
                 event.set()
-        elif kind == verbs_control.READY:
-            for lane in self.lanes:
-                lane.open()
-            self.ready.set()
         elif kind == verbs_control.BYE:
             if number == verbs_control.SILENT:
                 raise PeerLost(GIVEN_UP, peer=self.peer, device="verbs", status="GIVEN_UP")
@@ -297,7 +308,6 @@ class VerbsChannel(Channel):
             self.error = error
         for lane in self.lanes:
             lane.end()
-        self.ready.set()
         for event in list(self._acks.values()):
             event.set()
         return True

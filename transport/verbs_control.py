@@ -1,12 +1,13 @@
 """The control stream beside a queue pair: who is there, which memory it has registered, goodbyes, signs of life.
 
-One TCP connection a channel, authenticated before anything else is parsed (``auth``). First a *setup* from each end, then
-messages of one size:
+One TCP connection a channel, authenticated before anything else is parsed (``auth``). First the handshake: a *setup* from each
+end (the acceptor's may be a refusal instead), with which both connect their queue pairs, the acceptor before it answers; then
+the initiator proves with a WRITE that RDMA packets go there and back; only then a *hello* from each end. Then messages of one
+size:
 
     SEGMENT, REGION   number, key, address, nbytes, rkey: this memory may be read and written from now on
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
     SYNC, SYNC_ACK    number: all that was announced before has been heard
-    READY             the sender's queue pair receives: posts may begin
     BYE               the channel ended (number: CLOSED; SILENT, the receiver was, for too long; BROKEN)
     BEAT              nothing: a sign of life (``heartbeat``)
 
@@ -23,16 +24,16 @@ import time
 from typing import NamedTuple
 
 from . import auth
-from .errors import PeerLost
+from .errors import NotSupported, PeerLost
 from .pulse import Pulse
 from .verbs_endpoint import Endpoint
 
-SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, READY, BYE, BEAT = range(1, 10)
+SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, BEAT = range(1, 9)
 CLOSED, SILENT, BROKEN = range(3)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
-_SETUP = struct.Struct(f"<QII{Endpoint.SIZE}s")
-_COUNTS = struct.Struct("<II")
+_SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sI")
+_LENGTH = struct.Struct("<I")
 _QUEUE_PAIR = struct.Struct("<II")
 MAX_HELLO = 64 << 10
 MAX_QPS = 16
@@ -40,32 +41,52 @@ _SEND_TIMEOUT_S = 5.0
 
 
 class Setup(NamedTuple):
-    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``endpoint`` a dumped ``Endpoint``."""
+    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``max_msg_sz`` what its port takes in one message
+    (bytes), ``endpoint`` a dumped ``Endpoint``."""
 
     uid: int
     epoch: int
     patience_ms: int
+    max_msg_sz: int
     endpoint: bytes
     queue_pairs: tuple[tuple[int, int], ...]
     """(qp_num, first packet sequence number) of each."""
 
 
-def send_setup(sock: socket.socket, setup: Setup, hello: bytes) -> None:
-    if len(hello) > MAX_HELLO:
-        raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
-    uid, epoch, patience_ms, endpoint, queue_pairs = setup
-    pairs = b"".join(_QUEUE_PAIR.pack(*pair) for pair in queue_pairs)
-    counts = _COUNTS.pack(len(queue_pairs), len(hello))
-    sock.sendall(_SETUP.pack(uid, epoch, patience_ms, endpoint) + counts + pairs + hello)
+def send_setup(sock: socket.socket, setup: Setup) -> None:
+    *fields, queue_pairs = setup
+    sock.sendall(_SETUP.pack(*fields, len(queue_pairs)) + b"".join(_QUEUE_PAIR.pack(*pair) for pair in queue_pairs))
 
 
-def receive_setup(sock: socket.socket) -> tuple[Setup, bytes]:
-    uid, epoch, patience_ms, endpoint = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
-    count, length = _COUNTS.unpack(auth.receive_exactly(sock, _COUNTS.size))
-    if length > MAX_HELLO or not 1 <= count <= MAX_QPS:
+def send_refusal(sock: socket.socket, why: str) -> None:
+    """Instead of a setup: this end cannot."""
+    sock.sendall(_SETUP.pack(0, 0, 0, 0, b"", 0))
+    send_hello(sock, why.encode())
+
+
+def receive_setup(sock: socket.socket) -> Setup:
+    """Raises ``NotSupported`` for a refusal."""
+    uid, epoch, patience_ms, max_msg_sz, endpoint, count = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+    if not count:
+        why = receive_hello(sock).decode("utf-8", "replace")
+        raise NotSupported(f"the peer refused: {why}", device="verbs", status="REFUSED")
+    if count > MAX_QPS:
         raise PeerLost("the peer sent a malformed setup", device="verbs", status="PROTOCOL")
     pairs = tuple(_QUEUE_PAIR.iter_unpack(auth.receive_exactly(sock, count * _QUEUE_PAIR.size)))
-    return Setup(uid, epoch, patience_ms, endpoint, pairs), auth.receive_exactly(sock, length)
+    return Setup(uid, epoch, patience_ms, max_msg_sz, endpoint, pairs)
+
+
+def send_hello(sock: socket.socket, hello: bytes) -> None:
+    if len(hello) > MAX_HELLO:
+        raise ValueError(f"a hello has at most {MAX_HELLO} bytes, got {len(hello)}")
+    sock.sendall(_LENGTH.pack(len(hello)) + hello)
+
+
+def receive_hello(sock: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(auth.receive_exactly(sock, _LENGTH.size))
+    if length > MAX_HELLO:
+        raise PeerLost("the peer sent an overlong hello", device="verbs", status="PROTOCOL")
+    return auth.receive_exactly(sock, length)
 
 
 class Message(NamedTuple):

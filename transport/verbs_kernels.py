@@ -113,8 +113,8 @@ CHAIN_WORDS = 4
 CLOSED, FULL, REVOKED, REFUSED = -1, -2, -3, -4
 ENDED = 1 << 62
 """What ``LANE_COMPLETED`` becomes when the lane ends, so that every wait on it returns."""
-OPEN, OPENING, SHUT = 0, 1, 2
-"""``LANE_CLOSED``: posts are taken; not yet (the peer is not ready); never again."""
+OPEN, SHUT = 0, 1
+"""``LANE_CLOSED``: posts are taken; never again."""
 
 
 @intrinsic

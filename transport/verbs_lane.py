@@ -25,7 +25,6 @@ class Lane:
         words[verbs_kernels.LANE_QP] = qp.address
         words[verbs_kernels.LANE_POST_SEND] = post_send
         words[verbs_kernels.LANE_RECORDS] = records
-        words[verbs_kernels.LANE_CLOSED] = verbs_kernels.OPENING
 
     @property
     def posted(self) -> int:
@@ -59,10 +58,6 @@ class Lane:
     def wait_for_room(self, count: int) -> None:
         """Until ``count`` more requests fit, or a moment has passed."""
         kernels.wait_count(self.address, self.posted + count - self.depth, kernels.SPIN, kernels.SLICE_NS, self.port)
-
-    def open(self) -> None:
-        """The peer's queue pair receives: posts may begin."""
-        kernels.swap_if(self.address + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.OPENING, verbs_kernels.OPEN)
 
     def end(self) -> None:
         """No post any more, and every wait returns."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 import abc
 import atexit
 import ctypes
+import dataclasses
 import errno
 import functools
 import os
 import struct
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from . import cma
 from . import verbs_layout as at
@@ -30,7 +31,9 @@ from .errors import NotSupported, RdmaError
 from .verbs_provider import (
     CompletionQueue,
     Context,
+    DeviceAttr,
     MemoryRegion,
+    PortAttr,
     QueuePair,
     Route,
     SharedReceiveQueue,
@@ -39,8 +42,8 @@ from .verbs_status import event_name, failure, registration_failure
 
 MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 """Bytes to ``enum ibv_mtu``."""
-BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
-PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
+_BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
+_PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
 HOP_LIMIT = 64
 """Of a global route: as many routers as IP packets start with."""
 LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
@@ -51,7 +54,7 @@ _FORK_UNNEEDED = 2
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
-def gbit_per_s(width: int, speed: int) -> float:
+def _gbit_per_s(width: int, speed: int) -> float:
     """Of a port's ``active_width`` and ``active_speed`` codes; 0 if they are unknown."""
     return _WIDTHS.get(width, 0) * _SPEEDS.get(speed, 0.0)
 
@@ -271,6 +274,8 @@ class NativeContext(Context):
 
     lib: ctypes.CDLL
     pd_address: int
+    renamed: ClassVar[Mapping[str, str]]
+    """Attributes of a device that the package calls otherwise than verbs do."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -291,6 +296,10 @@ class NativeContext(Context):
     @abc.abstractmethod
     def errno_of(self, error: Exception) -> int | None:
         """The error number behind an exception of the package, ``None`` if it is none of a verb."""
+
+    @abc.abstractmethod
+    def global_only(self, attr: Any) -> bool:
+        """``PortAttr.global_only``, of the package's attributes of a port."""
 
     @abc.abstractmethod
     def modify(self, native: Any, fields: dict[str, int], route: Route | None) -> None:
@@ -336,6 +345,25 @@ class NativeContext(Context):
             if code <= 0:
                 raise RdmaError(f"{verb} failed: {error}", device=self.name) from error
             raise failure(self.name, verb, code) from error
+
+    def device(self) -> DeviceAttr:
+        attr = self.call("ibv_query_device", lambda: self.native.query_device())
+        names = (field.name for field in dataclasses.fields(DeviceAttr))
+        return DeviceAttr(**{name: getattr(attr, self.renamed.get(name, name)) for name in names})
+
+    def port(self, number: int) -> PortAttr:
+        attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
+        return PortAttr(
+            state=_PORT_STATES[attr.state],
+            link_layer=LINK_LAYERS[attr.link_layer],
+            lid=attr.lid,
+            max_mtu=_BYTES_OF_MTU.get(attr.max_mtu, 0),
+            active_mtu=_BYTES_OF_MTU.get(attr.active_mtu, 0),
+            max_msg_sz=attr.max_msg_sz,
+            gid_tbl_len=attr.gid_tbl_len,
+            gbit_per_s=_gbit_per_s(attr.active_width, attr.active_speed),
+            global_only=self.global_only(attr),
+        )
 
     def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
         access = at.ACCESS_LOCAL_WRITE | (at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ if remote else 0)

@@ -9,12 +9,12 @@ import importlib.util
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import BYTES_OF_MTU, HOP_LIMIT, LINK_LAYERS, PORT_STATES, NativeContext, fork_init, gbit_per_s, release
-from .verbs_provider import Context, DeviceAttr, PortAttr, Provider, Route
+from .verbs_native import HOP_LIMIT, NativeContext, fork_init, release
+from .verbs_provider import Context, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
 """Where Debian, Fedora and SUSE put it."""
@@ -98,42 +98,16 @@ class PyverbsProvider(Provider):
 
 
 class PyverbsContext(NativeContext):
+    renamed: ClassVar = {"fw_ver": "fw_version"}
+
     def __init__(self, name: str) -> None:
         self.addr, self.cq, self.dev, self.mr, self.pds, self.qp, self.srq = (
             importlib.import_module(f"pyverbs.{module}") for module in _MODULES
         )
         super().__init__(name)
 
-    def device(self) -> DeviceAttr:
-        attr = self.call("ibv_query_device", lambda: self.native.query_device())
-        return DeviceAttr(
-            fw_ver=attr.fw_version,
-            node_guid=attr.node_guid,
-            max_mr=attr.max_mr,
-            max_mr_size=attr.max_mr_size,
-            max_qp=attr.max_qp,
-            max_qp_wr=attr.max_qp_wr,
-            max_sge=attr.max_sge,
-            max_cqe=attr.max_cqe,
-            max_srq=attr.max_srq,
-            max_srq_wr=attr.max_srq_wr,
-            max_qp_rd_atom=attr.max_qp_rd_atom,
-            max_qp_init_rd_atom=attr.max_qp_init_rd_atom,
-        )
-
-    def port(self, number: int) -> PortAttr:
-        attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
-        return PortAttr(
-            state=PORT_STATES[attr.state],
-            link_layer=LINK_LAYERS[attr.link_layer],
-            lid=attr.lid,
-            max_mtu=BYTES_OF_MTU.get(attr.max_mtu, 0),
-            active_mtu=BYTES_OF_MTU.get(attr.active_mtu, 0),
-            max_msg_sz=attr.max_msg_sz,
-            gid_tbl_len=attr.gid_tbl_len,
-            gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
-            global_only=bool(attr.flags & _GRH_REQUIRED),
-        )
+    def global_only(self, attr: Any) -> bool:
+        return bool(attr.flags & _GRH_REQUIRED)
 
     def errno_of(self, error: Exception) -> int | None:
         code = getattr(error, "error_code", None)

@@ -142,7 +142,7 @@ class VerbsTransfer(Transfer):
         self._build(live, imm)
 
     def _build(self, live: list[_Piece], imm: int | None) -> None:
-        limit, most = self._channel.device.max_msg_sz, self.lane.chain_max
+        limit, most = self._channel.max_msg_sz, self.lane.chain_max
         requests: list[tuple[int, int, int, int, int, int, int, int]] = []
         owners: list[tuple[_Piece, int]] = []
         for piece in live:
@@ -264,7 +264,7 @@ class VerbsWindow(Window):
         if not nbytes:
             channel.notify(self._notify)
             return
-        if nbytes > channel.device.max_msg_sz:
+        if nbytes > channel.max_msg_sz:
             remote, local = self._slices
             flat = local.view(-1).view(torch.uint8)
             channel.prepare([(remote[offset : offset + nbytes], flat[offset : offset + nbytes])], notify=self._notify).post()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import test_contract
 import torch
+from test_verbs import deaf
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 
 from rdmarpc import doctor
@@ -209,6 +210,21 @@ def test_a_peer_without_a_port_is_a_fallback(open_device: Open, caplog: pytest.L
     assert auto.counters()["fallbacks"] == 1 and "verbs: the peer has no verbs" in warnings(caplog)[0]
     with pytest.raises(NotSupported, match="verbs: the peer has no verbs"):
         open_device("auto", require="rdma").connect(tcp.address)
+
+
+@pytest.mark.rdma
+def test_a_path_without_rdma_packets_is_a_fallback(
+    open_device: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_device("auto"), open_device("auto")
+    deaf(b.devices["verbs"], monkeypatch)
+    channel = a.connect(beyond(b.address), timeout=T)
+    assert channel.device.name == "tcp" and a.counters()["fallbacks"] == 1
+    assert "verbs: no RDMA packet comes back" in warnings(caplog)[0]
+    channel.notify(3)
+    b.accept(timeout=T).expect(3).wait(T)
+    with pytest.raises(NotSupported, match="no RDMA packet comes back"):
+        open_device("auto", require="rdma").connect(beyond(b.address), timeout=T)
 
 
 @pytest.mark.rdma

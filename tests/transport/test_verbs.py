@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from transport_peer import C, Pair, S, all_are, filled
 
 from rdmarpc import transport
-from rdmarpc.transport import Device, PeerLost, RdmaError, RemoteAccessError, RemoteRegion
+from rdmarpc.transport import Device, NotSupported, PeerLost, RdmaError, RemoteAccessError, RemoteRegion, TransferTimeout
 
 pytestmark = pytest.mark.rdma
 T = 20.0
@@ -124,6 +125,38 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
     assert lost == ["REM_ACCESS_ERR"]
     ac.memcpy(RemoteRegion.load(c.export(others)), ours.fill_(C)).wait(T)
     assert all_are(others, C)
+
+
+def deaf(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue pairs are others than it says: no packet arrives there, as behind a firewall."""
+    made = device._queue_pairs
+
+    def wrong(count: int) -> Any:
+        qps, setup = made(count)
+        return qps, setup._replace(queue_pairs=tuple((0xABCDE, psn) for _, psn in setup.queue_pairs))
+
+    monkeypatch.setattr(device, "_queue_pairs", wrong)
+
+
+def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(
+    open_device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_device("verbs", arena_limit=32 << 20), open_device("verbs", arena_limit=32 << 20)
+    lost: list[Any] = []
+    a.on_lost = b.on_lost = lost.append
+    with monkeypatch.context() as patch:
+        deaf(b, patch)
+        with pytest.raises(NotSupported, match=r"no RDMA packet comes back.*RETRY_EXC_ERR.*4791"):
+            a.connect(b.address, timeout=T)
+        with pytest.raises(TransferTimeout):
+            b.accept(timeout=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(b, "_sends", 1 << 30)  # more than its completion queue has room for
+        with pytest.raises(NotSupported, match=r"the peer refused: the completion queue .* has room for 0 queue pairs"):
+            a.connect(b.address, timeout=T)
+    a.connect(b.address, timeout=T).notify(3)
+    b.accept(timeout=T).expect(3).wait(T)
+    assert not lost and a.counters()["channels"] == b.counters()["channels"] == 1
 
 
 def test_nothing_lands_after_an_abort() -> None:

@@ -119,7 +119,7 @@ class Host:
     def end_peers(self) -> None:
         """Those that a failed case has left."""
         for command in self._peers:
-            if command.poll() is None:
+            if self.guest.alive() and command.poll() is None:
                 command.kill()
 
     def start(self, command: str, timeout: float = 60.0, **environment: str) -> Command:

@@ -64,8 +64,10 @@ SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --time=01:00:00
 #SBATCH --output={output}
-srun {job}
+srun --kill-on-bad-exit=1 {job}
 """
 
 
@@ -146,7 +148,9 @@ def _trained(cluster: Cluster, device: str, folder: str, command: str) -> tuple[
     assert result["config"]["workers"] == 2 and set(result["config"]["placement"].values()) == {"worker0", "worker1"}
     assert result["equal_to_single_process"]["rdmarpc"], "losses differ from those of a single process"
     counters = result["counters"]
-    assert counters["registrations"] == 0 and counters["bytes_staged"] == 0, f"in the steady state: {counters}"
+    assert counters["registrations"] == counters["rpc_messages"] == 0, f"in the steady state: {counters}"
+    if device != "verbs":  # there what lies outside the arena, small activations and gradients, is staged once
+        assert counters["bytes_staged"] == 0, f"in the steady state: {counters}"
     packets = [host.rdma_counters()["sent_pkts"] - first["sent_pkts"] for host, first in zip(cluster.hosts, before)]
     if device == "verbs":
         assert all(count > counters["steps"] for count in packets), f"RDMA packets of {counters['steps']} steps: {packets}"
