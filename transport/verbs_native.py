@@ -54,7 +54,7 @@ _FORK_UNNEEDED = 2
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
-def _gbit_per_s(width: int, speed: int) -> float:
+def gbit_per_s(width: int, speed: int) -> float:
     """Of a port's ``active_width`` and ``active_speed`` codes; 0 if they are unknown."""
     return _WIDTHS.get(width, 0) * _SPEEDS.get(speed, 0.0)
 
@@ -361,7 +361,7 @@ class NativeContext(Context):
             active_mtu=_BYTES_OF_MTU.get(attr.active_mtu, 0),
             max_msg_sz=attr.max_msg_sz,
             gid_tbl_len=attr.gid_tbl_len,
-            gbit_per_s=_gbit_per_s(attr.active_width, attr.active_speed),
+            gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
             global_only=self.global_only(attr),
         )
 
