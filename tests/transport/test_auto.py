@@ -220,7 +220,7 @@ def test_a_path_without_rdma_packets_is_a_fallback(
     deaf(b.devices["verbs"], monkeypatch)
     channel = a.connect(beyond(b.address), timeout=T)
     assert channel.device.name == "tcp" and a.counters()["fallbacks"] == 1
-    assert "verbs: no RDMA packet comes back" in warnings(caplog)[0]
+    assert any("verbs: no RDMA packet comes back" in text for text in warnings(caplog))
     channel.notify(3)
     b.accept(timeout=T).expect(3).wait(T)
     with pytest.raises(NotSupported, match="no RDMA packet comes back"):

@@ -146,7 +146,7 @@ def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(
     a.on_lost = b.on_lost = lost.append
     with monkeypatch.context() as patch:
         deaf(b, patch)
-        with pytest.raises(NotSupported, match=r"no RDMA packet comes back.*RETRY_EXC_ERR.*4791"):
+        with pytest.raises(NotSupported, match=r"(?s)no RDMA packet comes back.*RETRY_EXC_ERR.*4791"):
             a.connect(b.address, timeout=T)
         with pytest.raises(TransferTimeout):
             b.accept(timeout=0.2)
