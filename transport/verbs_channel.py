@@ -98,7 +98,7 @@ class VerbsChannel(Channel):
                 if (users := self._foreign.get(remote.region)) is not None:
                     users.add(transfer)
                 elif remote.nbytes and remote.region not in self._places:
-                    raise self._refuse(f"region {remote.region} is not registered (any more)")
+                    raise self.refused(f"region {remote.region} is not registered (any more)")
         return transfer
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
@@ -122,19 +122,19 @@ class VerbsChannel(Channel):
         if known is not None and known[0] is self:
             return known[1]  # type: ignore[return-value]
         if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
-            raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
+            raise self.refused("the descriptor was exported by another device, or in an earlier life of this one")
         entry = self._places.get(remote.region)
         if entry is None:
             # Announcements are ordered: after the answer we know all that the descriptor's owner knew.
             self._ask(verbs_control.SYNC, next(self._questions))
             entry = self._places.get(remote.region)
         if entry is None:
-            raise self._refuse(f"region {remote.region} is not registered (any more)")
+            raise self.refused(f"region {remote.region} is not registered (any more)")
         address, nbytes, key, rkey = entry
         if key != remote.key:
-            raise self._refuse(f"wrong key for region {remote.region}")
+            raise self.refused(f"wrong key for region {remote.region}")
         if remote.offset + remote.nbytes > nbytes:
-            raise self._refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
+            raise self.refused(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
         place = address + remote.offset, rkey
         if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
             remote.resolved = (self, place)  # type: ignore[assignment]
@@ -145,16 +145,6 @@ class VerbsChannel(Channel):
         if imm is None or nbytes < _LARGE or len(self.lanes) == 1:
             return self.lanes[0]
         return self.lanes[1 + next(self._turns) % (len(self.lanes) - 1)]
-
-    def post(self, lane: Lane, chain: Chain, transfer: VerbsTransfer) -> int:
-        """Post a chain, when there is room: what ``lane.reached`` becomes when it is done."""
-        while True:
-            seq = verbs_kernels.post(lane.address, chain.address)
-            if seq > 0:
-                return seq
-            if seq == verbs_kernels.REVOKED:
-                raise self._refuse(transfer.revoked)
-            self.make_room(lane, seq, chain.count)
 
     def make_room(self, lane: Lane, why: int, count: int) -> None:
         """After a post that was not taken: return when it may be tried again, or raise."""
@@ -218,7 +208,7 @@ class VerbsChannel(Channel):
         if idle and verbs_kernels.post(lane.address, self._keepalive.address) > 0:
             lane.count_not()
 
-    def _refuse(self, why: str) -> RemoteAccessError:
+    def refused(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
 
     def _check(self) -> None:

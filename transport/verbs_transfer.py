@@ -212,10 +212,13 @@ class VerbsTransfer(Transfer):
             source, nbytes = local_bytes(piece.tensor)
             kernels.copy(piece.block.segment.address + piece.block.offset, source, nbytes)
             channel.device.count_staged(nbytes)
-        seq = 0
+        lane, seq = self.lane, 0
         for chain in self._chains:
-            seq = channel.post(self.lane, chain, self)
-        return VerbsWork(channel, self.lane, seq) if self._chains else DONE
+            while (seq := verbs_kernels.post(lane.address, chain.address)) <= 0:
+                if seq == verbs_kernels.REVOKED:
+                    raise channel.refused(self.revoked)
+                channel.make_room(lane, seq, chain.count)
+        return VerbsWork(channel, lane, seq) if self._chains else DONE
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
