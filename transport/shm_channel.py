@@ -374,11 +374,13 @@ class ShmChannel(Channel):
     def _ask(self, kind: int, number: int) -> None:
         """Send and wait for the acknowledgement (never from the device's service thread)."""
         event = self._acks.setdefault((kind + 1, number), threading.Event())
-        self.send(kind, number)
-        if not event.wait(ANSWER_TIMEOUT_S):
-            self._check()
-            raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
-        self._acks.pop((kind + 1, number), None)
+        try:
+            self.send(kind, number)
+            if not event.wait(ANSWER_TIMEOUT_S):
+                self._check()
+                raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
+        finally:
+            self._acks.pop((kind + 1, number), None)
         self._check()
 
     def withdraw(self, number: int) -> None:
