@@ -32,7 +32,7 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
 
     ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on loopback, or with a secret on
     the address of the default route. ``require="rdma"``: to reach a peer over ``tcp`` is ``NotSupported``; the text says what
-    would have to be put right.
+    would have to be put right. ``"verbs://mlx5_0,mlx5_1"``: several RDMA ports, large copies parted over them (``stripes``).
 
     Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
     peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``), ``peer_timeout``
@@ -48,7 +48,12 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     if kind == "tcp":
         return TcpDevice(place, **options)
     if kind == "verbs":
-        from .verbs import VerbsDevice  # needs libibverbs
+        # These need libibverbs.
+        if "," in place:
+            from .stripes import StripedDevice
+
+            return StripedDevice(place.split(","), **options)
+        from .verbs import VerbsDevice
 
         return VerbsDevice(place, **options)
     if kind == "auto":

@@ -233,10 +233,13 @@ class Device(abc.ABC):
 
     def _tell_lost(self, channel: Channel) -> None:
         try:
-            self._whole.on_lost(channel)
+            self._whole._gone(channel)
         except Exception:
             # The thread that calls serves all channels: it must survive.
             logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
+
+    def _gone(self, channel: Channel) -> None:
+        self.on_lost(channel)
 
     def _retire(self, channel: Channel) -> None:
         """An ended channel lives on in the totals only."""

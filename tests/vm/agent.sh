@@ -32,6 +32,10 @@ fi
 ip address add "$(option address 10.77.0.1/24)" dev "$link"
 ip link set "$link" up
 rdma link add rxe0 type rxe netdev "$link" || echo "rdmarpc: no rxe0"
+if [ "$link" = v0 ]; then # a second port, for copies that are parted over two
+    ip address add 10.78.0.1/24 dev v1
+    rdma link add rxe1 type rxe netdev v1 || echo "rdmarpc: no rxe1"
+fi
 # The GID of the address appears a moment after the link is up.
 for attempt in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
     grep -q ffff: /sys/class/infiniband/rxe0/ports/1/gids/1 && grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state && break
