@@ -11,6 +11,7 @@ import torch
 from rdmarpc import transport
 
 from .floor import Floor
+from .measure import connected
 
 ARRIVED, ANSWERED = 1, 2  # notifications
 TIMEOUT_S = 60.0
@@ -23,11 +24,7 @@ class End:
         self.link = link
         self.floor = Floor(link, first, max(job["sizes"] + [size for sizes in job["cells"].values() for size in sizes]))
         self.device = transport.open_device(job["device"])
-        if first:
-            self.channel = self.device.connect(link.recv(), timeout=TIMEOUT_S)
-        else:
-            link.send(self.device.address)
-            self.channel = self.device.accept(timeout=TIMEOUT_S)
+        self.channel = connected(self.device, link, first, TIMEOUT_S)
         self.arrived = self.channel.expect(ARRIVED)
         self.answered = self.channel.expect(ANSWERED)
         self.announcement = self.channel.prepare([], notify=ARRIVED)

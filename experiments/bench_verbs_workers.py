@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .measure import Samples, identity, per_iteration, window
+from .measure import Samples, connected, identity, per_iteration, window
 from .perftest import Perftest
 from .processes import Launcher
 
@@ -53,11 +53,7 @@ class End:
 
         self.link = link
         self.device = transport.open_device("verbs")
-        if first:
-            self.channel = self.device.connect(link.recv(), timeout=TIMEOUT_S)
-        else:
-            link.send(self.device.address)
-            self.channel = self.device.accept(timeout=TIMEOUT_S)
+        self.channel = connected(self.device, link, first, TIMEOUT_S)
         self.arrived = self.channel.expect(ARRIVED)
         self.answered = self.channel.expect(ANSWERED)
         self.answering = self.channel.prepare([], notify=ANSWERED)

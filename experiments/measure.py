@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,14 @@ class Samples:
             {"case": case, "size": size, "what": what, "samples": values, "median": statistics.median(values)}
             for (case, size, what), values in self._values.items()
         ]
+
+
+def connected(device: Any, link: Connection, first: bool, timeout: float) -> Any:
+    """The channel between the devices of two processes, each of which calls this with its end of ``link``."""
+    if first:
+        return device.connect(link.recv(), timeout=timeout)
+    link.send(device.address)
+    return device.accept(timeout=timeout)
 
 
 def identity(x: Tensor) -> Tensor:

@@ -16,10 +16,41 @@ _MAX_HANDSHAKES = 128
 _JOIN_S = 5.0
 
 
+class Acceptor:
+    """Takes what comes to a listener: ``welcome`` runs on a thread of its own for each connection (at most 128 at once), so
+    that a silent stranger blocks nobody."""
+
+    def __init__(self, listener: socket.socket, welcome: Callable[[socket.socket], None]) -> None:
+        self._listener, self._welcome = listener, welcome
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+
+    def accept(self) -> None:
+        """One connection, when there is one."""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.02)  # out of descriptors: the stranger stays in the queue, and must not make us spin
+            return
+        if not self._handshakes.acquire(blocking=False):
+            sock.close()
+            return
+        try:
+            threading.Thread(target=self._shake_hands, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._handshakes.release()
+            sock.close()
+
+    def _shake_hands(self, sock: socket.socket) -> None:
+        try:
+            self._welcome(sock)
+        finally:
+            self._handshakes.release()
+
+
 class Service:
-    """Owns its listener. ``welcome`` runs on a thread of its own for each connection that comes (at most 128 at once), so that
-    a silent stranger blocks nobody; ``hear`` (with what was given to ``watch``) and ``look`` (with the seconds that this look
-    counts for) run on the thread of the service, and must not block."""
+    """Owns its listener, whose connections go to ``welcome`` (``Acceptor``). ``hear`` (with what was given to ``watch``) and
+    ``look`` (with the seconds that this look counts for) run on the thread of the service, and must not block."""
 
     def __init__(
         self,
@@ -32,12 +63,11 @@ class Service:
         look: Callable[[float], None],
     ) -> None:
         self._listener, self._looks = listener, looks
-        self._welcome, self._hear, self._look = welcome, hear, look
+        self._acceptor, self._hear, self._look = Acceptor(listener, welcome), hear, look
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"rdmarpc-{name}", daemon=True)
         self._thread.start()
@@ -59,35 +89,13 @@ class Service:
         while not self._stopping:
             for key, _ in self._selector.select(self._looks.interval):
                 if key.fileobj is self._listener:
-                    self._accept()
+                    self._acceptor.accept()
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                 else:
                     self._hear(key.data)
             if seconds := self._looks.due():
                 self._look(seconds)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(0.02)  # out of descriptors: the stranger stays in the queue, and must not make us spin
-            return
-        if not self._handshakes.acquire(blocking=False):
-            sock.close()
-            return
-        try:
-            threading.Thread(target=self._shake_hands, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._handshakes.release()
-            sock.close()
-
-    def _shake_hands(self, sock: socket.socket) -> None:
-        try:
-            self._welcome(sock)
-        finally:
-            self._handshakes.release()
 
     def stop(self) -> None:
         """Ends the thread, and everything it listened to."""

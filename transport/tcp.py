@@ -10,7 +10,6 @@ nobody.
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import select
@@ -25,6 +24,7 @@ from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .heartbeat import Heart
 from .memory import Memory
+from .service import Acceptor
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
 from .tcp_wire import BEAT, HEADER
@@ -33,7 +33,6 @@ _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows,
 _MAX_HELLO = 64 << 10
 _NO_TIMEOUT = 24 * 3600.0
 _HANDSHAKE_TIMEOUT = 5.0
-_MAX_HANDSHAKES = 128
 _LINGER = 1.0  # for the peers to hang up too
 _IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
@@ -267,12 +266,12 @@ class TcpDevice(Device):
                 os.eventfd_write(self._woken, 1)
 
     def _serve(self) -> None:
-        listener = self._listener.fileno()
+        listener, acceptor = self._listener.fileno(), Acceptor(self._listener, self._welcome)
         while not self._stop_at or (self._by_fd and time.monotonic() < self._stop_at):
             pause = 0.05 if self._stop_at else 0.5 if self._handshakes else self._looks.interval
             for fd, events in self._epoll.poll(pause):
                 if fd == listener:
-                    self._accept_one()
+                    acceptor.accept()
                 elif fd == self._woken:
                     os.eventfd_read(self._woken)
                 elif (channel := self._by_fd.get(fd)) is not None:
@@ -313,21 +312,6 @@ class TcpDevice(Device):
             self._inlined_before += channel.inlined
             self._epoll.unregister(channel.sock)
         channel.release()
-
-    def _accept_one(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(0.02)  # out of descriptors: the stranger stays in the queue, and must not make us spin
-            return
-        if len(self._handshakes) >= _MAX_HANDSHAKES:
-            sock.close()
-            return
-        try:
-            threading.Thread(target=self._welcome, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
-        except RuntimeError:  # no more threads
-            sock.close()
 
     def _hang_up_on_the_slow(self) -> None:
         if not self._handshakes:

@@ -207,13 +207,15 @@ class TcpChannel(Channel):
             return
         if not keep:
             # Its owner may overwrite it now: go on with a copy.
-            self._withdraw()
+            if self._given == len(self._outbox):
+                self._withdraw()
             if self._outbox:
                 view, region = self._outbox.pop()
                 self.inlined += len(view)
                 self._outbox.append((memoryview(bytes(view)), region))
+            if idle:
+                self._flush()
         if idle:
-            self._flush()
             self._await_room()
 
     def _flush(self) -> None:
