@@ -1,5 +1,6 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
+# make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 # make vm-bench  the verbs device beside perftest and torch RPC, in such a guest
 # make vm-cluster  two emulated hosts: faults between them, a SLURM over them (Debian; see docs/clusters.md)
@@ -12,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run test vm-test vm-bench vm-cluster bench lint format typecheck-links clean
+.PHONY: run test test-cuda vm-test vm-bench vm-cluster bench lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -20,8 +21,20 @@ run: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m experiments.bench $(ARGS)
 
+# Tests that mostly wait for processes to start run two at once; those of calls and devices, which look at times, alone.
+CALM := tests/conformance tests/graph tests/softgpu $(wildcard tests/test_*.py)
 test: $(INSTALLED)
+ifeq ($(ARGS),)
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(CALM) || status=1; \
+	$(BIN)/python -m pytest tests/rpc tests/transport tests/vm || status=1; \
+	exit $$status
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-cuda: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 vm-test: $(INSTALLED)
 	$(BIN)/python tests/vm/suite.py $(ARGS)

@@ -15,7 +15,7 @@ FOLDERS = {
     "rdmarpc.experiments": "experiments",
 }
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "cloudpickle", "expecttest"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -42,7 +42,6 @@ setup(
         "examples": ["gymnasium", "scikit-learn"],
         "cloudpickle": ["cloudpickle"],
         "verbs": ["ibverbs"],
-        "cuda": ["cuda-python"],
         "bench": ["grpcio"],
         "slurm": ["hydra-submitit-launcher"],
         "dev": ["ruff", "mypy"],

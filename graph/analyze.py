@@ -7,10 +7,11 @@ segments form no circle, whatever the model looks like.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, TensorSpec
+from .devices import CPU, named
+from .located import Located, Pair
 from .program import Instruction, Ref, Segment, function_path, to_number, to_tensor
 from .program import names_in as _names
 from .sites import Site
@@ -29,7 +32,8 @@ from .sizes import Number, plain
 class Value:
     """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
     no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
-    of the value ``slot_of``."""
+    of the value ``slot_of``. ``device``: where its producer has it, ``landing`` where it lands, by worker; both ``named``, and
+    without an entry it is the CPU."""
 
     name: str
     spec: TensorSpec
@@ -42,6 +46,8 @@ class Value:
     """Whether it is, or is part of, the model's result: its user may write into it."""
     site: Site | None = None
     slot_of: str = ""
+    device: str = ""
+    landing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -75,17 +81,29 @@ class TransferGraph:
 
 
 def analyze(
-    capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None] = lambda path: None
+    capture: Capture,
+    owner: Callable[[str], str],
+    caller: str,
+    scope: Callable[[str], str | None] = lambda path: None,
+    located: Located | None = None,
 ) -> TransferGraph:
     """``owner(path)`` is the worker of a module or attribute, ``scope(path)`` that of the operations in the forward of a cut
     module. What has no place of its own runs where its first tensor input is; the inputs and the output belong to
-    ``caller``."""
-    return _Analysis(capture, owner, caller, scope).result()
+    ``caller``. ``located`` is filled with the device of every value; without it all are on the CPU."""
+    return _Analysis(capture, owner, caller, scope, located).result()
 
 
 class _Analysis:
-    def __init__(self, capture: Capture, owner: Callable[[str], str], caller: str, scope: Callable[[str], str | None]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        owner: Callable[[str], str],
+        caller: str,
+        scope: Callable[[str], str | None],
+        located: Located | None,
+    ) -> None:
         self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
+        self.located = located
         self.expression: dict[fx.Node, Any] = {}
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
@@ -109,6 +127,10 @@ class _Analysis:
             if node.op == "placeholder":
                 inputs.append(node.name)
                 self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                if self.located is not None:
+                    self.located.define(
+                        node.name, self.located.inputs[len(inputs) - 1][0], self.located.inputs[len(inputs) - 1]
+                    )
                 self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
                 self.expression[node] = Ref(node.name)
             elif node.op == "output":
@@ -116,12 +138,16 @@ class _Analysis:
                 effects = self.effects()
                 level = self.level((output, effects), self.caller)
                 output = self.localize(output, self.caller, level)
+                if self.located is not None:
+                    output = self.brought(output, self.caller, level, self.located.caller)
                 self.use((output, effects), self.caller, level)
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
                 home = (worker, 0 if worker == self.caller else 1)
                 written = (node, 0) in self.capture.written
                 self.define(node.name, self.capture.values[node], home, written, constant=True)
+                if self.located is not None:
+                    self.located.attribute(node.name, str(node.target), self.capture.values[node].device)
                 self.attribute(node.name, self.capture.sites.get((node, 0)), (), worker)
                 self.paths[node.name] = str(node.target)
                 self.expression[node] = Ref(node.name)
@@ -156,19 +182,29 @@ class _Analysis:
         worker = self.place(node, args, kwargs)
         level = self.level((args, kwargs), worker)
         args, kwargs = self.localize((args, kwargs), worker, level)
+        kind, target = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op], node.target
+        if self.located is not None:
+            result = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), CPU)
+            tensors = [name for name in _names((args, kwargs)) if name not in self.numbers]
+            here = self.here(worker)
+            scoped = self.scope(node.meta.get("scope", "")) is not None
+            pair = self.located.pair(node, tensors, here, result, scoped, worker == self.caller)
+            move = functools.partial(self.moved, worker, level)
+            target, args, kwargs = self.located.place(node, target, (args, kwargs), pair, here, result, move)
         names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor):
                 assert name is not None
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
+                if self.located is not None:
+                    self.located.define(name, leaf.device, pair)
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
         refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
         self.expression[node] = pytree.tree_unflatten(refs, tree)
         self.use((args, kwargs), worker, level)
-        kind = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op]
-        target = function_path(node.target) if callable(node.target) else str(node.target)
+        target = function_path(target) if callable(target) else str(target)
         numbers = frozenset(name for name in names if name in self.numbers)
         grad = node.meta.get("grad", True)
         step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
@@ -204,6 +240,42 @@ class _Analysis:
             lambda leaf: self.local(leaf, (worker, level)) if isinstance(leaf, Ref) and leaf.name in self.numbers else leaf,
         )
 
+    def here(self, worker: str) -> Callable[[str], torch.device | None]:
+        """See ``Located.pair``."""
+        located = self.located
+        assert located is not None
+        return lambda name: located.at(name, worker, self.home[name][0])
+
+    def brought(self, arguments: Any, worker: str, level: int, pair: Pair) -> Any:
+        """The tensors that are its own where this pair has them."""
+        located, here = self.located, self.here(worker)
+        assert located is not None
+
+        def settle(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref) or leaf.name in self.numbers:
+                return leaf
+            own = located.own[leaf.name]
+            return Ref(self.moved(worker, level, leaf.name, pair[1] if own == pair[0] else here(leaf.name) or own))
+
+        return map_aggregate(arguments, settle)
+
+    def moved(self, worker: str, level: int, name: str, device: torch.device) -> str:
+        """The name of a value on this device in that segment. What comes from another worker lands where it is first asked for;
+        else an operation is added that moves it."""
+        located = self.located
+        assert located is not None
+        found = located.at(name, worker, self.home[name][0])
+        if found is None:
+            located.landing[name, worker] = device
+        if found is None or found == device:
+            return name
+        self.use(Ref(name), worker, level)
+        new, made = located.moved(name, self.segment(worker, level), device)
+        if made:
+            self.home[new], self.uses[new], self.specs[new] = (worker, level), {}, self.specs[name]
+            self.sites[new] = None
+        return new
+
     def local(self, number: Ref, here: tuple[str, int]) -> Ref:
         name, home = number.name, self.home[number.name]
         if home == here:
@@ -212,6 +284,8 @@ class _Analysis:
         if carrier not in self.home:
             self.home[carrier], self.uses[carrier] = home, {}
             self.specs[carrier] = TensorSpec((), self.numbers[name])
+            if self.located is not None:
+                self.located.define(carrier, CPU, (CPU, CPU))
             self.convert(to_tensor, name, carrier, home)
         if copy not in self.home:
             self.numbers[copy], self.home[copy] = self.numbers[name], here
@@ -290,6 +364,9 @@ class _Analysis:
                     site=self.sites.get(name),
                     slot_of=self.slot_of.get(name, ""),
                 )
+                if self.located is not None:
+                    values[name].device = named(self.located.made[name])
+                    values[name].landing = {w: named(device) for (n, w), device in self.located.landing.items() if n == name}
                 segments[producer].outputs.append(name)
                 for consumer in consumers:
                     segments[consumer].inputs.append(name)

@@ -15,6 +15,7 @@ import gc
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,14 +26,14 @@ import torch
 from ..transport import NotSupported, RdmaError, TransferTimeout
 from .analyze import TransferGraph
 from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
-from .header import CLEAR, DONE, ERROR, GRAD, SHARED, Header
+from .header import CLEAR, DONE, ERROR, GRAD, Header
 from .outlet import Outlet
 from .pipeline import Part, Pipeline
 from .place import REPORT, Edge, Placement, control_edges, place
 from .production import Production
 from .program import Machine, Segment, fill
-from .slot import Inlet, Slot, take
-from .stage import Cross, Pass, Plan, Stage
+from .slot import Inlet, Slot, shared, take
+from .stage import Cross, Pass, Plan, Stage, cross_apart
 from .station import Arrived, Fittings, Leased, Offer, Station
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Ask(Protocol):
 class Caller:
     """``parameters`` counts the parameters that live at each worker; ``machine`` runs the caller's own segments. ``depth``:
     forwards that may wait for their backward; ``timeout``: seconds that one wait may take; ``plans``: how many are kept;
-    ``staging``: see ``Placement``."""
+    ``staging``, ``reaching``: see ``Placement``."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Caller:
         timeout: float = 60.0,
         plans: int = 16,
         staging: bool = False,
+        reaching: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.depth, self.timeout, self.staging = name, depth, timeout, staging
         self.workers = list(parameters)
@@ -74,6 +76,7 @@ class Caller:
         self.backwards = 0
         self.plans_made = 0
         self.machine = machine
+        self._reaching = reaching
         self._ask, self._limit = ask, plans
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._plan_numbers = itertools.count(1)
@@ -134,12 +137,24 @@ class Caller:
                 return found
             self._ready()
             self._make_room()
-            placement = place(build(), next(self._plan_numbers), self.depth, self._edge_numbers)
-            placement.staging = self.staging
-            fittings, _ = self._establish(placement)
+            graph = build()
+            try:
+                fittings = self._place(graph)
+            except NotSupported as error:
+                if error.device != "cuda" or not self._reaching:
+                    raise
+                # Whether one process can map another's GPU memory shows when it is tried.
+                warnings.warn(f"what lands on accelerators goes by way of host memory: {error.message}", stacklevel=2)
+                self._reaching = frozenset()
+                fittings = self._place(graph)
             plan = self._plans[signature] = Plan(fittings, self.name)
             self.plans_made += 1
             return plan
+
+    def _place(self, graph: TransferGraph) -> Fittings:
+        placement = place(graph, next(self._plan_numbers), self.depth, self._edge_numbers)
+        placement.staging, placement.reaching = self.staging, self._reaching
+        return self._establish(placement)[0]
 
     def check_kept(self, count: int) -> None:
         """Raise ``NotSupported`` if so many plans cannot be kept at once."""
@@ -244,7 +259,9 @@ class Caller:
                     store.update(env)
                     continue
                 tensors = [store[name] for name, _ in item.sends if name in store]
-                if run.grad:
+                if run.grad and item.apart:
+                    token, *outputs = cross_apart(token, self, run, item, tensors)
+                elif run.grad:
                     token, *outputs = Cross.apply(token, self, run, item, *tensors)
                 else:
                     outputs = self.exchange(run, item, tensors)
@@ -420,7 +437,7 @@ class Caller:
             if not inlet.spare():
                 self.station.device.count_staged(inlet.edge.nbytes)
                 tensor = tensor.clone()
-            if header.flags & SHARED:
+            if shared(slot, header):
                 run.shared.append((inlet.edge.value, tensor, tensor._version))
         run.landed[inlet.edge.number] = tensor
 
@@ -514,6 +531,7 @@ class Caller:
         """As ``Host.stop``: nothing is sent any more."""
         with self._lock:
             self.station.close()
+            self.station.quiet()
             return self.station.leased()
 
     def close(self, leased: Leased | None = None) -> None:

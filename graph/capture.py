@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
+from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Number, Sizes, depends_on_data
 
@@ -37,11 +38,17 @@ _HINT = "what joins the parts must be the same for all tensors of one shape; dec
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before the step; unknown dimensions are ``FREE``."""
+    """What is known of a tensor before the step; unknown dimensions are ``FREE``. ``device``: where the capture takes it to be
+    (``devices``)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    device: torch.device = CPU
+
+    def empty(self) -> torch.Tensor:
+        """Such a tensor: without data under the mode of a skeleton."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).requires_grad_(self.requires_grad)
 
 
 @dataclass
@@ -167,7 +174,7 @@ def propagate(
     """Run a graph on fake tensors. ``made``: its inputs are no leaves."""
     sizes = sizes or Sizes()
     with sizes.under(mode_of(model)), quiet():
-        fakes = sizes.inputs([spec.shape for spec in inputs], [spec.dtype for spec in inputs])
+        fakes = sizes.inputs(*([getattr(spec, what) for spec in inputs] for what in ("shape", "dtype", "device")))
         for fake, spec in zip(fakes, inputs):
             fake.requires_grad_(spec.requires_grad)
         fakes = [fake.clone() for fake in fakes] if made else fakes
@@ -323,7 +330,7 @@ def mode_of(model: nn.Module) -> FakeTensorMode:
 
 def annotate(node: fx.Node, scope: str) -> None:
     """What an operation must know of where the forward ran it: in which module, and whether autograd looked on."""
-    if torch.is_autocast_enabled("cpu"):
+    if torch._C._is_any_autocast_enabled():
         raise NotSupported("the forward uses autocast, which does not reach other workers", hint="use it inside of a part")
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
 

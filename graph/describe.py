@@ -40,10 +40,10 @@ class Crossing:
     """One tensor on its way to one worker: one write in a step.
 
     ``shape`` has ``None`` where a dimension is free, and then ``nbytes`` (of the payload) is ``None``. ``depth`` counts the
-    slots, which take ``slot_bytes`` at the target. ``producer`` is the traced operation whose result it is, and ``allocator``
-    says whose memory is sent: ``site`` in words, or the slot in which it was received. ``first`` and ``last`` use it at the
-    target. ``needs_gradient``: a gradient comes back. ``trigger``: carries nothing, only starts a segment. A tensor with
-    several targets is several crossings of one ``name``.
+    slots, which take ``slot_bytes`` at the target; ``device`` is where it wants the tensor (empty: the CPU). ``producer`` is
+    the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in words, or the slot in
+    which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient comes back. ``trigger``:
+    carries nothing, only starts a segment. A tensor with several targets is several crossings of one ``name``.
     """
 
     number: int
@@ -64,6 +64,7 @@ class Crossing:
     site: Site | None = None
     first: Use | None = None
     last: Use | None = None
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Transfers:
                     crossing.name,
                     crossing.kind,
                     crossing.source,
-                    crossing.target,
+                    f"{crossing.target}/{crossing.device}" if crossing.device else crossing.target,
                     shape_text(crossing),
                     "?" if crossing.nbytes is None else f"{crossing.nbytes:,}",
                     str(crossing.depth),
@@ -270,6 +271,7 @@ def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
         depth=edge.depth,
         slot_bytes=edge.depth * (HEADER_BYTES + edge.nbytes),
         static=edge.static,
+        device=edge.device,
     )
     value = None if graph is None else graph.values.get(edge.value)
     if graph is None or value is None:

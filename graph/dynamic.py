@@ -11,7 +11,8 @@ After Xue et al., "Fast Distributed Deep Learning over RDMA" (EuroSys'19), dynam
 4. The credit goes back when the READ is over, not when the tensor dies: whoever keeps that keeps no slot. So the credit is
    the release of the source, in the same words as on a static edge (``slot``, ``outlet``).
 5. A source that the consumer cannot READ where it lies is copied into the arena first, which is counted
-   (``bytes_staged``, and by the name of the edge): on ``tcp`` whatever is not in the arena, on ``shm`` only what has gaps.
+   (``bytes_staged``, and by the name of the edge): what lies on an accelerator; on ``tcp`` whatever is not in the arena, on
+   ``shm`` only what has gaps.
 """
 
 from __future__ import annotations
@@ -106,6 +107,9 @@ class DynamicTarget:
         self.free = False
         self._work = self._transfer.post()
 
+    def release(self) -> None:
+        """The source is kept until the credit."""
+
     def credited(self) -> bool:
         """The consumer has read it. ``False`` if nothing was written."""
         if self.free:
@@ -132,7 +136,7 @@ class DynamicOutlet(Outlet):
                 hint="rank and dtype of what crosses between workers must not depend on data",
             )
         found = dense(payload)
-        if found is not None and not self.staging and device.can_lend(found[0], self.channel):
+        if found is not None and not self.staging and payload.is_cpu and device.can_lend(found[0], self.channel):
             return payload, found[1]
         nbytes = payload.numel() * edge.dtype.itemsize
         device.count_staged(nbytes)

@@ -22,12 +22,12 @@ import torch
 from ..transport import ArenaFull, PeerLost, RdmaError
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
-from .header import DONE, ERROR, NONE, SHARED, Header, MicroBatch
+from .header import DONE, ERROR, NONE, Header, MicroBatch
 from .outlet import Outlet
 from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
 from .program import Machine
 from .run import Run
-from .slot import Inlet, Slot, take
+from .slot import Inlet, Slot, shared, take
 from .station import Arrived, Station
 from .tasks import Agenda, Batch, Task
 
@@ -36,10 +36,16 @@ _REMEMBERED = 4096
 
 
 class Executor(threading.Thread):
-    """``set_mode(number)`` puts the parts under the flags of a mode; ``apply(command)`` carries out optimizer commands."""
+    """``set_mode(number)`` puts the parts under the flags of a mode; ``apply(command)`` carries out optimizer commands.
+    ``gpu``: the accelerator that is current while parts run."""
 
     def __init__(
-        self, station: Station, machine: Machine, set_mode: Callable[[int], None], apply: Callable[[Command], None]
+        self,
+        station: Station,
+        machine: Machine,
+        set_mode: Callable[[int], None],
+        apply: Callable[[Command], None],
+        gpu: torch.device | None = None,
     ) -> None:
         super().__init__(name=f"rdmarpc-executor-{station.name}", daemon=True)
         self.station, self.machine = station, machine
@@ -56,7 +62,7 @@ class Executor(threading.Thread):
         self._commands: dict[int, tuple[Command, int]] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._backwards: OrderedDict[int, None] = OrderedDict()
-        self._closing = False
+        self._closing, self._gpu = False, gpu
 
     # -- from other threads
 
@@ -95,6 +101,8 @@ class Executor(threading.Thread):
     def run(self) -> None:
         # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
         torch.get_num_threads()
+        if self._gpu is not None:
+            torch.accelerator.set_device_index(self._gpu)
         try:
             while not self._closing:
                 if self._work():
@@ -208,7 +216,7 @@ class Executor(threading.Thread):
         except ArenaFull as error:
             self._fail(header.sequence, error)
             return
-        run.arrived(inlet.edge.value, tensor, header.commands, bool(header.flags & SHARED))
+        run.arrived(inlet.edge.value, tensor, header.commands, shared(slot, header))
 
     def _batch(self, header: Header, flow: Flow) -> Batch:
         micro = MicroBatch.unpack(header.argument)

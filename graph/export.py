@@ -41,7 +41,7 @@ def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
     """As ``capture.capture``, for the same skeletons. Tries without and then with ``strict``."""
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         with mode_of(model):
-            fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
+            fakes = [spec.empty() for spec in inputs]
         args, kwargs = join(*fakes)
         program = _exported(model, args, kwargs)
         lowered = _Lowered(program, pytree.tree_leaves((args, kwargs)))

@@ -61,7 +61,7 @@ class Route:
 class Flow:
     """See the module. ``duties`` are this worker's segments by level; ``backwards`` counts those that gradients come to.
     ``edges`` gives the source that each gradient edge stands for. ``sink``: the gradients of some segment here go no
-    further."""
+    further. ``gpus``: the accelerators on which tensors lie here, by name; their backward runs on threads of the engine's."""
 
     def __init__(self, fittings: Fittings, worker: str) -> None:
         graph = fittings.placement.graph
@@ -106,6 +106,9 @@ class Flow:
         self.gradients_missing = [duty.gradients_missing for duty in self.duties]
         self.backwards = sum(duty.backward for duty in self.duties)
         self.sink = worker in sinks(graph)
+        made = {v.device for v in graph.values.values() if graph.segments[v.producer].worker == worker}
+        landing = {v.landing.get(worker, "") for v in graph.values.values()}
+        self.gpus = tuple(sorted((made | landing) - {""}))
 
     def _look_up_inputs(self, duty: Duty) -> None:
         duty.missing = len(duty.segment.inputs)
@@ -131,14 +134,19 @@ class Flow:
             for name, route in duty.outputs.items():
                 sends = [outlet for outlet in route.sends if outlet.producible and name not in self.graph.inputs]
                 value = self.graph.values[name]
-                if sends and sends[0].edge.nbytes >= MIN_BYTES and not value.written and not value.returned:
+                if sends and sends[0].edge.nbytes >= MIN_BYTES and not (value.written or value.returned or value.device):
                     outlets[name] = sends[0]
             self._productions[key] = Production(outlets) if outlets else None
         return self._productions[key]
 
     def notes(self) -> dict[str, str]:
         """Value -> where it is made, or why it is copied (see ``Production``)."""
-        return {name: note for made in self._productions.values() if made for name, note in made.notes.items()}
+        found = {name: note for made in self._productions.values() if made for name, note in made.notes.items()}
+        for name, route in self.routes.items():
+            device = self.graph.values[name].device
+            if route.producer is not None and device and any(outlet.edge.nbytes >= MIN_BYTES for outlet in route.sends):
+                found[name] = f"copied: it is made on {device}"
+        return found
 
 
 def levels(graph: TransferGraph) -> int:

@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 from ..transport import RdmaError, TransferTimeout
 from .capture import TensorSpec, check_result, writes_input
 from .command import STEP, TO_NONE, ZERO, Command
+from .devices import find, forked_generators
 from .executor import Executor
 from .flow import Flow
 from .place import Placement
 from .program import Machine
-from .remote_update import build_optimizer, copy_state, load_state, read_numbers
+from .remote_update import build_optimizer, copied, copy_state, load_state, read_numbers
 from .station import Fittings, Leased, Offer, Station
 
 if TYPE_CHECKING:
@@ -49,9 +50,11 @@ class Host:
         self._modes: dict[int, Mode] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
+        tensors = (*self.parameters, *self.root.buffers())
+        self.gpu = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         self.station = Station(name, device, channels, timeout)
         machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
-        self.executor = Executor(self.station, machine, self._set_mode, self._apply)
+        self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
 
     # -- plans
 
@@ -92,21 +95,21 @@ class Host:
     # -- parts
 
     def state(self, path: str, commands: int) -> dict[str, Any]:
-        """A copy of the state of a part, or of a module inside one, after so many commands."""
+        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory."""
 
         def copy() -> dict[str, Any]:
             state = self.root.get_submodule(path).state_dict()
-            return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            return {key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
         return self._on_executor(copy, commands)
 
     def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
-        """A copy of the parameters and buffers that lie in this very module."""
+        """A copy of the parameters and buffers that lie in this very module; in host memory."""
 
         def copy() -> dict[str, torch.Tensor]:
             module = self.root.get_submodule(path)
             own = {**module._parameters, **module._buffers}
-            return {name: tensor.detach().clone() for name, tensor in own.items() if tensor is not None}
+            return {name: copied(tensor.detach()) for name, tensor in own.items() if tensor is not None}
 
         return self._on_executor(copy, commands)
 
@@ -123,9 +126,12 @@ class Host:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
         self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
 
-    def probe(self, path: str, mode: int, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> Any:
-        """Run a copy of a part, under these flags, on real inputs: what it gives, with a ``TensorSpec`` for every tensor. The
-        part, its buffers and the generator stay as they are."""
+    def probe(
+        self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
+    ) -> Any:
+        """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
+        gives, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the generators stay as they
+        are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -133,8 +139,13 @@ class Host:
         def run() -> Any:
             self.executor.use_mode(mode)
             part = deepcopy(self.root.get_submodule(path))
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                given, more = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))  # no leaves
+            left = iter(devices)
+            with forked_generators(self.gpu), torch.enable_grad():
+                given, more = pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: tensor.to(find(next(left)), copy=True),  # no leaves
+                    (args, kwargs),
+                )
                 result = part(*given, **more)
             leaves = pytree.tree_leaves((given, more))
             if any(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)):
@@ -187,6 +198,7 @@ class Host:
         lie. ``TransferTimeout`` if a part does not come to its end."""
         if not self.executor.finish():
             raise TransferTimeout(f"a part of a model that was closed still runs on {self.station.name!r}")
+        self.station.quiet()
         return self.station.leased()
 
     def close(self, leased: Leased | None = None) -> None:

@@ -2,8 +2,9 @@
 
 What makes the payload may write it where it has to be (``reserve``, see ``production``): into the slot itself where that is
 mapped here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then
-``send`` writes it from there. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a
-registered buffer first, and counted."""
+``send`` writes it from there. What lies on an accelerator is written from there where the channel can (``gpu_slot``), else by
+way of host memory. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a registered
+buffer first, and counted."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import NotSupported, RdmaError, RemoteRegion
+from . import staging
+from .devices import find
+from .gpu_slot import direct
 from .header import HEADER_BYTES, NONE, SHARED, Header
 from .layout import dense
 from .place import Edge
@@ -38,13 +42,17 @@ class Target:
     __slots__ = (
         "_address",
         "_bare",
+        "_bound",
         "_credit",
+        "_fetched",
         "_full",
+        "_gpu",
         "_head",
         "_header",
         "_lease",
         "_mapped",
         "_place",
+        "_ranges",
         "_registers",
         "_stage",
         "_work",
@@ -53,27 +61,36 @@ class Target:
         "source",
     )
 
-    def __init__(self, outlet: Outlet, station: Station, channel: Channel, remote: RemoteRegion, number: int) -> None:
+    def __init__(
+        self, outlet: Outlet, station: Station, channel: Channel, head: RemoteRegion, payload: RemoteRegion, number: int
+    ) -> None:
         self.outlet = outlet
         edge = outlet.edge
         self._header = station.device.empty(HEADER_BYTES, dtype=torch.uint8)
         self._head = memoryview(self._header.numpy())
-        head = (remote[:HEADER_BYTES], self._header)
-        self._bare = channel.prepare([head], notify=number)
+        pair = (head, self._header)
+        self._ranges = (pair, payload, number)
+        self._bare = channel.prepare([pair], notify=number)
         self._full: Transfer = self._bare
+        self._bound: Transfer | None = None
+        """The transfer that has a source."""
+        self._gpu: dict[torch.device, Transfer] = {}
         self._stage: torch.Tensor | None = None
+        self._fetched: torch.Tensor | None = None
         self._mapped = None
         self._place: torch.Tensor | None = None
         self._registers = False
         if edge.nbytes:
             # Has the right size, is never sent and never touched, so it takes no memory.
             idle = torch.empty(edge.nbytes, dtype=torch.uint8)
-            self._full = channel.prepare([head, (remote[HEADER_BYTES:], idle)], notify=number)
+            self._full = channel.prepare([pair, (payload, idle)], notify=number)
             self._full.unbind(1)
+            if edge.origin and outlet.direct:
+                self._from_gpu(find(edge.origin))
             if outlet.staging:
                 self._stage = station.device.empty(edge.nbytes, dtype=torch.uint8)
             else:
-                self._mapped = channel.map(remote[HEADER_BYTES:])
+                self._mapped = channel.map(payload)
                 self._registers = self._mapped is None and channel.registered_only
         self._work: Work | None = None
         self.source: torch.Tensor | None = None
@@ -85,6 +102,11 @@ class Target:
     @property
     def free(self) -> bool:
         return self._credit and self._lease is None
+
+    @property
+    def work(self) -> Work | None:
+        """The last write, as far as it is known to be under way."""
+        return self._work
 
     @property
     def leased(self) -> bool:
@@ -107,13 +129,36 @@ class Target:
         if payload is None or payload.numel() == 0:
             self._work = self._bare.post()
             return
-        if self._stage is not None:
-            torch.frombuffer(memoryview(self._stage.numpy()), dtype=payload.dtype).copy_(payload.reshape(-1))
-            payload = self._stage
-        self._full.rebind(1, payload)
-        self.source = payload
-        self._work = self._full.post()
+        full, here = self._full, payload.is_cpu
+        if self._stage is not None or not (here or self.outlet.direct):
+            payload = self._staged(payload)
+        elif not here:
+            full = self._from_gpu(payload.device)
+        full.rebind(1, payload)
+        self._bound, self.source = full, payload
+        self._work = full.post()
         self.release()
+
+    def _from_gpu(self, gpu: torch.device) -> Transfer:
+        """The write from an accelerator: the first one prepares it."""
+        found = self._gpu.get(gpu)
+        if found is None:
+            pair, payload, number = self._ranges
+            idle = torch.empty(payload.nbytes, dtype=torch.uint8, device=gpu)
+            found = self._gpu[gpu] = self.outlet.channel.prepare([pair, (payload, idle)], notify=number)
+            found.unbind(1)
+        return found
+
+    def _staged(self, payload: torch.Tensor) -> torch.Tensor:
+        """A copy in registered memory of ours; until the next one."""
+        outlet = self.outlet
+        stage = self._fetched if self._stage is None else self._stage
+        if stage is None:
+            stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
+        if not outlet.staging:
+            outlet.device.count_staged(outlet.edge.nbytes)
+        staging.to_host(payload, memoryview(stage.numpy()))
+        return stage
 
     def release(self) -> None:
         """Let go of the source, if the write is over."""
@@ -121,9 +166,9 @@ class Target:
             self._over()
 
     def _over(self) -> None:
-        if self._full is not self._bare:
-            self._full.unbind(1)
-        self._work = self.source = None
+        if self._bound is not None:
+            self._bound.unbind(1)
+        self._bound = self._work = self.source = None
 
     def credited(self) -> bool:
         """The consumer lets us use it again. ``False`` if it had never been used."""
@@ -172,7 +217,7 @@ class Target:
         header.write(self._head)
         assert self._place is not None
         self._full.rebind(1, self._place)
-        self.source = self._place
+        self._bound, self.source = self._full, self._place
         self._work = self._full.post()
 
     def cancel(self) -> None:
@@ -196,6 +241,8 @@ class Outlet:
         self._station, self.staging = station, staging
         self.timeout = station.timeout
         self.channel: Channel = station.channel(edge.target)
+        self.direct = direct(self.channel)
+        """Whether what lies on an accelerator is written from there."""
         self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()
         self._reserved: Target | None = None
@@ -204,8 +251,10 @@ class Outlet:
     def connect(self, slots: list[tuple[bytes, int]]) -> None:
         """The consumer's offer: descriptor and notification number of every slot."""
         for blob, number in slots:
-            remote = RemoteRegion.load(blob)
-            self._targets.append(Target(self, self._station, self.channel, remote, number))
+            remote = RemoteRegion.load(blob[: RemoteRegion.WIRE_SIZE])
+            there = blob[RemoteRegion.WIRE_SIZE :]  # of a payload that lies elsewhere
+            payload = RemoteRegion.load(there) if there else remote[HEADER_BYTES:]
+            self._targets.append(Target(self, self._station, self.channel, remote[:HEADER_BYTES], payload, number))
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
@@ -270,6 +319,9 @@ class Outlet:
 
     def sources(self) -> list[torch.Tensor]:
         """What has not been read yet: it must stay as it is."""
+        if self.direct:  # what was posted may be over by now
+            for target in self._targets:
+                target.release()
         read = [target.source for target in self._targets] + [payload for _, payload in self._waiting]
         return [source for source in read if source is not None]
 

@@ -19,11 +19,11 @@ import torch
 
 from ..transport import RdmaError, TransferTimeout
 from .flow import Duty
-from .header import CLEAR, GRAD, SHARED, Header, MicroBatch
+from .header import CLEAR, GRAD, Header, MicroBatch
 from .place import ACTIVATION
 from .program import fill
 from .run import Run
-from .slot import Inlet, Slot, take
+from .slot import Inlet, Slot, shared, take
 from .tasks import Agenda, Batch, Task
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Pipeline:
         name = inlet.edge.value
         if inlet.edge.kind == ACTIVATION:
             self._waiting[inlet] = self._waiting.get(inlet, 0) + 1
-            chunk.arrived(name, take(slot, header), header.commands, bool(header.flags & SHARED))
+            chunk.arrived(name, take(slot, header), header.commands, shared(slot, header))
         else:
             chunk.landed_gradient(name, chunk.flow.edges[inlet.edge.number], header, take(slot, header))
         return True

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from .analyze import TransferGraph
+from .analyze import TransferGraph, Value
 from .metadata import metadata_bytes
 from .sizes import FREE
 
@@ -22,7 +22,8 @@ class Edge:
     """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
 
     ``number`` is unique in the model. ``value`` names the tensor in the transfer graph. With a ``FREE`` dimension in
-    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``).
+    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``). ``device``: where
+    the target wants it, ``origin``: where the source has it (``devices.named``).
     """
 
     number: int
@@ -33,6 +34,8 @@ class Edge:
     shape: tuple[int, ...]
     dtype: torch.dtype
     depth: int
+    device: str = ""
+    origin: str = ""
 
     @property
     def static(self) -> bool:
@@ -57,6 +60,8 @@ class Placement:
     """Everybody who takes part, the caller first."""
     staging: bool = False
     """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
+    reaching: frozenset[str] = frozenset()
+    """Workers that can write into accelerators' memory of others (``gpu_slot``); what the others send lands in host memory."""
 
     def __str__(self) -> str:
         from .describe import describe  # it stands on this module
@@ -72,18 +77,18 @@ def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int])
     """
     edges: list[Edge] = []
 
-    def add(kind: str, value: str, source: str, target: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        slots = max(depth, 2) + (target == graph.caller)
-        edges.append(Edge(next(numbers), kind, value, source, target, shape, dtype, slots))
+    def add(kind: str, value: Value, source: str, target: str, origin: str, device: str) -> None:
+        spec, slots = value.spec, max(depth, 2) + (target == graph.caller)
+        edges.append(Edge(next(numbers), kind, value.name, source, target, spec.shape, spec.dtype, slots, device, origin))
 
     crossing = graph.crossing()
     for value, worker in crossing:
         home = graph.segments[value.producer].worker
-        add(ACTIVATION, value.name, home, worker, value.spec.shape, value.spec.dtype)
+        add(ACTIVATION, value, home, worker, value.device, value.landing.get(worker, ""))
     for value, worker in reversed(crossing):
         if graph.returns_gradient(value, worker):
             home = graph.segments[value.producer].worker
-            add(GRADIENT, value.name, worker, home, value.spec.shape, value.spec.dtype)
+            add(GRADIENT, value, worker, home, value.landing.get(worker, ""), value.device)
     workers = list(dict.fromkeys([graph.caller, *(segment.worker for segment in graph.segments)]))
     return Placement(number, graph.caller, edges, graph, workers)
 

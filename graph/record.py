@@ -45,7 +45,7 @@ def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
 def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
     recorder = _Recorder(model, whole)
     with mode_of(model), quiet(), unchanged(model, whole):
-        fakes = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad) for spec in inputs]
+        fakes = [spec.empty() for spec in inputs]
         for at, fake in enumerate(fakes):
             recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
         args, kwargs = join(*fakes)

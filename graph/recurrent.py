@@ -74,7 +74,7 @@ def _layer(func: Any, data: torch.Tensor, second: Any, third: Any, *rest: Any) -
 
 
 def _like(shape: Sequence[int], sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    made = torch.empty(shape, dtype=sources[0].dtype)
+    made = torch.empty(shape, dtype=sources[0].dtype, device=sources[0].device)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)):
         return made
     return made.requires_grad_().clone()  # no leaf: it may be written in place

@@ -72,10 +72,10 @@ def build_optimizer(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """A copy of the optimizer's state, per position of a parameter."""
+    """A copy of the optimizer's state, per position of a parameter; in host memory."""
     return {
         at: {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
+            key: copied(value) if isinstance(value, torch.Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
         for at, parameter in enumerate(parameters)
@@ -86,6 +86,19 @@ def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.P
 def load_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
 ) -> None:
-    """The inverse of ``copy_state``."""
+    """The inverse of ``copy_state``: a parameter's state lies with it, but for the number of its steps, which does so only
+    where the optimizer counts on the accelerator (as ``Optimizer.load_state_dict`` has it)."""
+    there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for at, entries in state.items():
-        optimizer.state[parameters[at]] = dict(entries)
+        parameter = parameters[at]
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device)
+            if isinstance(value, torch.Tensor) and (key != "step" or id(parameter) in there)
+            else value
+            for key, value in entries.items()
+        }
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory."""
+    return tensor.clone() if tensor.is_cpu else tensor.cpu()

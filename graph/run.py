@@ -6,10 +6,13 @@ Invariants:
 2. Contributions are summed in the fixed order of ``Route.sources``, whatever order they came in.
 3. An input is used where it landed. Writing into it in place is allowed to its only user, and to nobody where it was
    produced here.
+4. While a segment runs backward its thread waits for the engine, which hands on gradients of inputs that lie on accelerators by
+   threads of its own, one a device: one at a time (``_lock``), each with the current stream that the forward had.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +58,7 @@ class Run:
         self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.argument
         self.micro = MicroBatch.unpack(header.argument) if header.argument else ALONE
         self.grad = bool(header.flags & GRAD)
+        self._lock = threading.Lock() if flow.gpus else None
         self.zero_due = False
         self.back_flags = 0
         self._values: dict[str, torch.Tensor] = {}
@@ -239,6 +243,9 @@ class Run:
         return roots, grads
 
     def _deliverer(self, name: str, duty: Duty) -> Callable[[torch.Tensor | None], None]:
+        """What takes the gradient of an input. Called by the engine in the backward of this segment: by this thread, or, for
+        tensors on an accelerator, by one that the engine has for that (invariant 4)."""
+
         def deliver(grad: torch.Tensor | None) -> None:
             undelivered = self._undelivered.get(duty.at, ())
             if name not in undelivered:
@@ -248,4 +255,12 @@ class Run:
             undelivered.discard(name)  # type: ignore[union-attr]
             self.gradient(name, (duty.segment.number, 0), None if grad is None else grad.detach(), self.commands)
 
-        return deliver
+        lock = self._lock
+        if lock is None:
+            return deliver
+
+        def deliver_alone(grad: torch.Tensor | None) -> None:
+            with lock:
+                deliver(grad)
+
+        return deliver_alone

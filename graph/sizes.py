@@ -70,12 +70,12 @@ class Sizes:
         finally:
             mode.shape_env, mode.static_shapes = before
 
-    def inputs(self, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def inputs(self, shapes: Shapes, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[torch.Tensor]:
         """Fake tensors of these shapes, inside ``under``; ``shapes`` are the example that symbols are tried with."""
         self._shapes = [tuple(shape) for shape in shapes]
         return [
-            torch.empty([self._size((at, dim), size) for dim, size in enumerate(shape)], dtype=dtype)
-            for at, (shape, dtype) in enumerate(zip(shapes, dtypes))
+            torch.empty([self._size((at, dim), size) for dim, size in enumerate(shape)], dtype=dtype, device=device)
+            for at, (shape, dtype, device) in enumerate(zip(shapes, dtypes, devices))
         ]
 
     def _size(self, where: tuple[int, int], size: int) -> Any:

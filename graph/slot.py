@@ -1,5 +1,7 @@
 """The landing places of one edge at its consumer, used in place.
 
+Where they may lie on an accelerator, see ``gpu_slot``.
+
 Life of a slot: *free* (its credit is at the sender) -> *landed* (the sender wrote header and payload, its notification
 came) -> *open* (the payload is a tensor over a storage of its own) -> the last tensor over that storage dies -> *free*, a
 credit goes back. A slot is therefore never overwritten while anybody, here or in an autograd graph, can still read it.
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import RdmaError
-from .header import HEADER_BYTES, NONE, Header
+from . import staging
+from .devices import find
+from .header import HEADER_BYTES, NONE, SHARED, Header
 from .layout import strides
 from .place import Edge
 
@@ -26,18 +30,25 @@ if TYPE_CHECKING:
 
 class Slot:
     """Header and payload in the arena. ``freed`` is called when the payload is readable by nobody any more: from any thread,
-    also from finalizers."""
+    also from finalizers. Where the edge ends on an accelerator, what landed is copied there, and the slot is free then."""
 
-    __slots__ = ("_freed", "_lease", "busy", "edge", "head", "memory", "payload")
+    __slots__ = ("_freed", "_lease", "busy", "device", "edge", "gpu", "head", "memory", "payload")
 
-    def __init__(self, device: Device, edge: Edge, freed: Callable[[Slot], None]) -> None:
-        self.memory = device.empty(HEADER_BYTES + edge.nbytes, dtype=torch.uint8)
+    def __init__(self, device: Device, edge: Edge, freed: Callable[[Slot], None], payload: bool = True) -> None:
+        """``payload=False``: it lies elsewhere."""
+        self.memory = device.empty(HEADER_BYTES + (edge.nbytes if payload else 0), dtype=torch.uint8)
         array = self.memory.numpy()
         self.head = memoryview(array[:HEADER_BYTES])
         self.payload = array[HEADER_BYTES:]
-        self.edge, self.busy = edge, False
+        self.edge, self.busy, self.device = edge, False, device
+        self.gpu = find(edge.device) if edge.device and payload else None
         self._freed = freed
         self._lease: weakref.ref[memoryview] | None = None
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """All that the sender writes into."""
+        return [self.memory]
 
     def open(self, order: int) -> torch.Tensor:
         """The payload, without a copy; its storage is new and its death frees the slot."""
@@ -112,8 +123,15 @@ class Inlet:
 
 
 def take(slot: Slot, header: Header) -> torch.Tensor | None:
-    """The payload of a landed slot, or ``None`` (and the slot is free again) where there is none."""
+    """The payload of a landed slot where its edge ends, or ``None`` (and the slot is free again) where there is none. Raises
+    ``ArenaFull`` where there is no memory for it, and what ``DynamicSlot.open`` raises."""
     if header.flags & NONE:
         slot.close()
         return None
-    return slot.open(header.order)
+    landed = slot.open(header.order)
+    return landed if slot.gpu is None else staging.to_gpu(landed, slot.gpu, slot.device)
+
+
+def shared(slot: Slot, header: Header) -> bool:
+    """Whether the sender still reads what ``take`` gave (``header.SHARED``)."""
+    return bool(header.flags & SHARED) and slot.gpu is None

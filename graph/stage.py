@@ -7,7 +7,7 @@ them, the first stage last, whichever of their outputs the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .analyze import TransferGraph
+from .devices import on_streams
 from .flow import Flow, levels, sinks
 from .outlet import Outlet
 from .place import ACTIVATION, GRADIENT
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Stage:
     """``sends``: name and outlets of each value that leaves; ``receives``: name and inlet of each that comes. ``returns``: the
-    gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one."""
+    gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one.
+    ``apart``: something lands on an accelerator (``Land``)."""
 
     number: int
     sends: list[tuple[str, list[Outlet]]]
@@ -37,6 +39,7 @@ class Stage:
     returns: list[list[Inlet]]
     backs: list[Outlet | None]
     differentiable: list[bool]
+    apart: bool
 
 
 class Plan:
@@ -84,6 +87,7 @@ class Plan:
             returns=[self._returns(graph, name) for name in sends],
             backs=[found[0] if found else None for found in backs],
             differentiable=[graph.values[name].spec.requires_grad for name in wanted],
+            apart=any(inlet is not None and inlet.edge.device for _, inlet in inlets),
         )
 
     def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
@@ -109,6 +113,8 @@ class Pass:
         self.landed: dict[int, torch.Tensor | None] = {}
         self.shared: list[tuple[str, torch.Tensor, int]] = []
         """What its maker still reads where it landed: name, tensor, version (see ``header.SHARED``)."""
+        self.streams = [torch.accelerator.current_stream(torch.device(gpu)) for gpu in plan.flow.gpus]
+        """Of the accelerators where tensors of the caller lie: its backward uses them, as the engine does."""
         self.finished = False
         self.zeroed: Mapping[str, bytes] = {}
         self.backward_started = False
@@ -135,3 +141,64 @@ class Cross(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
         return (torch.zeros(()), None, None, None, *ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads))
+
+
+class Land(torch.autograd.Function):
+    """Makes what came on an accelerator part of the graph, behind a CPU scalar of its stage, and puts its gradient into a list.
+
+    The engine has one thread for all backwards on an accelerator of this process, of all models. A stage waits for its workers,
+    which may themselves need that thread, for a part of a model of theirs: so it must not wait there, and has nothing on the
+    accelerator that the engine could see. It runs on the thread that called ``backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, tensor: list[torch.Tensor], grads: list[Any], at: int) -> torch.Tensor:
+        ctx.grads, ctx.at = grads, at
+        return tensor[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.grads[ctx.at] = grads[0]
+        return None, None, None, None
+
+
+class CrossApart(torch.autograd.Function):
+    """``Cross``, with a scalar for every output: the outputs themselves come in ``made``, their gradients in ``back``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        caller: Caller,
+        run: Pass,
+        stage: Stage,
+        made: list[torch.Tensor],
+        back: list[Any],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.caller, ctx.run, ctx.stage, ctx.back = caller, run, stage, back
+        made += caller.exchange(run, stage, tensors)
+        return tuple(torch.zeros(()) for _ in range(1 + len(made)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
+        grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
+        with on_streams(ctx.run.streams):
+            results = ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads)
+        return (torch.zeros(()), None, None, None, None, None, *results)
+
+
+def cross_apart(
+    token: torch.Tensor, caller: Caller, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """As ``Cross.apply``, where some output is on an accelerator."""
+    made: list[torch.Tensor] = []
+    back: list[Any] = [None] * len(stage.receives)
+    token, *handles = CrossApart.apply(token, caller, run, stage, made, back, *tensors)
+    outputs = [
+        Land.apply(handle, [tensor], back, at) if grad else tensor
+        for at, (handle, tensor, grad) in enumerate(zip(handles, made, stage.differentiable))
+    ]
+    return token, *outputs

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import PeerLost, Poller, RdmaError
+from ..transport import PeerLost, Poller, RdmaError, TransferTimeout
 from .dynamic import DynamicInlet, DynamicOutlet
+from .gpu_slot import GpuInlet, direct
 from .header import Header
 from .outlet import Outlet, Target
 from .place import Edge, Placement
@@ -92,7 +93,7 @@ class Station:
         fittings, offer = Fittings(placement), Offer()
         for edge in placement.edges:
             if edge.target == self.name:
-                inlet = (Inlet if edge.static else DynamicInlet)(self, edge, arrived(edge))
+                inlet = self._inlet_type(edge, placement)(self, edge, arrived(edge))
                 for slot in inlet.slots:
                     self._inlet_of[slot] = inlet
                 fittings.inlets[edge.number] = inlet
@@ -103,6 +104,13 @@ class Station:
                 offer.credits[edge.number] = outlet.numbers
         self._fitted.append(fittings)
         return fittings, offer
+
+    def _inlet_type(self, edge: Edge, placement: Placement) -> type[Inlet]:
+        if not edge.static:
+            return DynamicInlet
+        if edge.device and edge.source in placement.reaching and direct(self.channel(edge.source)):
+            return GpuInlet
+        return Inlet
 
     def connect(self, fittings: Fittings, offers: Offer) -> None:
         """``offers`` has those of all workers."""
@@ -126,7 +134,7 @@ class Station:
         where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
         self._fitted.remove(fittings)
         for inlet in fittings.inlets.values():
-            self._kept.extend(inlet.slots[at].memory for at in leased.get(inlet.edge.number, ()))
+            self._kept.extend(memory for at in leased.get(inlet.edge.number, ()) for memory in inlet.slots[at].memories)
             for slot, number in zip(inlet.slots, inlet.numbers):
                 self._inlet_of.pop(slot, None)
                 self.ports.give_back(inlet.channel, number)
@@ -202,6 +210,18 @@ class Station:
             self._lost[worker] = error
             self.poller.kick()
 
+    def quiet(self) -> None:
+        """Return when nothing that was sent is under way any more: what accelerators copy may be, long after it was posted.
+        ``TransferTimeout``."""
+        for channel in self.peers.values():
+            if direct(channel) and channel.error is None:
+                try:
+                    channel.fence(self.timeout)
+                except TransferTimeout:
+                    raise
+                except RdmaError:
+                    pass  # the connection has ended, and what was under way on it
+
     def leased(self) -> Leased:
         """Which slots at our peers have tensors of ours in them, in all plans."""
         return {number: slots for fittings in self._fitted for number, slots in fittings.leased().items()}
@@ -212,7 +232,7 @@ class Station:
         for fittings in self._fitted:
             for number, inlet in fittings.inlets.items():
                 slots = range(len(inlet.slots)) if leased is None else leased.get(number, ())
-                _kept.extend(inlet.slots[at].memory for at in slots)
+                _kept.extend(memory for at in slots for memory in inlet.slots[at].memories)
 
     def close(self) -> None:
         if not self.closed:

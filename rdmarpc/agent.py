@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import profiling, serialize, timeline
+from . import gpu, gpu_streams, grad_pass, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
+from .device_maps import Targets
 from .future import Future, Pending
 from .grad_context import Contexts
 from .grad_context import current as _current_context
@@ -31,7 +32,7 @@ from .rref_mail import Carrier
 from .rref_store import LOCAL_BITS
 from .tensors import NOTHING
 from .termination import Termination
-from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device
+from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, cuda_driver, open_device
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -54,8 +55,11 @@ class Agent:
         self.options, self.rpc_timeout = options, options.rpc_timeout
         self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
+        grad_pass.first_call()
         self._ready = threading.Event()  # peers may connect before we are complete
         secret, kind = self.group.begin(options)
+        if kind == "shm" and cuda_driver.count():
+            kind = "cuda"  # which is that, and GPU memory besides
         self.device = open_device(
             kind,
             require=options.require,
@@ -89,12 +93,30 @@ class Agent:
         self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
         self._links, self._rows = self.links.by_worker, self.links.rows
         self.contexts = Contexts(self.number, self._tell_end)
+        gpu.current = self._open_gpus()
+        gpu_streams.current = None if gpu.current is None else gpu.current.streams
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.on_tick = self._look_after
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.timeline = timeline.for_run(self)
+
+    def _open_gpus(self) -> gpu.Gpus | None:
+        if not cuda_driver.count():
+            return None
+
+        def plan(number: int) -> tuple[str, str]:
+            record = self.group.record(number)
+            if record is None:
+                raise self.group.departed(number)
+            return record.name, record.devices
+
+        def call(worker: int, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
+            return self.call(self.group.worker(worker), function, args, None, timeout, control=True)
+
+        targets = Targets(self.me.name, self.options.device_maps, plan)
+        return gpu.Gpus(self.number, self.device, targets, self.links.to, call)
 
     def _check_ways(self) -> None:
         """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
@@ -279,6 +301,8 @@ class Agent:
         self.rrefs.lost(link.worker, error)
         if link.worker != self.number:
             self.contexts.lost(link.worker)
+        if gpu.current is not None:
+            gpu.current.lost(link.worker)
         self.termination.fail(error)
         for callback in list(self._lost_callbacks):
             callback(link.name, error)
@@ -299,6 +323,8 @@ class Agent:
         self.rrefs.collect()
         self.callee.handovers.sweep()
         self.links.sweep()
+        if gpu.current is not None:
+            gpu.current.sweep()
 
     # -- the end
 
@@ -323,6 +349,7 @@ class Agent:
                     self._leave(deadline)
                 else:
                     self.termination.wait(deadline)
+                    self._let_gpus_finish(deadline)
                     if self.timeline is not None:
                         self.timeline.gather(deadline)
                     self.group.part()
@@ -349,6 +376,14 @@ class Agent:
         limit = limit if deadline is None else min(limit, deadline)
         while not (self.idle and self.callee.settled) and time.monotonic() < limit:
             time.sleep(_IDLE_POLL_S)
+        self._let_gpus_finish(deadline)
+
+    def _let_gpus_finish(self, deadline: float | None) -> None:
+        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
+        limit = time.monotonic() + _LEAVE_TIMEOUT_S
+        limit = limit if deadline is None else min(limit, deadline)
+        while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
 
     def close(self) -> None:
         error = PeerLost("RPC was shut down here", peer=self.name)
@@ -361,6 +396,9 @@ class Agent:
         self.progress.stop()
         self.device.close()
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
+        if gpu.current is not None:
+            gpu.current.close()
+            gpu.current = gpu_streams.current = None
         self.rrefs.close(error)
         self.progress.end()
         self.links.rows.clear()

@@ -75,6 +75,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The leaves on this worker that got a gradient in the context, and their gradients: a new dict."""
     found = _find(context_id)
     with found.lock:
+        found.joint.enter()
         return dict(found.gradients)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import profiling, remote_error, serialize
+from . import gpu_streams, profiling, remote_error, serialize
 from .caller import (
     BULK,
     FLAT,
@@ -30,6 +30,7 @@ from .caller import (
     fetch_bulk,
 )
 from .functions import MAY_DEFER
+from .future import Value, known
 from .grad_context import Context, Contexts, current
 from .grad_record import attach, unbound
 from .handover import Handovers, sole
@@ -109,6 +110,7 @@ class Callee:
         call, flags = frame.call, frame.flags
         control = flags & CONTROL
         rref: int | None = None
+        streams = gpu_streams.current
         try:
             if flags & BULK:
                 frame = fetch_bulk(frame, self.device, link)
@@ -124,7 +126,13 @@ class Callee:
                     held = frame._replace(flags=frame.flags & ~BULK)
                     if self.rrefs.hold(references, partial(self._resume, link, held, rref, references)):
                         return
-            function, args, kwargs, sizes, places, context = self._decode(link, frame, references)
+            if streams is not None:
+                streams.begin()
+            try:
+                function, args, kwargs, sizes, places, context = self._decode(link, frame, references)
+            finally:
+                if streams is not None:
+                    streams.begun()
             if references:
                 references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
@@ -134,9 +142,11 @@ class Callee:
                 answer = [function(*args, **kwargs)]
             else:
                 answer = [_within(context, function, args, kwargs)]
+            if streams is not None:
+                streams.ended()
             if inner is not None:
                 if isinstance(answer[0], torch._C.Future):
-                    later = partial(self._reply_later, link, call, control, sizes, places, rref, context)
+                    later = partial(self._reply_later, link, call, control, sizes, places, rref, context, known(answer[0]))
                     answer.pop().add_done_callback(later)
                     return
                 if inner is not MAY_DEFER:
@@ -146,6 +156,8 @@ class Callee:
             args, kwargs = (), {}  # noqa: F841 -- the error holds this frame
             if references:
                 references.clear()
+            if streams is not None:
+                streams.ended()
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref, context)
@@ -232,10 +244,11 @@ class Callee:
         places: Any,
         rref: int | None,
         context: Context | None,
+        source: Value | None,
         future: torch.futures.Future[Any],
     ) -> None:
         try:
-            answer = [future.value()]
+            answer = [(source or future).value()]
         except BaseException as error:
             self._fail(link, call, control, error, rref)
             return
@@ -283,7 +296,7 @@ class Callee:
                 flags |= FLAT
                 payload = serialize.dump_flat_one(result)
             else:
-                payload, tensors = serialize.dumps(result, link.worker, parts=parts)
+                payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
             if tensors:
                 out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
             flags |= READS if out.lent else 0
@@ -309,9 +322,11 @@ class Callee:
             self._fail(link, call, control, remote_error.unsendable(error), None)
 
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
-        """The references in an answer that was not sent."""
-        if not flags & FLAT:
-            self.rrefs.undo(link.worker, payload[head:] if flags & HEAD else payload)
+        """The references in an answer that was not sent, and the GPU memory that it lends."""
+        if not flags & FLAT and payload:
+            payload = payload[head:] if flags & HEAD else payload
+            self.rrefs.undo(link.worker, payload)
+            serialize.undo(link.worker, payload)
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""

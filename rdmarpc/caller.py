@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import remote_error, serialize
+from . import gpu_streams, remote_error, serialize
 from .future import Future, Pending, fresh
 from .grad_context import Context
 from .grad_record import attach, unbound
@@ -148,6 +148,7 @@ class Caller:
             flags |= REFERENCE
         if lone is None and hasattr(function, "_names_callee"):
             label = serialize.label(function, args)
+        lends = not flags & FLAT and serialize.lends(payload)
         call = next(self._calls)
         pending = Pending(link, call, timeout)
         now = time.monotonic()
@@ -182,7 +183,9 @@ class Caller:
                 flags |= HEAD
                 payload = REQUEST_HEAD.pack(grant, rref, fork, len(places), number, message) + places + payload
             if future:
-                pending.future = Future(self, pending)
+                streams = gpu_streams.current
+                on_gpu = streams is not None and (lends or label in streams.expected)
+                pending.future = Future(self, pending, streams.devices if streams is not None and on_gpu else ())
                 if timeout > 0 and not self._ticking.is_set():
                     self._ticking.set()
                 if not flags & CONTROL:
@@ -208,9 +211,11 @@ class Caller:
         return pending
 
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
-        """The references in a request that was not sent."""
+        """The references in a request that was not sent, and the GPU memory that it lends."""
         if not flags & FLAT:
-            self.rrefs.undo(link.worker, payload[head:] if flags & HEAD else payload)
+            payload = payload[head:] if flags & HEAD else payload
+            self.rrefs.undo(link.worker, payload)
+            serialize.undo(link.worker, payload)
 
     def send(
         self,
@@ -316,8 +321,16 @@ class Caller:
         self._complete(pending.future, pending, answer)
 
     def _complete(self, future: Future, pending: Pending, answer: Frame | Exception) -> None:
+        streams = gpu_streams.current
         try:
+            if streams is not None:
+                streams.touched()
             value = self.decode(pending, answer)
+            if streams is not None and streams.touched() and not future.on_gpu:
+                # Nobody expected that, so the future does not know of streams. Once for each function.
+                streams.expected.add(pending.key[0])
+                streams.synchronize()
+                self.device.count("gpu_host_waits")
         except BaseException as error:
             # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
             if not pending.expired:

@@ -1,30 +1,36 @@
 """Device maps: to which device of the callee a tensor on each device of the caller goes. The rules are those of torch.
 
 A worker publishes its plan (its maps, its devices, how many GPUs it has) with its record, and checks those of all workers, so
-that all fail alike. A map of ``cpu`` to ``cpu`` says what happens anyway.
+that all fail alike. A map of ``cpu`` to ``cpu`` says what happens anyway. Where no map says anything, a tensor goes to the
+device of the same index (``Targets``), which torch refuses.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-NO_GPU = (
-    "TensorPipe RPC backend only supports CPU tensors by default, and this one has no other way yet: move the tensor to the "
-    "CPU. (`set_device_map` on `TensorPipeRpcBackendOptions` is checked, but GPU memory is not built. Response device mapping "
-    "is not available.)"
+from .transport import cuda_driver
+
+NO_WAY = (
+    "this tensor cannot travel: it is on {device}, and {why}. Move it to the CPU, or say where it goes with "
+    "`set_device_map` on `TensorPipeRpcBackendOptions`"
 )
 
 DeviceLike = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
 
+def _gpu_type() -> str:
+    return cuda_driver.kind() or "cuda"
+
+
 def _device(given: DeviceLike) -> torch.device:
     """A number is the index of a GPU, on a host without GPUs too."""
-    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    return torch.device(_gpu_type(), given) if isinstance(given, int) else torch.device(given)
 
 
 def to_map(given: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
@@ -53,7 +59,7 @@ def merge(known: DeviceMap, more: DeviceMap) -> DeviceMap:
 def to_devices(given: Iterable[DeviceLike]) -> list[torch.device]:
     found = [_device(device) for device in given]
     for device in found:
-        if device.type != "cuda":
+        if device.type != _gpu_type():
             raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
     return found
 
@@ -77,7 +83,7 @@ class Plan:
 
 def dump(maps: Mapping[str, DeviceMap], devices: list[torch.device]) -> str:
     """This worker's plan as text; empty for one that has neither maps nor GPUs."""
-    gpus = torch.cuda.device_count()
+    gpus = cuda_driver.count()
     if not maps and not devices and not gpus:
         return ""
     texts = {to: [(str(source), str(target)) for source, target in pairs.items()] for to, pairs in maps.items()}
@@ -107,9 +113,39 @@ def _problems(name: str, plan: Plan, plans: Mapping[str, Plan]) -> Iterator[str]
         for kind, devices, owner in (("source", sources, plan), ("target", targets, plans[to])):
             if not _exist(devices, owner.gpus):
                 yield f"{kind} devices with invalid indices {where}\ndevice count = {owner.gpus}"
-            if owner.devices and not {device for device in devices if device.type == "cuda"} <= set(owner.devices):
+            if owner.devices and not {device for device in devices if device.type == _gpu_type()} <= set(owner.devices):
                 yield f"unexpected {kind} devices {where}\ndevices = {owner.devices}"
 
 
 def _exist(devices: Iterable[torch.device], gpus: int) -> bool:
-    return all(device.type != "cuda" or (device.index or 0) < gpus for device in devices)
+    return all(device.type != _gpu_type() or (device.index or 0) < gpus for device in devices)
+
+
+class Targets:
+    """Where our tensors go. ``maps``: our own, by worker name. ``find_plan(worker)``: name and plan of a worker by its
+    number."""
+
+    def __init__(self, me: str, maps: Mapping[str, DeviceMap], find_plan: Callable[[int], tuple[str, str]]) -> None:
+        self._me, self._maps, self._find_plan = me, maps, find_plan
+        self._known: dict[tuple[int, torch.device, bool], torch.device] = {}
+
+    def find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
+        """For a tensor on ``device`` in a request to that worker, or in an answer: that takes the worker's own map for us the
+        other way, and so does a gradient, if we have no map for it. ``RuntimeError`` where there is no such device."""
+        found = self._known.get((worker, device, reply))
+        if found is None:
+            found = self._known[worker, device, reply] = self._find(worker, device, reply)
+        return found
+
+    def _find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
+        name, text = self._find_plan(worker)
+        plan = Plan.load(text)
+        mine = self._maps.get(name, {})
+        theirs = {target: source for source, target in plan.maps.get(self._me, ())}
+        for known in (theirs, mine) if reply else (mine, theirs):
+            if device in known:
+                return known[device]
+        if _exist([device], plan.gpus):
+            return device
+        why = f"worker {name} has " + (f"only {plan.gpus} GPUs" if plan.gpus else "no GPU")
+        raise RuntimeError(NO_WAY.format(device=device, why=why))

@@ -68,7 +68,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
         *ports(survey()),
         host_facts.memlock(root, arena),
         *filter(None, [host_facts.rdma_cgroup(root)]),
-        host_facts.gpu(root),
+        *host_facts.gpu(root),
         host_facts.memory(root, arena),
         host_facts.huge_pages(root),
         host_facts.attach(root),

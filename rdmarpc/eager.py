@@ -4,12 +4,16 @@ A call is known by its part, how often that part was called before in this forwa
 When it is new it is captured (on fake tensors; where the part itself looks at values, on the real ones: a *probe*) and set
 up; from then on it is prepared writes, as in a captured model. So every turn of a loop has slots of its own, and the turns
 that a forward does not take cost nothing.
+
+What a part gives comes on the device of its first tensor input, a fetched parameter on that of the forward's; everything else
+that the forward computes with has to be where torch asks for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .graph.analyze import TransferGraph, analyze
 from .graph.capture import Capture, TensorSpec, capture_call, mode_of
+from .graph.devices import CPU, named
 from .graph.sizes import Sizes
 from .remote_parameter import RemoteParameter
 from .signature import Miss
@@ -41,11 +46,14 @@ class Eager:
         self._seen: Counter[str] = Counter()
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
+        self._device: torch.device | None = None
         session.caller.keep(PLANS)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         session = self._session
         self._mode = session.mode()
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self._device = next((tensor.device for tensor in given), None)
         session.eager = self
         try:
             result = self._top.forward(*args, **kwargs)
@@ -62,7 +70,7 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called by the forward that runs."""
-        if torch.is_autocast_enabled("cpu"):
+        if torch._C._is_any_autocast_enabled():
             raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
         leaves, tree = pytree.tree_flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
@@ -75,7 +83,7 @@ class Eager:
 
         def build() -> Capture:
             try:
-                return capture_call(self._shape(), path, specs_of(tensors), join)
+                return capture_call(self._shape(), path, self._specs(path, tensors), join)
             except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
 
@@ -104,14 +112,15 @@ class Eager:
         # Without a backward a call is over when it returns, and the next one may use its slots.
         nth = self._seen[path] if grads else 0
         self._seen[path] += 1
-        given = tuple([(t.shape, t.dtype, t.requires_grad and grads) for t in tensors])
+        given = tuple([(t.shape, t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors])
 
         def new() -> TransferGraph:
             if self.steps:
                 shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype)[6:]}" for t in tensors)
                 self.misses[f"{path}, call {nth + 1}: {shapes or 'no tensors'}"] += 1
-            places = self._session.places
-            graph = analyze(build(), places.owner, self._session.agent.name, places.scope)
+            session, places = self._session, self._session.places
+            located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
+            graph = analyze(build(), places.owner, session.agent.name, places.scope, located)
             graph.constants = {}
             return graph
 
@@ -124,27 +133,29 @@ class Eager:
         self.calls += 1
         return caller.forward(plan, tensors, self._mode)
 
+    def _specs(self, path: str, tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
+        taken = self._session.devices.taken(tensors, path)
+        return [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
+
     def _probe(self, path: str, tensors: Sequence[torch.Tensor], join: Callable[..., Any]) -> Capture:
         args, kwargs = join(*(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors))
         worker = self._session.places.owner(path)
-        found = self._session.ask_owner(worker, "probe", path, self._mode, args, kwargs)
+        taken = self._session.devices.taken(tensors, path)
+        given = self._session.devices.given(path)
+        own = self._session.devices.own(path)
+        there = [named(given if given is not None and own in (None, device) else device) for device in taken]
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
+        found = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
         graph = fx.Graph()
         nodes = [graph.placeholder(f"input{at}") for at in range(len(tensors))]
         args, kwargs = join(*nodes)
         call = graph.call_module(path, args, kwargs)
         output = graph.output(call)
         with mode_of(self._shape()):
-            fakes = [_fake(spec) for spec in specs_of(tensors)]
-            result = pytree.tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, TensorSpec) else leaf, found)
+            fakes = [spec.empty() for spec in self._specs(path, tensors)]
+            at = own or next(iter(taken), CPU)
+            result = pytree.tree_map_only(TensorSpec, lambda leaf: replace(leaf, device=at).empty(), found)
         return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, Sizes(), how="probe")
-
-
-def specs_of(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors]
-
-
-def _fake(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.requires_grad)
 
 
 def _attribute(model: nn.Module, path: str) -> Capture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from .tensors import Landing
 
 if TYPE_CHECKING:
     from .caller import Caller
+    from .gpu_streams import Mark
     from .grad_context import Context
 
 
@@ -76,13 +77,46 @@ def fail(future: torch.futures.Future[Any], error: Exception) -> None:
     torch._C.Future.set_result(future, error)
 
 
+class Value(torch.futures.Future[Any]):
+    """Of a value that stays here. ``mark``, set before the result: whoever takes the value has its streams wait for those that
+    made it. Callbacks are given another object, which knows nothing of that: see ``known``."""
+
+    mark: Mark | None = None
+
+    def wait(self) -> Any:
+        found = super().wait()
+        self._follow()
+        return found
+
+    def value(self) -> Any:
+        found = super().value()
+        self._follow()
+        return found
+
+    def _follow(self) -> None:
+        mark = self.mark
+        if mark is None:
+            return
+        if mark.passed():
+            self.mark = None
+        else:
+            mark.wait()
+
+
+def known(future: Any) -> Value | None:
+    """The object for a callback to ask instead of the one that it is given. Only of futures that somebody else holds until they
+    are done: with any other it would be a circle through C++."""
+    return future if isinstance(future, Value) else None
+
+
 def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
     """A future of ``function`` of the value of another; what either raises, ``bare``, is its error."""
     found: torch.futures.Future[Any] = torch.futures.Future()
+    source = known(future)
 
     def tell(done: torch.futures.Future[Any]) -> None:
         try:
-            found.set_result(function(done.value()))
+            found.set_result(function((source or done).value()))
         except Exception as error:
             fail(found, bare(error))
 
@@ -120,9 +154,12 @@ class Future(torch.futures.Future[Any]):
 
     _has_callbacks = False
 
-    def __init__(self, caller: Caller, pending: Pending) -> None:
+    def __init__(self, caller: Caller, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
+        """``devices``: those that the result may have tensors on. What is done in the order of their streams is then usable by
+        whoever waits, without waiting for the devices; it costs a pickling of the result."""
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
-        torch._C.Future.__init__(self, [])
+        torch._C.Future.__init__(self, list(devices))
+        self.on_gpu = bool(devices)
         self._caller = caller
         self._pending: Pending | None = pending
         """``None`` once the result is there."""

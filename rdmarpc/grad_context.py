@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .gpu_streams import Joint
 from .grad_record import Sent, sent
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Context:
         self.workers: set[int] = set()
         """Numbers of the workers that were told of it by us."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.joint = Joint()
+        """Of those who add to ``gradients``."""
         self.passes: dict[tuple[int, int], Pass] = {}
         """Backward passes here, by the number of the worker that began it and its count."""
         self.oldest: dict[int, int] = {}
@@ -73,6 +76,7 @@ class Context:
         """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
         accumulator, if nothing else refers to it; it is copied otherwise."""
         with self.lock:
+            self.joint.enter()
             before = self.gradients.get(leaf)
             if before is None:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
@@ -82,6 +86,7 @@ class Context:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient
+            self.joint.leave()
 
     def check(self) -> None:
         """``RuntimeError`` if it has ended."""

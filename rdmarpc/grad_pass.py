@@ -7,7 +7,7 @@ arrived on its edges is *held*. Leaves do not wait: adding up is all they do (bu
 Usually nothing waits, and one call of the engine runs everything that the arrived gradients reach. Else only the nodes in front
 of those that wait run. The engine cannot stop at an edge: it runs at least the tensor hooks behind it. So gradients for waiting
 nodes are taken off by hooks behind the nodes in front of them, raw, and the engine is halted before it comes to the waiting
-ones: of the nodes that are ready it takes the one with the largest sequence number, and so, as all are on one device (CPU), a
+ones: of the nodes that are ready it takes the one with the largest sequence number, and so, as all run on one thread, a
 node that raises comes after those that are to run, and before those that are not.
 
 Invariants: (1) a node runs in at most one call of the engine, after everything in ``held`` for it is complete; (2) one thread
@@ -17,6 +17,7 @@ the pass alone, and is summed in order of arrival.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
+from .gpu_streams import Joint
 from .grad_context import Context
 from .grad_graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import ANCHOR, RECEIVED, Source, adds_up, engaged
@@ -40,15 +42,16 @@ _FREED = (
 )
 
 
-def _first_call() -> None:
+@functools.cache
+def first_call() -> None:
+    """Before anything else of this module, by one thread. Not on import: the engine starts a thread for each GPU, and may not
+    be used in forked children then."""
     # With the first edge that it is given torch (2.13) makes a type, behind the guard of a C++ static; making it can start the
     # garbage collector, and that can let go of the GIL. Two first calls at once could so wait for each other for ever.
     with torch.enable_grad():
         edge = get_gradient_edge(ANCHOR.clone())
     _engine.run_backward((edge,), (NOTHING_MORE.new_zeros(ANCHOR.shape),), False, False, (BEHIND,), True, True)
 
-
-_first_call()
 
 _ordering = threading.Condition()
 _ordered: set[Node] = set()
@@ -84,15 +87,19 @@ class Pass:
         self._running = False
         self._over = False
         self._lock = threading.Lock()
+        self._joint = Joint()
+        """Of those who bring gradients, run nodes and take what these bring."""
 
     # -- gradients in
 
     def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
         """The roots."""
         with self._lock:
+            self._joint.enter()
             self._owners.append(edges)
             for edge, gradient in zip(edges, gradients):
                 self._hold(edge.node, edge.output_nr, gradient)
+            self._joint.leave()
 
     def arrive(self, message: int, gradients: Gradients) -> None:
         """Gradients of the tensors of a message that left here; ``None`` for those that had no part in the roots."""
@@ -104,6 +111,7 @@ class Pass:
                 self.context.check()
                 raise RuntimeError(_FREED)
             self._arrived.add(message)
+            self._joint.enter()
             owners: list[GradientEdge] = []
             memory: set[int] = set()
             for target, gradient in zip(sent.targets, gradients, strict=True):
@@ -118,6 +126,7 @@ class Pass:
                 self._hold(target.node, target.output_nr, gradient)
             if owners:
                 self._owners.append(owners)
+            self._joint.leave()
 
     def expect(self, messages: set[int]) -> None:
         """Of the messages that have had no gradient yet, only these will."""
@@ -154,11 +163,18 @@ class Pass:
                 if work is None:
                     return
                 self._running = True
+                self._joint.enter()
             outer, engaged.run = engaged.run, self
+            # The engine would run nodes of GPU tensors on threads of its own, which know nothing of this pass, and in an order
+            # of their own.
+            threads = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
             try:
                 work()
             finally:
+                torch._C._set_multithreading_enabled(threads)
                 engaged.run = outer
+                self._joint.enter()  # what was emitted
                 self.collected.clear()
                 self._collecting.clear()
                 with self._lock:
@@ -285,10 +301,12 @@ class Pass:
             if engaged.run is not self:
                 return None
             with self._lock:
+                self._joint.enter()
                 for index in indices:
                     gradient = brought[index]
                     if gradient is not None:
                         self._hold(*following[index], gradient)
+                self._joint.leave()
             return tuple([None if index in indices else gradient for index, gradient in enumerate(brought)])
 
         return take
@@ -301,12 +319,17 @@ class Pass:
                 f"a tensor that was received in autograd context {source.context} takes part in a backward pass of context "
                 f"{self.context.number}: call backward in the context of the forward pass, or detach() the tensor"
             )
-        self._emitted.append(Emitted(source.worker, source.message, gradients))
+        with self._lock:
+            self._joint.enter()
+            self._emitted.append(Emitted(source.worker, source.message, gradients))
+            self._joint.leave()
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if id(leaf) in self.collected:
             with self._lock:
+                self._joint.enter()
                 self._hold(self._collecting[id(leaf)], 0, gradient)
+                self._joint.leave()
         else:
             self.context.accumulate(leaf, gradient)
 

@@ -1,22 +1,21 @@
 """What a host allows, as its kernel shows it in files: one *finding* a fact. Every function takes the folder below which it
-looks, ``/`` but in tests; none needs rights, opens a device or changes anything."""
+looks, ``/`` but in tests; none needs rights or changes anything, and none but ``gpu`` opens a device."""
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .transport import RdmaError, cuda_driver, gpudirect
 from .transport.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for none
 _SHM_USE = "rdmarpc needs none (memfd), workers of a DataLoader do"
-_KERNEL_GPU = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +71,34 @@ def rdma_cgroup(root: Path) -> Finding | None:
     return Finding("rdma cgroup", LIMITS, "; ".join(bound), "rdma.max of this cgroup; a worker takes 1 handle, 1 object a peer")
 
 
-def gpu(root: Path) -> Finding:
-    """Whether an RDMA device could reach GPU memory (which rdmarpc does not use yet)."""
-    if not (root / "proc/driver/nvidia").exists():
-        return Finding("gpu memory", OK, "no NVIDIA driver here: nothing is needed")
-    for module in ("nvidia_peermem", "nv_peer_mem"):
-        if (root / "sys/module" / module).exists():
-            return Finding("gpu memory", OK, f"{module} is loaded")
-    config = _kernel_config(root)
-    absent = [name for name in _KERNEL_GPU if f"{name}=y" not in config]
-    if config and not absent:
-        return Finding("gpu memory", OK, "this kernel has dma-buf and peer-to-peer PCI")
-    why = f"the kernel lacks {', '.join(absent)}" if config else "the kernel's configuration cannot be read"
-    return Finding("gpu memory", MISSING, f"nvidia_peermem is not loaded, and {why}", "modprobe nvidia_peermem")
+def gpu(root: Path, status_of: Callable[[str], str] = gpudirect.ask) -> list[Finding]:
+    """By which way each RDMA adapter reaches the memory of each GPU, why not by a better one, and what would change that. Asks
+    the GPUs' driver, and opens each adapter for a moment (``status_of``: as for ``gpudirect.survey``)."""
+    topic, other = "gpu memory", "tensors on them travel between hosts through host memory"
+    if not cuda_driver.kind():
+        if not (root / "proc/driver/nvidia").exists():
+            return [Finding(topic, OK, "no NVIDIA driver here: nothing is needed")]
+        return [Finding(topic, LIMITS, "GPUs are here, and torch is built without CUDA", "install a CUDA build of torch")]
+    try:
+        found = gpudirect.survey(root, status_of)
+    except RdmaError as error:
+        return [Finding(topic, MISSING, f"the GPUs' driver does not answer: {error.message}", error.hint)]
+    if not found:
+        return [Finding(topic, OK, f"GPUs, and no RDMA adapter: {other}")]
+    groups: dict[tuple[int, gpudirect.Decision], list[tuple[int, str]]] = {}
+    for one, adapter, decision in found:
+        far = gpudirect.distance(one, adapter)
+        groups.setdefault((one.index, decision), []).append((gpudirect.DISTANCES.index(far), f"{adapter.name} ({far})"))
+    return [_gpu(topic, index, decision, [name for _, name in sorted(near)]) for (index, decision), near in groups.items()]
+
+
+def _gpu(topic: str, index: int, decision: gpudirect.Decision, adapters: list[str]) -> Finding:
+    """One GPU, and adapters that reach it alike, the nearest first."""
+    staged = decision.way == gpudirect.STAGED
+    way = "staged in host memory" if staged else f"reached by {decision.way} (untried on hardware)"
+    text = "; ".join([f"GPU {index} is {way}, from {', '.join(adapters)}", *map(str, decision.why)])
+    hint = next((refused.hint for refused in decision.why if refused.hint), "")
+    return Finding(topic, LIMITS if staged else OK, text, hint)
 
 
 def attach(root: Path) -> Finding:
@@ -167,12 +181,3 @@ def _cgroup_values(root: Path, controller: str, v2_name: str, v1_name: str) -> I
             if text := _read(place / name):
                 yield text
             place = place.parent
-
-
-def _kernel_config(root: Path) -> str:
-    try:
-        with gzip.open(root / "proc/config.gz", "rt") as file:
-            return file.read()
-    except OSError:
-        release = _read(root / "proc/sys/kernel/osrelease")
-        return _read(root / "boot" / f"config-{release}") if release else ""

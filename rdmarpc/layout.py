@@ -140,12 +140,12 @@ def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
         if len(what.shape) != 1:
             value = value.as_strided_(what.shape, dense(what.shape))
         return value.requires_grad_() if what.requires_grad else value
-    value = torch.empty(0, dtype=what.dtype)
+    value = torch.empty(0, dtype=what.dtype, device=run.device)
     strides = what.strides if what.strides is not None else dense(what.shape)
     if what.nbytes:
         value.set_(run.untyped_storage(), what.offset, what.shape, strides)
     else:
-        value = torch.empty_strided(what.shape, strides, dtype=what.dtype)
+        value = torch.empty_strided(what.shape, strides, dtype=what.dtype, device=run.device)
     if what.flips & NEGATIVE:
         value = torch._neg_view(value)
     if what.flips & CONJUGATE:

@@ -223,8 +223,10 @@ class Links:
             time.sleep(_READ_OUT_POLL_S)
 
     def forget_row(self, link: Link) -> None:
-        """Look at this ring no longer (holder of the polling role)."""
-        if self.rows.pop(link.row, None) is not None:
+        """Look at this ring no longer (holder of the polling role). Comes twice for a link that was refused, and its row may be
+        another one's by then."""
+        if self.rows.get(link.row) is link:
+            del self.rows[link.row]
             self._poller.drop(link.row)
             self._past = [past + now for past, now in zip(self._past, _counts(link), strict=True)]
 

@@ -31,8 +31,8 @@ _NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can o
 class Target:
     """A module where it is, as one handle calls it. Thread-safe. Travels by RPC."""
 
-    def __init__(self, rref: RRef[nn.Module], device: str) -> None:
-        self._rref, self._device = rref, device
+    def __init__(self, rref: RRef[nn.Module], device: str, mapped: bool) -> None:
+        self._rref, self._device, self._mapped = rref, device, mapped
         self._made = False
         """Known to be there: before that a call would hold a thread of the owner, which may need it to make the module."""
 
@@ -69,7 +69,7 @@ class Target:
     def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Pending:
         if self._device == _CPU:
             return self._start(_remote_forward, args, kwargs, future=future)
-        return self._start(_remote_forward_on, (*args, self._device), kwargs, future=future)
+        return self._start(_remote_forward_on, (*args, self._mapped, self._device), kwargs, future=future)
 
     def _start(
         self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, future: bool = False
@@ -82,8 +82,9 @@ class RemoteModule(nn.Module):
     """Makes ``module_cls(*args, **kwargs)`` on ``remote_device`` (``"worker1"``, ``"worker1/cpu"``, ``"rank:1/cuda:0"``) in
     the background: what that raises is raised by the first use. Called as the module is; ``forward_async`` returns a future.
 
-    The module lives while a handle does. Handles travel by RPC (attributes that users add do not), not otherwise. Tensors
-    arrive and return on the CPU; for a module elsewhere they are moved there and back on its worker. Most methods of
+    The module lives while a handle does. Handles travel by RPC (attributes that users add do not), not otherwise. For a module
+    on a GPU arguments are moved there on its worker. If all came from the CPU, and there is no device map, the result returns
+    to the CPU. Most methods of
     ``nn.Module`` are about parameters, which are elsewhere: they raise ``ValueError``.
 
     Attributes: ``on`` (name or rank of the worker), ``device`` (text), ``is_device_map_set``, ``is_scriptable`` (``False``:
@@ -120,7 +121,7 @@ class RemoteModule(nn.Module):
         return _receive(*_parse(remote_device), module_rref)
 
     def _point(self, on: str | int, device: str, mapped: bool, module_rref: RRef[nn.Module]) -> None:
-        target = Target(module_rref, device)
+        target = Target(module_rref, device, mapped)
         self.__dict__.update(
             on=on,
             device=device,
@@ -248,9 +249,17 @@ def _remote_forward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _remote_forward_on(*args: Any, **kwargs: Any) -> Any:
-    *inputs, device, rref = args
-    inputs, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, _module(rref).forward(*inputs, **kwargs))
+    *inputs, mapped, device, rref = args
+    from_cpu = True
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal from_cpu
+        from_cpu = from_cpu and tensor.is_cpu
+        return tensor.to(device)
+
+    inputs, kwargs = pytree.tree_map_only(torch.Tensor, moved, (inputs, kwargs))
+    result = _module(rref).forward(*inputs, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if from_cpu and not mapped else result
 
 
 # Each module has landing places for its results.

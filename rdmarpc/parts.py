@@ -1,6 +1,7 @@
 """The owner's side of ``wrap``: which models have parts in this process, and how parts travel here.
 
-Modules are pickled without the data of their tensors; that goes beside them, as tensors of the call.
+Modules are pickled without the data of their tensors; that goes beside them, as tensors of the call, from host memory to host
+memory; each then moves to its device.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from . import agent as _agent
 from .agent import Agent
+from .graph.devices import find, named, tensors_of
+from .graph.gpu_slot import reaches
 from .graph.host import Host
 from .graph.layout import dense, strides
 from .graph.station import Leased
@@ -24,13 +27,20 @@ from .transport import NotSupported, RdmaError
 _hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.WeakKeyDictionary()
 
 
-class Packed:
-    """Parts (modules and tensors, by path) ready to travel: ``blob`` (pickle), ``tensors`` (contiguous, sharing memory with the
-    parts) and for each its (shape, memory order, is a parameter, requires_grad)."""
+Spec = tuple[tuple[int, ...], int, bool, bool, str]
+"""Of a tensor: shape, memory order, is a parameter, requires_grad, device (``devices.named``)."""
 
-    def __init__(self, modules: Mapping[str, nn.Module | torch.Tensor]) -> None:
+
+class Packed:
+    """Parts (modules and tensors, by path) ready to travel: ``blob`` (pickle), ``tensors`` (contiguous; those on the CPU share
+    memory with the parts) and their ``specs``. ``given(path)``: the device that a part gets; ``None``: its tensors get those
+    that they have here."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module | torch.Tensor], given: Callable[[str], torch.device | None] = lambda path: None
+    ) -> None:
         stream = io.BytesIO()
-        pickler = _Pickler(stream)
+        pickler = _Pickler(stream, _homes(modules, given))
         try:
             pickler.dump(dict(modules))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -41,11 +51,26 @@ class Packed:
         self.blob, self.tensors, self.specs = stream.getvalue(), pickler.tensors, pickler.specs
 
 
+def _homes(
+    parts: Mapping[str, nn.Module | torch.Tensor], given: Callable[[str], torch.device | None]
+) -> dict[int, torch.device]:
+    """The devices of tensors, by ``id``, that the placement says; those of a part go together, as in ``Module.to``."""
+    found: dict[int, torch.device] = {}
+    for path, part in parts.items():
+        device = given(path)
+        if device is not None:
+            modules = part.modules() if isinstance(part, nn.Module) else ()
+            tensors = [part] if isinstance(part, torch.Tensor) else [t for m in modules for t in tensors_of(m).values()]
+            found.update((id(tensor), device) for tensor in tensors)
+    return found
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, homes: Mapping[int, torch.device]) -> None:
         super().__init__(stream, protocol=5)
         self.tensors: list[torch.Tensor] = []
-        self.specs: list[tuple[tuple[int, ...], int, bool, bool]] = []
+        self.specs: list[Spec] = []
+        self._homes = homes
         self._seen: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -55,22 +80,25 @@ class _Pickler(pickle.Pickler):
             plain = obj.detach()
             view, order = dense(plain) or (plain.contiguous(), 0)
             self._seen[id(obj)] = len(self.tensors)
-            self.tensors.append(view)
-            self.specs.append((tuple(obj.shape), order, isinstance(obj, nn.Parameter), obj.requires_grad))
+            self.tensors.append(view.cpu())
+            device = named(self._homes.get(id(obj), obj.device))
+            self.specs.append((tuple(obj.shape), order, isinstance(obj, nn.Parameter), obj.requires_grad, device))
         return self._seen[id(obj)]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, blob: bytes, tensors: list[torch.Tensor], specs: list[tuple[tuple[int, ...], int, bool, bool]]) -> None:
+    def __init__(self, blob: bytes, tensors: list[torch.Tensor], specs: list[Spec]) -> None:
         super().__init__(io.BytesIO(blob))
         self._tensors, self._specs = tensors, specs
         self._made: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if pid not in self._made:
-            shape, order, parameter, requires_grad = self._specs[pid]
+            shape, order, parameter, requires_grad, device = self._specs[pid]
             # A received tensor is ours to keep, so the part lives in the arena from the start.
             tensor = self._tensors[pid].as_strided(shape, strides(shape, order))
+            if device:
+                tensor = tensor.to(find(device))
             self._made[pid] = nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
         return self._made[pid]
 
@@ -95,13 +123,15 @@ def open_model(
     caller: str,
     blob: bytes,
     tensors: list[torch.Tensor],
-    specs: list[tuple[tuple[int, ...], int, bool, bool]],
+    specs: list[Spec],
     timeout: float,
-) -> None:
-    """Called at an owner: take these parts in."""
+) -> bool:
+    """Called at an owner: take these parts in. Whether it can write into accelerators' memory of others. ``NotSupported`` where
+    it does not have the devices of the parts."""
     agent = _agent.current()
     parts = _Unpickler(blob, tensors, specs).load()
     _table(agent)[model] = (caller, Host(agent.name, agent.device, agent.channel, parts, timeout))
+    return reaches(agent.device)
 
 
 def ask_model(model: str, method: str, args: tuple[Any, ...]) -> Any:

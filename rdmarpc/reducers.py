@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import device_maps
+from . import device_maps, gpu
 from .layout import travels
 
 _COMPRESSED = {
@@ -22,8 +22,9 @@ _COMPRESSED = {
 
 def reduce_tensor(value: torch.Tensor) -> Any:
     """Of tensors that do not travel as they are. ``RuntimeError`` for those that cannot at all."""
-    if value.device.type not in ("cpu", "meta"):
-        raise RuntimeError(device_maps.NO_GPU)
+    if value.layout is torch.strided and value.device.type not in ("cpu", "meta") and not value.is_quantized:
+        why = "this worker has no GPU of that kind" if not value.is_nested else "it is a nested tensor"
+        raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why=why))
     if value.layout is torch.sparse_coo:
         plain = value.detach()
         return _coo, (plain._indices(), plain._values(), plain.shape, plain.is_coalesced(), value.requires_grad)
@@ -52,6 +53,8 @@ def _compressed(
 
 
 def _reduce_quantised(value: torch.Tensor) -> Any:
+    if value.device.type != "cpu":
+        raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why="it is quantised"))
     if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         scales: tuple[Any, ...] = (value.q_scale(), value.q_zero_point())
     else:
@@ -79,7 +82,7 @@ def reduce_subclass(value: torch.Tensor) -> Any:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         plain = value.detach().as_subclass(torch.Tensor)
-        if not travels(plain):
+        if not travels(plain) and (gpu.current is None or not gpu.current.takes(plain)):
             return NotImplemented
         return _subclass, (kind, plain, value.requires_grad, torch._utils._get_obj_state(value))
 

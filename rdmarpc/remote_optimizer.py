@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_map_only
 
 from .graph.command import STEP, Command
 from .graph.remote_update import hyperparameters, numbers_of
@@ -104,7 +106,7 @@ class RemoteHalves:
         there: dict[str, dict[int, Any]] = {worker: {} for worker in self._members}
         for index, parameter in self._indexed():
             if index in mine:
-                there[parameter.worker][parameter.position] = mine.pop(index)
+                there[parameter.worker][parameter.position] = tree_map_only(torch.Tensor, torch.Tensor.cpu, mine.pop(index))
         for worker, entries in there.items():
             self.session.ask_owner(worker, "load_optimizer_state", self.number, entries)
         return {**state, "state": mine}

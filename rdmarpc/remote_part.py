@@ -46,7 +46,7 @@ class RemotePart(nn.Module):
         return list(self.children())[at]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The owner's values, as of all the steps before."""
+        """The owner's values, as of all the steps before, on the CPU."""
         destination = {} if destination is None else destination
         for key, value in self._session.ask_owner(self._worker, "state", self._path).items():
             destination[prefix + key] = value
@@ -107,7 +107,8 @@ def take_entries(
     error_msgs: list[str],
     others: Iterable[str],
 ) -> dict[str, torch.Tensor]:
-    """The entries of one module, out of those under its prefix; what does not fit goes into the lists as torch has it.
+    """The entries of one module, out of those under its prefix, in host memory; what does not fit goes into the lists as torch
+    has it.
     ``others``: names below the prefix that are somebody else's."""
     entries = {}
     for name, shape in wanted.items():
@@ -118,7 +119,7 @@ def take_entries(
         elif tuple(value.shape) != shape:
             error_msgs.append(f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {worker!r}")
         else:
-            entries[name] = value.detach()
+            entries[name] = value.detach().cpu()
     if strict:
         known = {*wanted, *others}
         for key in state_dict:

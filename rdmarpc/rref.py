@@ -283,7 +283,9 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
     agent = _agent.current()
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
 
-    def begin(value: torch.futures.Future[Any]) -> None:
+    value = agent.rrefs.future(rref)
+
+    def begin(_: torch.futures.Future[Any]) -> None:
         try:
             root = _scalar(value.value())
             # Not before: it is the call that made the value which may have brought the context.
@@ -297,7 +299,7 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
         error = ended.value()
         done.set_result(None if error is None else grad_error.dump(error))
 
-    agent.rrefs.future(rref).add_done_callback(begin)
+    value.add_done_callback(begin)
     return done
 
 

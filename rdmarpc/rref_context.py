@@ -50,7 +50,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from . import serialize
+from . import gpu_streams, serialize
 from .rref_forks import Fork, Forks, Resume
 from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
 from .rref_store import Job, RRefStore
@@ -201,9 +201,12 @@ class RRefContext:
         """Values die here: their finalizers are users' code."""
         while self.store.dead:
             try:
-                self.store.dead.popleft()
+                slot = self.store.dead.popleft()
             except IndexError:
                 return
+            if gpu_streams.current is not None:
+                gpu_streams.current.retire(slot)
+            del slot
 
     def close(self, error: Exception) -> None:
         """Let all values go. Nothing can be sent any more."""

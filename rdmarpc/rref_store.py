@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .future import fail
+from . import gpu_streams
+from .future import Value, fail
 from .rref_mail import ACCEPT, PROBE, REFUSE
 from .transport import PeerLost
 
@@ -41,7 +42,7 @@ class Slot:
     __slots__ = ("forks", "future", "known", "own", "parked", "settled")
 
     def __init__(self) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.future = Value()
         self.settled = False
         """The value, or its error, is there or about to be."""
         self.known = False
@@ -52,6 +53,11 @@ class Slot:
         """Known forks and who holds them. Our own handles are forks that we hold."""
         self.parked: dict[int, int] = {}
         """Forks that ask to be known before the value is."""
+
+    def set(self, value: Any) -> None:
+        if gpu_streams.current is not None:
+            self.future.mark = gpu_streams.current.mark()
+        self.future.set_result(value)
 
 
 class RRefStore:
@@ -74,7 +80,7 @@ class RRefStore:
         slot = Slot()
         slot.known = slot.own = slot.settled = True
         slot.forks[rref] = self._me
-        slot.future.set_result(value)
+        slot.set(value)
         with self._lock:
             self._slots[rref] = slot
 
@@ -99,7 +105,7 @@ class RRefStore:
     def fulfil(self, rref: int, value: Any) -> None:
         slot = self._settle(rref)
         if slot is not None:
-            slot.future.set_result(value)
+            slot.set(value)
 
     def fail(self, rref: int, error: BaseException) -> None:
         slot = self._settle(rref)

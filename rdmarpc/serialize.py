@@ -24,13 +24,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from . import reducers, unpicklable
+from . import device_maps, gpu, reducers, unpicklable
 from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
 _BUFFER_BYTES = 32 << 10
 """Buffers smaller than this stay in the pickle."""
-_COUNT = struct.Struct("<I")  # after the pickle: how many of the tensors, the last ones, are buffers
+_TAIL = struct.Struct(
+    "<II"
+)  # the end: bytes of what ``gpu`` put in front of it, and how many tensors, the last ones, are buffers
 
 
 class _Incoming(threading.local):
@@ -38,6 +40,7 @@ class _Incoming(threading.local):
         self.tensors: list[torch.Tensor] = []
         self.references: list[Any] = []
         self.parts: list[torch.Tensor] = []
+        self.on_gpu: list[torch.Tensor] = []
 
 
 _incoming = _Incoming()
@@ -45,6 +48,12 @@ _incoming = _Incoming()
 
 def _landed(index: int) -> torch.Tensor:
     return _incoming.tensors[index]
+
+
+def landed_on_gpu(index: int, requires_grad: bool) -> torch.Tensor:
+    """Number ``index`` of the tensors that came from GPU to GPU. Only while unpickling."""
+    tensor = _incoming.on_gpu[index]
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def landed_reference(index: int) -> Any:
@@ -71,10 +80,12 @@ class Enclosed(Protocol):
 
 class Message:
     """What a message takes along while it is being pickled. ``to``: number of the receiver; ``None`` where there is none:
-    references cannot be pickled then."""
+    references, and tensors on GPUs, cannot be pickled then. ``reply``: it is an answer."""
 
-    def __init__(self, to: int | None) -> None:
+    def __init__(self, to: int | None, reply: bool = False) -> None:
         self.to = to
+        self.parcel: gpu.Parcel | None = None
+        self._reply = reply
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.enclosed: list[Enclosed] = []
@@ -88,6 +99,8 @@ class Message:
             if travels(value):
                 self.tensors.append(value)
                 return _landed, (len(self.tensors) - 1,)
+            if gpu.current is not None and gpu.current.takes(value):
+                return self._in_parts(value, self._from_gpu(gpu.current, value))
             return self._in_parts(value, reducers.reduce_tensor(value))
         part = _parts.get(kind)
         if part is not None:
@@ -100,6 +113,13 @@ class Message:
         if isinstance(value, torch._C.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         return NotImplemented
+
+    def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
+        if self.parcel is None:
+            if self.to is None:
+                raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why="nobody is named who gets it"))
+            self.parcel = gpu.Parcel(self.to, self._reply)
+        return gpus.reduce(value, self.parcel)
 
     def _in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
         if reduced is NotImplemented or not value.requires_grad:
@@ -176,17 +196,28 @@ def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def dumps(
-    value: Any, to: int | None = None, names: tuple[str, ...] = (), parts: list[torch.Tensor] | None = None
+    value: Any,
+    to: int | None = None,
+    names: tuple[str, ...] = (),
+    parts: list[torch.Tensor] | None = None,
+    *,
+    reply: bool = False,
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
     in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
-    travel in parts.
+    travel in parts. ``reply``: it is an answer, for which other device maps count.
 
-    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``)."""
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
+    memory that it lends (``undo``)."""
     file = io.BytesIO()
-    message = Message(to)
+    message = Message(to, reply)
+    lent = b""
     try:
         _pickler(file, message.reduce, message.buffers).dump(value)
+        if message.parcel is not None and message.parcel.tensors:
+            assert gpu.current is not None
+            lent = gpu.current.pack(message.parcel)
+            file.write(lent)
     except BaseException as error:
         for item in message.enclosed:
             item.undo()
@@ -196,7 +227,7 @@ def dumps(
     if parts is not None:
         parts += message.parts
     buffers, tensors = message.buffers, message.tensors
-    file.write(_COUNT.pack(len(buffers)))
+    file.write(_TAIL.pack(len(lent), len(buffers)))
     payload, tensors = file.getvalue(), tensors + buffers if buffers else tensors
     if not message.enclosed:
         return payload, tensors
@@ -214,15 +245,29 @@ def loads(
     here (constructors, ``__setstate__``), and may call RPC."""
     if references:
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
-    outer = _incoming.tensors, _incoming.references, _incoming.parts
+    lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
+    on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
+    outer = _incoming.tensors, _incoming.references, _incoming.parts, _incoming.on_gpu
     _incoming.tensors, _incoming.references, _incoming.parts = tensors, references or [], [] if parts is None else parts
-    (count,) = _COUNT.unpack_from(payload, len(payload) - _COUNT.size)
+    _incoming.on_gpu = on_gpu
     try:
         if not count:
             return pickle.loads(payload)
         return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        _incoming.tensors, _incoming.references, _incoming.parts = outer
+        _incoming.tensors, _incoming.references, _incoming.parts, _incoming.on_gpu = outer
+
+
+def lends(payload: bytes) -> bool:
+    """Whether GPU memory is lent by what ``dumps`` made."""
+    return _TAIL.unpack_from(payload, len(payload) - _TAIL.size)[0] > 0
+
+
+def undo(to: int, payload: bytes) -> None:
+    """Take back the GPU memory that is lent by what ``dumps`` made and was not sent."""
+    lent, _ = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
+    if lent and gpu.current is not None:
+        gpu.current.undo(to, payload[-_TAIL.size - lent : -_TAIL.size])
 
 
 _pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler

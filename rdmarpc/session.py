@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,14 +20,17 @@ from .graph.analyze import TransferGraph, analyze
 from .graph.caller import Caller
 from .graph.capture import TensorSpec, capture, skeleton
 from .graph.describe import Transfers, describe
+from .graph.devices import Devices, find, named
+from .graph.gpu_slot import reaches
 from .graph.host import Mode, Tree
+from .graph.located import Located
 from .graph.methods import METHODS, Uncaptured, capture_by
 from .graph.program import Machine
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
 from .graph.stage import Plan
 from .graph.station import Leased
-from .placing import Places, divide, resolve
+from .placing import Places, divide, place_here, resolve
 from .remote_parameter import RemoteParameter
 from .shell import stand_ins
 from .signature import Miss, Signatures
@@ -55,6 +59,11 @@ def wrap(
     ``model.forward_backward``, unless it is told another number.
     ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
 
+    ``"worker1/cuda:1"`` names a device of that worker (as ``RemoteModule`` does): the part computes there. Without a device a
+    part's tensors keep the one that they have, on the GPU of that index at its worker. Inputs may lie on any device, results
+    come on that of the first tensor input (a model that lies on several devices: on those where it alone would have them), and
+    what ``state_dict`` fetches from other workers comes on the CPU.
+
     The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
     input shapes are captured again once for all, or each for itself when they come again (``model.misses()``). Dropout and
     other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the forward, where its Python looks at
@@ -66,7 +75,9 @@ def wrap(
     moved.
     """
     agent = _agent.current()
-    places = resolve(net, placement, agent.name, agent.worker_names())
+    places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
+    for device in {device for path, device in places.devices.items() if places.homes[path] == agent.name}:
+        find(named(device))
     if staging not in ("traced", "always"):
         raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
     if capture not in METHODS:
@@ -89,11 +100,33 @@ class Session:
         self.runner: Eager | None = None
         self.closed = False
         self.places = places
+        self.devices = Devices(net, functools.partial(_given, net, places))
+        self.shape = skeleton(net)
         self._uncounted = 0
         remote = divide(net, places)
-        packed = {worker: _parts.Packed(parts) for worker, parts in remote.items()}
+        packed = {worker: _parts.Packed(parts, places.device) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
+        reaching = {worker for worker, yes in self._open(packed).items() if yes}
+        if reaches(agent.device):
+            reaching.add(agent.name)
+        try:
+            self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
+        except BaseException:
+            self._close_parts()
+            raise
+
+    def _set_up(
+        self,
+        net: nn.Module,
+        remote: Mapping[str, Mapping[str, Any]],
+        depth: int,
+        plans: int,
+        staging: bool,
+        reaching: frozenset[str],
+    ) -> None:
+        agent, places = self.agent, self.places
+        place_here(net, places)
         self.stand_in, made = stand_ins(net, self, places)
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
@@ -103,26 +136,22 @@ class Session:
             self._modules[worker] = list(tree.modules())[1:]
             self._parameters[worker] = list(tree.parameters())
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
-        self._open(packed)
         # The names of the modules it runs are looked up here: those that stayed.
         machine = Machine(net.get_submodule, lambda path: _attribute(self._constants, net, path), list(net.parameters()))
         self._constants: dict[str, torch.Tensor] = {}
-        try:
-            self._caller = Caller(
-                agent.name,
-                agent.device,
-                agent.channel,
-                self.ask,
-                self._count,
-                machine,
-                depth=depth,
-                timeout=timeout,
-                plans=plans,
-                staging=staging,
-            )
-        except BaseException:
-            self._close_parts()
-            raise
+        self._caller = Caller(
+            agent.name,
+            agent.device,
+            agent.channel,
+            self.ask,
+            self._count,
+            machine,
+            depth=depth,
+            timeout=self.timeout,
+            plans=plans,
+            staging=staging,
+            reaching=reaching,
+        )
         self.signatures = Signatures(self._caller)
         agent.on_peer_lost(self._caller.station.lost)
 
@@ -149,6 +178,18 @@ class Session:
     def zero(self, worker: str, position: int, how: int) -> None:
         self.caller.zero(worker, position, how)
 
+    def located(
+        self,
+        tensors: Sequence[torch.Tensor],
+        taken: Sequence[torch.device],
+        path: str = "",
+        default: torch.device | None = None,
+    ) -> Located | None:
+        """For the analysis of a capture of these inputs; ``None`` where no accelerator takes part. See ``Located``."""
+        if not self.devices.involved() and all(tensor.is_cpu for tensor in tensors):
+            return None
+        return Located(self.devices, [(own, tensor.device) for own, tensor in zip(taken, tensors)], path, default)
+
     # -- set-up calls, none of them in the steady state
 
     def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -174,10 +215,10 @@ class Session:
             raise error
         return answers
 
-    def _open(self, packed: Mapping[str, _parts.Packed]) -> None:
+    def _open(self, packed: Mapping[str, _parts.Packed]) -> dict[str, bool]:
         name = self.agent.name
         try:
-            self._call_all(
+            return self._call_all(
                 _parts.open_model,
                 {w: (self.key, name, p.blob, p.tensors, p.specs, self.timeout) for w, p in packed.items()},
             )
@@ -187,7 +228,10 @@ class Session:
 
     def _close_parts(self) -> None:
         """In two rounds: no slot is given back while anybody may write there, or has tensors there."""
-        leased: Leased | None = {} if self._caller is None else self._caller.leased()
+        try:
+            leased: Leased | None = {} if self._caller is None else self._caller.leased()
+        except TransferTimeout:
+            leased = None
         for worker in self.workers:
             try:
                 answer = self._call_all(_parts.stop_model, {worker: (self.key,)})[worker]
@@ -262,7 +306,7 @@ class WrappedModel(nn.Module):
         self.__dict__["_rdmarpc"] = session
         self.__dict__["_original"] = net
         self.__dict__["_chunks"] = micro_batches.checked(chunks)
-        self.__dict__["_shape"] = skeleton(net)
+        self.__dict__["_shape"] = session.shape
         self.__dict__["_capture"], self.__dict__["_captured"] = capture, ""
         top = session.stand_in
         self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
@@ -304,7 +348,7 @@ class WrappedModel(nn.Module):
 
     @staticmethod
     def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        if torch.is_autocast_enabled("cpu"):
+        if torch._C._is_any_autocast_enabled():
             raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
         if kwargs or not all(type(arg) is torch.Tensor for arg in args):
             return pytree.tree_flatten((args, kwargs))
@@ -319,7 +363,7 @@ class WrappedModel(nn.Module):
             family = (
                 self.training,
                 tuple([module.training for module in self.__dict__["_cut"]]),
-                tuple([(t.dim(), t.dtype, t.requires_grad and grads) for t in tensors]),
+                tuple([(t.dim(), t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self.__dict__["_everything"]]),
                 constants,
                 tree,
@@ -363,7 +407,8 @@ class WrappedModel(nn.Module):
         session: Session = self.__dict__["_rdmarpc"]
 
         join = _joined(leaves, tree)
-        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        taken = session.devices.taken(tensors)
+        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
         methods, shape, whole = METHODS[self.__dict__["_capture"]], self._skeleton(), session.places.whole
         if sizes.varying or not sizes.known:
             if "fx" not in methods:
@@ -374,7 +419,8 @@ class WrappedModel(nn.Module):
             self.__dict__["_captured"] = "\n".join([found.how, *refused])
         found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session._constants.update(found.constants)
-        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope)
+        located = session.located(tensors, taken)
+        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
         graph.constants = {}  # they stay here
         return graph
 
@@ -428,6 +474,18 @@ class WrappedModel(nn.Module):
     def close(self) -> None:
         """Free the parts and slots at every worker. Idempotent."""
         self.__dict__["_rdmarpc"].close()
+
+
+def _given(net: nn.Module, places: Places, path: str) -> torch.device | None:
+    """The device that the placement gives; of what stays here, the one where it lies now: it can be moved."""
+    if places.owner(path) == places.caller:
+        found: Any = net
+        for name in path.split(".") if path else ():
+            found = getattr(found, name, None)
+        tensors = (found,) if isinstance(found, torch.Tensor) else found.parameters() if isinstance(found, nn.Module) else ()
+        for tensor in tensors:
+            return tensor.device
+    return places.device(path)
 
 
 def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -32,6 +32,7 @@ from .callee import Callee
 from .caller import Caller
 from .functions import async_execution
 from .traced import Message, Serving, TracedCallee, TracedCaller
+from .traced_steps import Steps
 from .transport import RdmaError, host_id
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Timeline:
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.caller.timeline = agent.callee.timeline = self  # type: ignore[attr-defined]
         self._record_as(TracedCaller, TracedCallee)
+        self._steps = Steps(self)
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
@@ -73,14 +75,24 @@ class Timeline:
         next(self._count)
         self._records.append((kind, rank, call, self.track(), *fields))
 
+    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any]) -> None:
+        """Something that is part of no call, on any track."""
+        next(self._count)
+        self._records.append(("span", self.rank, 0, track, begin, end, name, category, about))
+
     def track(self) -> int:
         """The number of this thread."""
         try:
             return self._local.track
         except AttributeError:
-            track = self._local.track = next(self._numbers)
-            self._tracks[track] = threading.current_thread().name
+            track = self._local.track = self.new_track(threading.current_thread().name)
             return track
+
+    def new_track(self, name: str) -> int:
+        """A number for what is no thread."""
+        track = next(self._numbers)
+        self._tracks[track] = name
+        return track
 
     def _count_staged(self, nbytes: int) -> None:
         held = self.message.bytes
@@ -94,6 +106,7 @@ class Timeline:
             if not isinstance(caller, TracedCaller) or caller.timeline is not self:
                 return
             self._record_as(Caller, Callee)
+            self._steps.end()
             self._stopped = time.monotonic_ns()
             del self.agent.device.count_staged
 

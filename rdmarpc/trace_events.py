@@ -4,7 +4,8 @@ One process track a worker (``pid`` is its rank), one thread track a thread. A b
 ``send``, ``wait`` and ``unpack``; a call with a future is an asynchronous span, with ``send``, ``wait`` and ``unpack`` on the
 threads where they happened. At the called side a request is ``queued`` (asynchronous), then a span on the thread that serves it
 around ``unpickle``, ``run`` and ``reply``; the reply of an asynchronous function stands alone. Arrows: from ``send`` to the
-serving span, from ``reply`` to ``unpack``.
+serving span, from ``reply`` to ``unpack``. Steps of wrapped models are spans on their threads, and rows of their own for what
+accelerators compute and copy (``traced_steps``).
 
 Format: "Trace Event Format" (Google, 2016). ``ts`` and ``dur`` in us, of the monotonic clock, which the workers of one host
 share. Those of several hosts are brought together by what the arrows say (``clock_offsets``).
@@ -40,6 +41,9 @@ def trace_of(worker: dict[str, Any], records: Iterable[tuple[Any, ...]], tracks:
         kind, caller, call, *fields = record
         if kind == "waited":
             events.append(_span("wait", "wait", rank, *fields, call=f"{caller}.{call}"))
+        elif kind == "span":
+            track, begin, end, name, category, about = fields
+            events.append(_span(name, category, rank, track, begin, end, **about))
         else:
             calls.setdefault((caller, call), {})[kind] = tuple(fields)
     for (caller, call), noted in calls.items():

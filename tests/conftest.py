@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpu
 import psutil
 import pytest
 
@@ -19,10 +20,15 @@ lasting: set[int] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs seconds, or gigabytes")
+    config.addinivalue_line("markers", "gpu: needs a GPU, CUDA's or the one in software (gpu.py)")
     config.addinivalue_line("markers", "rdma: needs an RDMA device, as the guest of `make vm-test` has one")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if why := gpu.why_not():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=why))
     ports = Path("/sys/class/infiniband").glob("*/ports/*/state")
     if any("ACTIVE" in port.read_text() for port in ports):
         return
@@ -48,6 +54,20 @@ def _children() -> dict[int, str]:
     return found
 
 
+def _ownerless(before: set[str]) -> set[str]:
+    """What is new in /dev/shm and that no process has: tests that run beside these may have something there for a moment."""
+    new = set(os.listdir("/dev/shm")) - before
+    for process in psutil.process_iter() if new else ():
+        try:
+            used = Path(f"/proc/{process.pid}/maps").read_text() + " ".join(
+                str(file.readlink()) for file in Path(f"/proc/{process.pid}/fd").iterdir()
+            )
+        except OSError:  # it has ended, or is not ours
+            continue
+        new = {name for name in new if f"/dev/shm/{name}" not in used}
+    return new
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     processes, shared = set(_children()), set(os.listdir("/dev/shm"))
@@ -56,5 +76,6 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := {pid: name for pid, name in _children().items() if pid not in processes}) and (time.monotonic() < deadline):
         time.sleep(0.02)
     assert not left, f"processes left behind: {left}"
-    appeared = set(os.listdir("/dev/shm")) - shared
+    while (appeared := _ownerless(shared)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert not appeared, f"left in /dev/shm: {appeared}"

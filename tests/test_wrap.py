@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ import wrap_models as models
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import wrap
+from rdmarpc import agent, wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import die, may_stage, results, run_group
@@ -512,6 +513,10 @@ class Dying(nn.Module):
 def killed(rank: int) -> Any:
     if rank != 0:
         # Whoever survives ends by itself: the caller's death or the loss of worker1 reaches it.
+        found = threading.Event()
+        agent.current().on_peer_lost(lambda worker, error: found.set())
+        found.wait(20)
+        time.sleep(0.5)  # the others have to find worker1 gone, not us
         with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
             rpc.shutdown(timeout=20)
         return "left"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import kernels
+from . import cuda_driver, kernels
 from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, host_id
@@ -26,9 +26,9 @@ from .tcp import TcpDevice
 
 
 def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Device:
-    """Open ``"shm"`` (this host), ``"tcp"`` / ``"tcp://ADDRESS"`` (any host; listens on that local address), or ``"auto"`` /
-    ``"auto://ADDRESS"``: all of them on one arena, each peer by the fastest that reaches it (``auto``; there ``tcp`` listens on
-    ``ADDRESS``).
+    """Open ``"shm"`` (this host), ``"cuda"`` (as ``shm``, and the memory of GPUs besides), ``"tcp"`` / ``"tcp://ADDRESS"`` (any
+    host; listens on that local address), or ``"auto"`` / ``"auto://ADDRESS"``: all of them on one arena, each peer by the
+    fastest that reaches it (``auto``; there ``tcp`` listens on ``ADDRESS``).
 
     ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on loopback, or with a secret on
     the address of the default route. ``require="rdma"``: to reach a peer over ``tcp`` is ``NotSupported``; the text says what
@@ -43,6 +43,10 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     kind, _, place = name.partition("://")
     if kind == "shm" and not place:
         return ShmDevice(**options)
+    if kind == "cuda" and not place:
+        from .cuda import CudaDevice  # compiles more kernels
+
+        return CudaDevice(**options)
     if kind == "tcp" and require:
         raise NotSupported("require='rdma', and tcp is none", device="tcp", hint="open auto, verbs or shm")
     if kind == "tcp":
@@ -58,7 +62,7 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
         return VerbsDevice(place, **options)
     if kind == "auto":
         return AutoDevice(place, require=require, **options)
-    hint = "one of auto, shm, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
+    hint = "one of auto, shm, cuda, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
     raise NotSupported(f"no device {name!r}", hint=hint)
 
 
@@ -94,6 +98,7 @@ __all__ = [
     "Window",
     "Work",
     "check_require",
+    "cuda_driver",
     "host_id",
     "kernels",
     "open_device",

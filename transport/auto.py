@@ -1,8 +1,9 @@
 """The ``auto`` device: each peer by the fastest device that reaches it.
 
-``shm`` for processes of this host, ``verbs`` where both ends have a usable port, ``tcp`` otherwise: devices on one memory, so
-every tensor of the arena, every region and every poller is good for all. An address is those of the devices, parted by
-commas; where a host has RDMA hardware that cannot be used, ``no-verbs:REASON`` (percent-encoded) stands among them.
+``shm`` for processes of this host (``cuda``, which is that and GPU memory besides, where torch has a GPU), ``verbs`` where both
+ends have a usable port, ``tcp`` otherwise: devices on one memory, so every tensor of the arena, every region and every poller
+is good for all. GPU memory that is made or registered here is for the peers of this host. An address is those of the devices,
+parted by commas; where a host has RDMA hardware that cannot be used, ``no-verbs:REASON`` (percent-encoded) stands among them.
 
 A *fallback* is a connection over tcp although one end at least has RDMA hardware. It is never silent: it is counted
 (``fallbacks``) and, once for every peer, written to the log ``rdmarpc`` as a warning with the reason: at the end that connects,
@@ -18,22 +19,25 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import torch
 
-from . import verbs_sysfs
+from . import cuda_driver, verbs_sysfs
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, RdmaError
 from .memory import Memory
-from .region import RemoteRegion
+from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
 
 KINDS = ("shm", "verbs", "tcp")
 """The fastest first."""
@@ -91,7 +95,7 @@ class AutoDevice(Device):
         options: dict[str, Any] = {"secret": secret, "on_connect": on_connect, "peer_timeout": peer_timeout}
         options["memory"] = self.memory
         try:
-            self._open("shm", lambda: ShmDevice(**options))
+            self._open("shm", lambda: _open_shm(options))
             if self._has_rdma:
                 self._open("verbs", lambda: self._open_verbs(options))
             else:
@@ -135,6 +139,33 @@ class AutoDevice(Device):
         if self._has_rdma and "verbs" in self.refused:
             parts.append(f"{_UNUSABLE}:{quote(self.refused['verbs'].why, safe='')}")
         return f"auto:{','.join(parts)}".encode()
+
+    # -- memory
+
+    def empty(
+        self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """As for any device; with ``device`` in GPU memory, see ``CudaDevice``."""
+        if device is None or torch.device(device).type == "cpu":
+            return super().empty(shape, dtype=dtype)
+        return self._gpus(device).empty(shape, dtype=dtype, device=device)
+
+    def register(self, tensor: torch.Tensor) -> Region:
+        return self._gpus(tensor.device).register(tensor) if self._on_gpu(tensor) else super().register(tensor)
+
+    def export(self, tensor: torch.Tensor) -> bytes:
+        return self._gpus(tensor.device).export(tensor) if self._on_gpu(tensor) else super().export(tensor)
+
+    def _on_gpu(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_cpu and self.memory.gpu is not None and self.memory.gpu.of(tensor)
+
+    def _gpus(self, place: torch.device | str) -> CudaDevice:
+        found: Any = self.devices.get("shm")
+        if self.memory.gpu is None or found is None:
+            raise NotSupported(
+                f"there is no memory of {place} here", device="auto", hint="torch has no GPU here, or shm was refused"
+            )
+        return found
 
     # -- choosing
 
@@ -230,6 +261,15 @@ class AutoDevice(Device):
 
     def _forked(self) -> None:
         """Each device hears of it."""
+
+
+def _open_shm(options: dict[str, Any]) -> ShmDevice:
+    # Neither question touches a GPU, and opening ``cuda`` does not.
+    if not cuda_driver.kind() or not cuda_driver.count():
+        return ShmDevice(**options)
+    from .cuda import CudaDevice
+
+    return CudaDevice(**options)
 
 
 def _split(address: bytes) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 Contract, for every device:
 
-* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``, the other a contiguous CPU tensor or a ``Region`` of the same
-  number of bytes. Remote ``dst`` is a WRITE, remote ``src`` a READ. The peer's processor takes no part.
+* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``, the other a contiguous tensor or a ``Region`` of the same
+  number of bytes: on the CPU, and for ``cuda`` (see there) also on a GPU. Remote ``dst`` is a WRITE, remote ``src`` a READ. The
+  peer's processor takes no part.
 * ``notify=n`` counts notification ``n`` at the peer after the data of that call is there. Notifications are counted and
   order-free; copies of one call are not ordered among each other.
 * A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps it alive
@@ -56,6 +57,11 @@ class Work:
     def exception(self) -> RdmaError | None:
         """What went wrong, if it ended badly."""
         return None
+
+    def block_current_stream(self) -> None:
+        """Have what the caller's current GPU stream is given from here on run when the copy has ended; the calling thread goes
+        on at once where a GPU copies, and else waits. If the copy ends badly, ``wait`` says so, not the stream."""
+        self.wait()
 
 
 DONE = Work()
@@ -202,6 +208,13 @@ class Channel(abc.ABC):
             self._notifiers[imm] = self.prepare([], notify=imm)
         self._notifiers[imm].post()
 
+    def notify_after(self, imm: int, device: torch.device | str) -> Work:
+        """Send one notification when what the caller's current stream of that GPU has been given so far is done; returns at
+        once. So it is told that what a kernel reads may be written again. ``NotSupported`` where no GPU is reached."""
+        raise NotSupported(
+            "this channel has no GPU streams", peer=self.peer, device=self.device.name, hint="open cuda, or auto"
+        )
+
     def fence(self, timeout: float | None = None) -> None:
         """Return when everything that was posted here before has arrived, bare notifications too: the peer that looks
         afterwards sees them counted. ``PeerLost``, ``TransferTimeout``."""
@@ -234,8 +247,8 @@ def check_notify(imm: int | None) -> None:
         raise ValueError(f"a notification is a number from 0 to {MAX_NOTIFY - 1}, got {imm}")
 
 
-def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion) -> tuple[RemoteRegion, torch.Tensor, bool]:
-    """(remote, local tensor, is it a WRITE), or ``ValueError``."""
+def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion, gpu: str = "") -> tuple[RemoteRegion, torch.Tensor, bool]:
+    """(remote, local tensor, is it a WRITE), or ``ValueError``. ``gpu``: as for ``local_bytes``."""
     if isinstance(dst, RemoteRegion) == isinstance(src, RemoteRegion):
         raise ValueError("exactly one side of a copy is remote: memcpy(remote, local) writes, memcpy(local, remote) reads")
     write = isinstance(dst, RemoteRegion)
@@ -244,7 +257,7 @@ def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion) -> tuple[Rem
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"the local side is a tensor or a Region, got {type(tensor).__name__}")
     assert isinstance(remote, RemoteRegion)
-    nbytes = local_bytes(tensor)[1]
+    nbytes = local_bytes(tensor, gpu)[1]
     if nbytes != remote.nbytes:
         raise ValueError(f"sizes differ: {nbytes} bytes here, {remote.nbytes} at the peer")
     return remote, tensor, write

@@ -20,6 +20,7 @@ from .notify import BELL_BYTES, BELLS
 from .region import Region, local_bytes
 
 if TYPE_CHECKING:
+    from .cuda_arena import GpuArena
     from .device import Device
 
 
@@ -39,6 +40,8 @@ class Memory:
         self.arena = Arena(self._new_segment, limit)
         self.regions: dict[int, tuple[int, int, int]] = {}
         """Number -> (address, bytes, key): what peers may touch. To be looked up, never changed, by devices."""
+        self.gpu: GpuArena | None = None
+        """Its GPU memory, where a device on it reaches GPUs. What is there is not in ``regions``."""
         self.lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
@@ -77,6 +80,11 @@ class Memory:
             return dict(self._segments), foreign
 
     # -- what peers may touch
+
+    def take_number(self) -> tuple[int, int]:
+        """A region's number, never given again, and a key for it."""
+        with self.lock:
+            return next(self._numbers), secrets.randbits(64)
 
     def register(self, tensor: torch.Tensor) -> Region:
         """See ``Device.register``."""

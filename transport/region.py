@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from .errors import RemoteAccessError
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 _WIRE = struct.Struct("<4sBQIIQQQ")
 _MAGIC, _VERSION = b"RRGN", 1
@@ -65,6 +62,15 @@ class RemoteRegion:
     WIRE_SIZE = _WIRE.size
 
 
+class Owner(Protocol):
+    """Whose region it is: ``memory.Memory``, or what stands on one."""
+
+    uid: int
+    epoch: int
+
+    def deregister(self, region: Region) -> Any: ...
+
+
 class Region:
     """Local bytes that connected peers may read and write for as long as this object is open.
 
@@ -72,11 +78,11 @@ class Region:
     returns when no copy of theirs is under way. Idempotent, usable as a context manager.
     """
 
-    def __init__(self, memory: Memory, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
+    def __init__(self, memory: Owner, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self.remote = RemoteRegion(memory.uid, memory.epoch, region, key, offset, self.nbytes)
-        self._memory: Memory | None = memory if foreign else None
+        self._memory: Owner | None = memory if foreign else None
 
     def export(self) -> bytes:
         """The descriptor to hand to a peer, by any way you like."""
@@ -94,12 +100,13 @@ class Region:
         self.close()
 
 
-def local_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and size in bytes of a dense CPU tensor; anything else is a ``ValueError`` that says what to do."""
+def local_bytes(tensor: torch.Tensor, gpu: str = "") -> tuple[int, int]:
+    """Address and size in bytes of a dense CPU tensor, or one on a device of type ``gpu``; anything else is a ``ValueError``
+    that says what to do."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"only dense tensors can be copied, got layout {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"this device copies CPU memory, got a tensor on {tensor.device}")
+    if tensor.device.type not in ("cpu", gpu):
+        raise ValueError(f"this device copies {f'CPU and {gpu}' if gpu else 'CPU'} memory, got a tensor on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"a one-sided copy needs contiguous memory, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "

@@ -39,6 +39,9 @@ class ShmDevice(Device):
     """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
     allows that."""
 
+    kind = "shm"
+    channel_type: type[ShmChannel] = ShmChannel
+
     def __init__(
         self,
         *,
@@ -51,7 +54,7 @@ class ShmDevice(Device):
         if memory is not None and not memory.shared:
             raise ValueError("shm needs memory that peers can map: Memory(shared=True)")
         super().__init__(
-            "shm",
+            self.kind,
             secret=secret,
             arena_limit=arena_limit,
             on_connect=on_connect,
@@ -64,8 +67,12 @@ class ShmDevice(Device):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0rdmarpc-{self.uid:016x}")
         listener.listen(128)
-        self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
+        self._attach()
         self._service = Service("shm", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
+
+    def _attach(self) -> None:
+        """Before peers are let in."""
+        self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
 
     @property
     def address(self) -> bytes:
@@ -166,7 +173,7 @@ class ShmDevice(Device):
         peer_inbox, peer_bells = mmap.mmap(fds[0], INBOX_BYTES), mmap.mmap(fds[1], BELLS * BELL_BYTES)
         for fd in fds:
             os.close(fd)
-        return ShmChannel(self, sock, inbox, peer_inbox, peer_bells, (uid, epoch, probe), data[_SETUP.size :])
+        return self.channel_type(self, sock, inbox, peer_inbox, peer_bells, (uid, epoch, probe), data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
         """Tell the peer of all our memory, then watch the connection."""
@@ -180,9 +187,13 @@ class ShmDevice(Device):
                 channel.send(SEGMENT, number, segment.key, 0, segment.nbytes, segment.fd)
             for number, (address, nbytes, key) in foreign.items():
                 channel.send(REGION, number, key, address, nbytes)
+            self._introduce(channel)
             self._service.watch(channel.sock, channel)
 
     # -- announcements
+
+    def _introduce(self, channel: ShmChannel) -> None:
+        """What else a new peer has to be told. Under our lock."""
 
     def _shm_channels(self) -> list[ShmChannel]:
         with self._lock:

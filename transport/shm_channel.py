@@ -40,6 +40,7 @@ MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
 _SEND_TIMEOUT = 5.0
 _LAST_COPY_NS = 200_000_000
+_LOOK_NS = 50_000_000
 # Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
 LENT = 0xFFFFFFFF
 
@@ -337,12 +338,16 @@ class ShmChannel(Channel):
             table, entry = self._look_up(remote.region)
         if entry is None:
             raise self._refuse(f"region {remote.region} is not registered (any more)")
+        return self._inside(remote, entry) + remote.offset, table is self._mapped
+
+    def _inside(self, remote: RemoteRegion, entry: tuple[int, int, int]) -> int:
+        """The address of the region that ``remote`` has the key for and lies in."""
         address, nbytes, key = entry
         if key != remote.key:
             raise self._refuse(f"wrong key for region {remote.region}")
         if remote.offset + remote.nbytes > nbytes:
             raise self._refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
-        return address + remote.offset, table is self._mapped
+        return address
 
     def _look_up(self, number: int) -> tuple[dict[int, tuple[int, int, int]], tuple[int, int, int] | None]:
         table = self._mapped if number in self._mapped else self._foreign
@@ -407,9 +412,7 @@ class ShmChannel(Channel):
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)
         elif kind == GONE:
-            with self.cma_lock:
-                self._foreign.pop(number, None)
-            self.send(GONE_ACK, number)
+            self._gone(number)
         elif kind == SYNC:
             self.send(SYNC_ACK, number)
         elif kind in (GONE_ACK, SYNC_ACK):
@@ -421,9 +424,20 @@ class ShmChannel(Channel):
         elif kind == BYE:
             self.lose(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
             return False
+        else:
+            self._hear_more(kind, number, key, address, nbytes, fds)
         for fd in fds:
             os.close(fd)
         return True
+
+    def _gone(self, number: int) -> None:
+        """A region of the peer is to be used no more: answer when no copy of ours on it is under way."""
+        with self.cma_lock:
+            self._foreign.pop(number, None)
+        self.send(GONE_ACK, number)
+
+    def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
+        """What a peer with GPUs tells besides, and is not for us (``cuda_channel``)."""
 
     # -- the end
 
@@ -482,11 +496,18 @@ class ShmChannel(Channel):
         kernels.store(self.inbox + CLOSED_AT, 1)
         limit = int(timeout * 1e9)
         with self.cma_lock:
-            done = kernels.quiesce(self.peer_inbox + INFLIGHT_AT, limit), kernels.quiesce(self.inbox + INFLIGHT_AT, limit)
+            done = kernels.quiesce(self.peer_inbox + INFLIGHT_AT, limit), self._quiesce_peer(limit)
         alive = os.path.exists(f"/proc/{self.pid}")
         self.close()
         if any(result != kernels.OK for result in done) and alive:
             raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")
+
+    def _quiesce_peer(self, limit_ns: int) -> int:
+        """As ``kernels.quiesce``, of the peer's copies: one that has ended in the middle of a copy makes none."""
+        for _ in range(limit_ns // _LOOK_NS):
+            if kernels.quiesce(self.inbox + INFLIGHT_AT, _LOOK_NS) == kernels.OK or not runs(self.pid):
+                return kernels.OK
+        return kernels.quiesce(self.inbox + INFLIGHT_AT, limit_ns % _LOOK_NS)
 
     def close(self) -> None:
         if os.getpid() != self.device._pid:

@@ -22,8 +22,9 @@ import threading
 import time
 
 import numpy as np
+import torch
 
-from . import auth, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import auth, cuda_driver, gpudirect, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
 from .arena import PINNED_SEGMENT_BYTES, Segment
 from .channel import Channel
@@ -31,16 +32,19 @@ from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import Heart
 from .memory import Memory
+from .notify import Poller
+from .region import Region, local_bytes
 from .service import Service
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
+from .verbs_gpu import FlushedPoller, GpuMemory
 from .verbs_provider import MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
 _HANDSHAKE_TIMEOUT = 5.0
 _TICK_NS = 500_000_000
-_SETTLE_S = 1.0
+_SETTLE_S = 3.0
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
@@ -73,6 +77,10 @@ class VerbsDevice(Device):
         )
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
+        self.gpu_kind = cuda_driver.kind()
+        """The type of the GPUs whose memory can be copied; empty: there are none."""
+        self._gpu: GpuMemory | None = None
+        self._gpu_regions: dict[int, tuple[torch.Tensor, int]] = {}  # number -> (what peers may touch, key)
         self._by_qp: dict[int, VerbsChannel] = {}
         self._stopping = False
         limits = self._at.device
@@ -146,6 +154,7 @@ class VerbsDevice(Device):
                 f"  messages       of up to {self.max_msg_sz} bytes; {self._sends} a queue pair, {self._srq.depth} receives",
                 f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
+                *(self._gpu.explain() if self._gpu is not None else ()),
                 f"  death          a process at once, a host or link in 2 s, a stopped one after {self._looks.timeout:g} s",
                 "  waiting        whoever waits polls the completion queue, then sleeps on its channel",
             )
@@ -171,10 +180,62 @@ class VerbsDevice(Device):
         for channel in self._open_channels():
             try:
                 channel.withdraw(number)
-            except (PeerLost, TransferTimeout):
-                continue  # deregistering makes it certain: the device refuses what still comes
+            except (PeerLost, TransferTimeout) as error:
+                # Deregistering makes it certain: the adapter refuses what still comes. But a GPU's segment stays registered.
+                if number in self._gpu_regions:
+                    self.lost(channel, error)
         if (gone := self._mrs.pop(number, None)) is not None:
             gone.close()
+
+    @property
+    def gpu(self) -> GpuMemory:
+        """What of the GPUs' memory the adapter has. ``NotSupported`` where there is no GPU's driver."""
+        with self._lock:
+            if self._gpu is None:
+                arena = self.memory.gpu
+                self._gpu = GpuMemory(self._context, self.count, arena.pins if arena is not None else None)
+            return self._gpu
+
+    def register(self, tensor: torch.Tensor) -> Region:
+        """As ``Device.register``; also GPU memory, for the peers of this device. It holds then what the current stream has been
+        given to do until now. ``RegistrationError`` where the adapter cannot reach it, with the reasons."""
+        if tensor.is_cpu:
+            return super().register(tensor)
+        self._check()
+        nbytes = local_bytes(tensor, self.gpu_kind)[1]
+        if not nbytes:
+            return Region(self, tensor, 0, 0, 0, foreign=False)
+        index = tensor.device.index
+        if self._whole is not self and self.gpu.decision(index).flush != gpudirect.NONE:
+            why = f"what arrives in GPU {index} has to be flushed, and a poller of a device around this one does not"
+            raise NotSupported(why, device="verbs", hint="open verbs alone")
+        mr = self.gpu.share(tensor)
+        self.gpu.wait([index])
+        number, key = self.memory.take_number()
+        with self._lock:
+            self._mrs[number], self._gpu_regions[number] = mr, (tensor, key)
+            channels = self._open_channels()
+        for channel in channels:
+            self._tell(channel, verbs_control.REGION, number, key, mr.address, nbytes, mr.rkey)
+        self.count("registrations")
+        return Region(self, tensor, number, key, 0, foreign=True)
+
+    def deregister(self, region: Region) -> None:
+        """Of GPU memory: peers may not touch it any more. Returns when no copy of theirs is under way."""
+        if os.getpid() != self._pid:
+            return
+        number = region.remote.region
+        self._announce(number, 0, 0, 0)
+        with self._lock:
+            self._gpu_regions.pop(number, None)
+
+    def arrived(self) -> None:
+        """Something came: have GPUs see it, where they have to be made to."""
+        if self._gpu is not None and self._gpu.flushes:
+            self._gpu.flush()
+
+    def poller(self) -> Poller:
+        return FlushedPoller(self)
 
     def lkey(self, address: int, nbytes: int) -> int | None:
         """The key of local memory that is registered for as long as it is held: the arena's."""
@@ -345,6 +406,9 @@ class VerbsDevice(Device):
                 elif (region := foreign.get(number)) is not None:
                     address, nbytes, key = region
                     stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
+                elif (shared := self._gpu_regions.get(number)) is not None:
+                    tensor, key = shared
+                    stream.send(verbs_control.REGION, number, key, mr.address, tensor.nbytes, mr.rkey)
             stream.pulse = self._heart.pulse(stream.sock.fileno(), every)
             self._service.watch(stream.sock, channel)
 
@@ -465,5 +529,7 @@ class VerbsDevice(Device):
         self._cq.close()
         for mr in self._mrs.values():
             mr.close()
+        if self._gpu is not None:
+            self._gpu.close()
         self._context.close()
         os.close(self._woken)

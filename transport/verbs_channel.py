@@ -30,9 +30,10 @@ from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, W
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import GIVEN_UP
 from .memory import anonymous
-from .notify import MAX_NOTIFY, RECORD_BYTES
+from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
+from .verbs_gpu import FlushedExpectation
 from .verbs_lane import Lane
 from .verbs_provider import QueuePair
 from .verbs_status import error_of
@@ -89,7 +90,7 @@ class VerbsChannel(Channel):
         check_notify(imm)
         sides = []
         for dst, src in pairs:
-            remote, tensor, write = sort_pair(dst, src)
+            remote, tensor, write = sort_pair(dst, src, self.device.gpu_kind)
             sides.append((remote, self.resolve(remote), tensor, write))
         self.sweep()
         transfer = VerbsTransfer(self, sides, imm, once=once)
@@ -113,6 +114,9 @@ class VerbsChannel(Channel):
     def record(self, imm: int) -> int:
         check_notify(imm)
         return self._records + imm * RECORD_BYTES
+
+    def expect(self, imm: int, count: int = 1) -> Expectation:
+        return FlushedExpectation(self, imm, count, self._count(imm))
 
     def resolve(self, remote: RemoteRegion) -> Place:
         """Where a remote range is. ``RemoteAccessError``."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import HOP_LIMIT, LINK_LAYERS, NativeContext, fork_init, release
+from .verbs_native import HOP_LIMIT, LINK_LAYERS, DmaBufMR, NativeContext, fork_init, release
 from .verbs_provider import Context, Provider, Route
 
 
@@ -76,6 +76,9 @@ class IbverbsContext(NativeContext):
 
     def new_region(self, address: int, nbytes: int, access: int) -> Any:
         return self.pd.reg_mr(address, nbytes, access)
+
+    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        return DmaBufMR(self.lib, self.pd_address, nbytes, access, fd, offset)
 
     def new_channel(self) -> Any:
         return self.native.create_comp_channel()

@@ -52,6 +52,10 @@ SRQ_HANDLE = 24
 # struct ibv_pd
 PD_CONTEXT = 0
 
+# struct ibv_mr
+MR_LKEY = 36
+MR_RKEY = 40
+
 # struct ibv_comp_channel
 CHANNEL_CONTEXT = 0
 CHANNEL_FD = 8

@@ -19,10 +19,12 @@ import ctypes
 import dataclasses
 import errno
 import functools
+import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
 
 from . import cma
@@ -51,6 +53,7 @@ _WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
 _OBJECT_HEADER = 16
 _FORK_UNNEEDED = 2
+_ACCESS_ALL = at.ACCESS_LOCAL_WRITE | at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
@@ -133,6 +136,10 @@ def library() -> ctypes.CDLL:
     lib.ibv_get_async_event.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     lib.ibv_ack_async_event.argtypes = (ctypes.c_void_p,)
     lib.ibv_ack_async_event.restype = None
+    if hasattr(lib, "ibv_reg_dmabuf_mr"):
+        lib.ibv_reg_dmabuf_mr.argtypes = (c_void_p, c_uint64, c_size_t, c_uint64, c_int, c_int)
+        lib.ibv_reg_dmabuf_mr.restype = c_void_p
+    lib.ibv_dereg_mr.argtypes = (c_void_p,)
     return lib
 
 
@@ -174,9 +181,30 @@ class _Owner:
 
 
 class NativeMemoryRegion(_Owner, MemoryRegion):
-    def __init__(self, context: NativeContext, native: Any) -> None:
+    def __init__(self, context: NativeContext, native: Any, address: int) -> None:
         super().__init__(context, native)
-        self.lkey, self.rkey = native.lkey, native.rkey
+        self.address, self.lkey, self.rkey = address, native.lkey, native.rkey
+
+
+class DmaBufMR:
+    """An ``ibv_mr`` over a dma-buf, for packages that make none. Named after that of pyverbs, and as there the first byte is
+    called by its offset in the buffer. Raises ``OSError``."""
+
+    def __init__(self, lib: ctypes.CDLL, pd: int, length: int, access: int, fd: int, offset: int) -> None:
+        if not hasattr(lib, "ibv_reg_dmabuf_mr"):
+            raise OSError(errno.ENOSYS, "this libibverbs has no ibv_reg_dmabuf_mr")
+        self._lib = lib
+        ctypes.set_errno(0)
+        self._mr = lib.ibv_reg_dmabuf_mr(pd, offset, length, offset, fd, access)
+        if not self._mr:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.lkey = c_uint32.from_address(self._mr + at.MR_LKEY).value
+        self.rkey = c_uint32.from_address(self._mr + at.MR_RKEY).value
+
+    def close(self) -> None:
+        if code := self._lib.ibv_dereg_mr(self._mr):
+            raise OSError(code, os.strerror(code))
 
 
 class NativeCompletionQueue(_Owner, CompletionQueue):
@@ -315,6 +343,10 @@ class NativeContext(Context):
     def new_region(self, address: int, nbytes: int, access: int) -> Any: ...
 
     @abc.abstractmethod
+    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        """As ``DmaBufMR``, of which the package may have one of its own."""
+
+    @abc.abstractmethod
     def new_channel(self) -> Any: ...
 
     @abc.abstractmethod
@@ -365,16 +397,27 @@ class NativeContext(Context):
             global_only=self.global_only(attr),
         )
 
-    def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
-        access = at.ACCESS_LOCAL_WRITE | (at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ if remote else 0)
+    def register(self, address: int, nbytes: int, *, remote: bool, device_memory: bool = False) -> MemoryRegion:
+        access = _ACCESS_ALL if remote else at.ACCESS_LOCAL_WRITE
         # libibverbs may change the mappings of the whole range before the kernel refuses it.
-        if peek(address, 1) is None or peek(address + nbytes - 1, 1) is None:
+        if not device_memory and (peek(address, 1) is None or peek(address + nbytes - 1, 1) is None):
             raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
         try:
             native = self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, access))
         except RdmaError as error:
             raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
-        return self.add(NativeMemoryRegion, native)
+        return self.add(NativeMemoryRegion, native, address)
+
+    def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
+        native = self.call("ibv_reg_dmabuf_mr", lambda: self.new_dma_buf_region(fd, offset, nbytes, _ACCESS_ALL))
+        return self.add(NativeMemoryRegion, native, offset)
+
+    def dma_buf_status(self) -> str:
+        try:
+            self.register_dma_buf(-1, 0, mmap.PAGESIZE).close()
+        except RdmaError as error:
+            return error.status
+        return ""
 
     def completion_queue(self, depth: int) -> CompletionQueue:
         channel = self.call("ibv_create_comp_channel", self.new_channel)

@@ -84,8 +84,9 @@ class Route:
 
 
 class MemoryRegion(abc.ABC):
-    """Registered memory (``ibv_mr``): the keys hold until ``close``."""
+    """Registered memory (``ibv_mr``): the keys hold until ``close``. ``address``: what work requests call its first byte."""
 
+    address: int
     lkey: int
     rkey: int
 
@@ -154,9 +155,18 @@ class Context(abc.ABC):
     def port(self, number: int) -> PortAttr: ...
 
     @abc.abstractmethod
-    def register(self, address: int, nbytes: int, *, remote: bool) -> MemoryRegion:
+    def register(self, address: int, nbytes: int, *, remote: bool, device_memory: bool = False) -> MemoryRegion:
         """Local write always; ``remote``: peers may READ and WRITE too. ``RegistrationError`` names the limit that was met
-        (memlock, max_mr_size, max_mr) and what raises it."""
+        (memlock, max_mr_size, max_mr) and what raises it. ``device_memory``: ``address`` is a GPU's (``gpudirect.PEERMEM``)."""
+
+    @abc.abstractmethod
+    def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
+        """So many bytes of a dma-buf from ``offset`` on (``ibv_reg_dmabuf_mr``), for us and for peers. Work requests call its
+        first byte ``offset``. The descriptor may be closed afterwards. ``RdmaError``, ``status``: the errno's name."""
+
+    @abc.abstractmethod
+    def dma_buf_status(self) -> str:
+        """Which errno, by name, a dma-buf without a descriptor brings: see ``gpudirect.Adapter.status``."""
 
     @abc.abstractmethod
     def completion_queue(self, depth: int) -> CompletionQueue: ...

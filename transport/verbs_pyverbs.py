@@ -139,6 +139,11 @@ class PyverbsContext(NativeContext):
     def new_region(self, address: int, nbytes: int, access: int) -> Any:
         return self.mr.MR(self.pd, nbytes, access, address=address)
 
+    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        if not hasattr(self.mr, "DmaBufMR"):
+            raise NotSupported("this pyverbs has no DmaBufMR", device=self.name, status="ENOSYS", hint="rdma-core 34 or newer")
+        return self.mr.DmaBufMR(self.pd, nbytes, access, dmabuf=fd, offset=offset)
+
     def new_channel(self) -> Any:
         return self.cq.CompChannel(self.native)
 

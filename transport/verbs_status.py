@@ -183,7 +183,8 @@ _ERRNO_HINTS = {
 def failure(device: str, verb: str, code: int, *, hint: str = "") -> RdmaError:
     """The error for a verb that failed with this errno; its name is the ``status``."""
     kind = NotSupported if code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT) else RdmaError
-    status = errno.errorcode.get(code, str(code))
+    # Linux has one number for two names, and Python knows the other one.
+    status = "EOPNOTSUPP" if code == errno.EOPNOTSUPP else errno.errorcode.get(code, str(code))
     text = f"{verb} failed: {os.strerror(code)}"
     return kind(text, device=device, status=status, hint=hint or _ERRNO_HINTS.get(code, ""))
 

@@ -5,7 +5,10 @@ WRITE; behind READs it is a WRITE of no bytes with a fence, which leaves when th
 
 The local side must be registered. Memory of the arena is. Other memory is registered by ``prepare`` for as long as the
 transfer lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead
-(``bytes_staged``), because to register costs more than to copy until it is very large."""
+(``bytes_staged``), because to register costs more than to copy until it is very large.
+
+GPU memory is registered for good (``verbs_gpu``), or staged, whatever its size and in both directions. Before it is posted, the
+posting thread's current stream has to be done with what it was given (``gpu_waits``)."""
 
 from __future__ import annotations
 
@@ -60,6 +63,33 @@ class VerbsWork(Work):
         return self._channel.ended()
 
 
+class GpuReadWork(VerbsWork):
+    """One post that READs into GPU memory: done when the GPU sees it there."""
+
+    __slots__ = ("_lock", "_transfer")
+
+    def __init__(self, channel: VerbsChannel, lane: Lane, seq: int, transfer: VerbsTransfer) -> None:
+        super().__init__(channel, lane, seq)
+        self._lock = threading.Lock()
+        self._transfer: VerbsTransfer | None = transfer
+
+    def done(self) -> bool:
+        done = super().done()
+        if done:
+            self._land()
+        return done
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        self._land()
+
+    def _land(self) -> None:
+        with self._lock:
+            if self._transfer is not None and self._lane.reached >= self._seq:
+                self._transfer.land()
+                self._transfer = None
+
+
 class Chain:
     """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
     rkey, bytes, imm)."""
@@ -107,7 +137,7 @@ class Held:
 class _Piece:
     """One copy: where it is at the peer, what it is here, and by what it is reached."""
 
-    __slots__ = ("block", "chunks", "place", "registered", "remote", "staged", "tensor", "write")
+    __slots__ = ("block", "chunks", "gpu", "place", "registered", "remote", "source", "staged", "tensor", "write")
 
     def __init__(self, remote: RemoteRegion, place: Place, tensor: torch.Tensor, write: bool) -> None:
         self.remote, self.place, self.tensor, self.write = remote, place, tensor, write
@@ -115,10 +145,14 @@ class _Piece:
         self.registered: MemoryRegion | None = None
         self.block: Block | None = None
         self.staged = False
+        self.gpu = -1
+        """Index of the GPU whose memory the tensor is; below 0: it is the host's."""
+        self.source = (0, 0)
+        """What work requests call its first byte, or that of its copy in the arena, and the key."""
 
 
 class VerbsTransfer(Transfer):
-    __slots__ = ("__weakref__", "_chains", "_channel", "_held", "_pieces", "_staging", "lane", "nbytes", "revoked")
+    __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_pieces", "_staging", "lane", "nbytes", "revoked")
 
     def __init__(
         self,
@@ -132,6 +166,7 @@ class VerbsTransfer(Transfer):
         self.revoked = ""
         self._chains: list[Chain] = []
         self._staging: list[_Piece] = []
+        self._gpus: list[_Piece] = []
         self._held: Held | None = None
         self._pieces = [_Piece(*side) for side in sides]
         live = [piece for piece in self._pieces if piece.remote.nbytes]
@@ -146,7 +181,7 @@ class VerbsTransfer(Transfer):
         requests: list[tuple[int, int, int, int, int, int, int, int]] = []
         owners: list[tuple[_Piece, int]] = []
         for piece in live:
-            address, lkey = self._source(piece)
+            address, lkey = piece.source
             remote, rkey = piece.place
             opcode = at.WR_RDMA_WRITE if piece.write else at.WR_RDMA_READ
             for offset in range(0, piece.remote.nbytes, limit):
@@ -167,25 +202,45 @@ class VerbsTransfer(Transfer):
     def _bind(self, piece: _Piece, *, stage: bool) -> None:
         """Settle how the local tensor of a piece is reached."""
         device = self._channel.device
-        address, nbytes = local_bytes(piece.tensor)
+        address, nbytes = local_bytes(piece.tensor, device.gpu_kind)
         self._let_go(piece)
-        if piece.staged:
-            self._staging.remove(piece)
-            piece.staged = False
-        if device.lkey(address, nbytes) is not None:
+        if not piece.tensor.is_cpu:
+            piece.gpu = piece.tensor.device.index
+            self._gpus.append(piece)
+            found = device.gpu.reach(piece.tensor)
+            if found is None:
+                self._stage(piece, nbytes)
+            else:
+                piece.source = found
             return
+        lkey = device.lkey(address, nbytes)
+        if lkey is not None:
+            piece.source = address, lkey
+        elif stage and piece.write and nbytes <= STAGED_MAX:
+            self._stage(piece, nbytes)
+        else:
+            piece.registered = device.register_local(address, nbytes)
+            self._hold().regions.append(piece.registered)
+            piece.source = address, piece.registered.lkey
+
+    def _stage(self, piece: _Piece, nbytes: int) -> None:
+        """It goes through memory of the arena."""
+        device = self._channel.device
+        if piece.block is None:
+            piece.block = device.arena.allocate(nbytes)
+            self._hold().blocks.append(piece.block)
+        piece.staged = True
+        self._staging.append(piece)
+        address = piece.block.segment.address + piece.block.offset
+        lkey = device.lkey(address, nbytes)
+        assert lkey is not None
+        piece.source = address, lkey
+
+    def _hold(self) -> Held:
         if self._held is None:
             self._held = Held()
             weakref.finalize(self, self._channel.leave, self.lane, self._held).atexit = False
-        if stage and piece.write and nbytes <= STAGED_MAX:
-            if piece.block is None:
-                piece.block = device.arena.allocate(nbytes)
-                self._held.blocks.append(piece.block)
-            piece.staged = True
-            self._staging.append(piece)
-            return
-        piece.registered = device.register_local(address, nbytes)
-        self._held.regions.append(piece.registered)
+        return self._held
 
     def _let_go(self, piece: _Piece) -> None:
         """Its last post is done."""
@@ -193,43 +248,65 @@ class VerbsTransfer(Transfer):
         if region is not None and self._held is not None:
             self._held.regions.remove(region)
             region.close()
-
-    def _source(self, piece: _Piece) -> tuple[int, int]:
-        address, nbytes = local_bytes(piece.tensor)
         if piece.staged:
+            self._staging.remove(piece)
+            piece.staged = False
+        if piece.gpu >= 0:
+            self._gpus.remove(piece)
+            piece.gpu = -1
+
+    def _fill(self) -> None:
+        """Copy what is staged, and have the GPUs be done with what is not."""
+        device = self._channel.device
+        for piece in self._staging:
+            if not piece.write:
+                continue
+            if piece.gpu >= 0:
+                assert piece.block is not None
+                device.gpu.stage(piece.block, piece.tensor, out=True)
+            else:
+                kernels.copy(piece.source[0], *local_bytes(piece.tensor))
+            device.count_staged(piece.remote.nbytes)
+        if self._gpus:
+            device.gpu.wait({piece.gpu for piece in self._gpus})
+
+    def land(self) -> None:
+        """The bytes of its READs are here: have them where they belong, and GPUs see them."""
+        device = self._channel.device
+        landed = [piece for piece in self._staging if not piece.write]
+        for piece in landed:
             assert piece.block is not None
-            address = piece.block.segment.address + piece.block.offset
-        if piece.registered is not None:
-            return address, piece.registered.lkey
-        lkey = self._channel.device.lkey(address, nbytes)
-        assert lkey is not None
-        return address, lkey
+            device.gpu.stage(piece.block, piece.tensor, out=False)
+            device.count_staged(piece.remote.nbytes)
+        device.gpu.wait({piece.gpu for piece in landed})
+        device.arrived()
 
     def post(self) -> Work:
         channel = self._channel
-        for piece in self._staging:
-            assert piece.block is not None
-            source, nbytes = local_bytes(piece.tensor)
-            kernels.copy(piece.block.segment.address + piece.block.offset, source, nbytes)
-            channel.device.count_staged(nbytes)
+        if self._staging or self._gpus:
+            self._fill()
         lane, seq = self.lane, 0
         for chain in self._chains:
             while (seq := verbs_kernels.post(lane.address, chain.address)) <= 0:
                 if seq == verbs_kernels.REVOKED:
                     raise channel.refused(self.revoked)
                 channel.make_room(lane, seq, chain.count)
-        return VerbsWork(channel, lane, seq) if self._chains else DONE
+        if not self._chains:
+            return DONE
+        if any(not piece.write for piece in self._gpus):
+            return GpuReadWork(channel, lane, seq, self)
+        return VerbsWork(channel, lane, seq)
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
-        _, nbytes = local_bytes(tensor)
+        nbytes = local_bytes(tensor, self._channel.device.gpu_kind)[1]
         if nbytes != piece.remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
         piece.tensor = tensor
         if not nbytes:
             return
         self._bind(piece, stage=True)
-        address, lkey = self._source(piece)
+        address, lkey = piece.source
         for chain, at_index, offset in piece.chunks:
             chain.point(at_index, address + offset, lkey)
 

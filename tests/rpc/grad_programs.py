@@ -20,6 +20,8 @@ import torch.nn.functional as F
 import rdmarpc as rpc
 from rdmarpc.grad_record import RECEIVED
 
+DEVICE = "cpu"
+"""Where leaves are made, in this process."""
 SIDE = 3  # variables are matrices of this side, or its rows
 _LIMIT = 300  # of the values, so that gradients stay below 2 ** 53
 _CALLS = ("sync", "async", "remote", "fetched twice", "fetched there")
@@ -243,7 +245,8 @@ class Table:
             found = self.leaves.get((worker, number))
             if found is None:
                 values = random.Random(f"{seed} {worker} {number}")
-                found = torch.tensor([[values.randint(-2, 2) for _ in range(SIDE)] for _ in range(SIDE)], dtype=torch.float64)
+                numbers = [[values.randint(-2, 2) for _ in range(SIDE)] for _ in range(SIDE)]
+                found = torch.tensor(numbers, dtype=torch.float64, device=DEVICE)
                 found = torch.nn.Parameter(found) if number == 1 else found.requires_grad_(number != 4)
                 self.leaves[worker, number] = found
         return found
@@ -380,7 +383,7 @@ class Run:
                 fresh.view(SIDE, SIDE)[1:, :2].mul_(2)
                 v.append(fresh)
             case "embedding", a, *rows:
-                v.append(F.embedding(torch.tensor(rows), v[a]))
+                v.append(F.embedding(torch.tensor(rows, device=v[a].device), v[a]))
             case "counted", a:
                 v.append(Counted.apply(v[a], self.table, name))
             case "two", a, b:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu
 from forks import forks
 
 from rdmarpc import agent
@@ -67,7 +68,10 @@ def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, option
     import rdmarpc as rpc
 
     torch.set_num_threads(1)
+    os.environ.update(options.pop("environment", {}))
     try:
+        if options.pop("gpu", False):
+            gpu.load()
         if options.pop("dynamic", False):
             pipe.send(("result", scenario(Meeting(place, rank, options))))
             return
@@ -91,7 +95,10 @@ def run_group(
 ) -> list[Outcome]:
     """``scenario(rank)`` runs in each worker after ``init_rpc`` and has to shut down itself. ``options`` go to
     ``RpcBackendOptions`` (``each``: per rank, also ``name``). ``ranks``: start only these. Fails if a worker hangs.
-    With ``dynamic=True`` it is ``scenario(meeting)``, without ``init_rpc``."""
+    With ``dynamic=True`` it is ``scenario(meeting)``, without ``init_rpc``; with ``gpu=True`` each has a GPU (``gpu.load``).
+    ``environment``: variables of the workers."""
+    if options.get("gpu"):
+        gpu.build()
     outcomes = [Outcome() for _ in range(size)]
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / "store")

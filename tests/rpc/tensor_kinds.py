@@ -212,9 +212,9 @@ def _text(value: Any) -> str:
 
 
 @st.composite
-def structures(draw: Any, most: int = 900) -> Any:
-    """A nested Python structure over a few tensors, which may share storage (of at most ``most`` elements) and may occur more
-    than once."""
+def structures(draw: Any, most: int = 512) -> Any:
+    """A nested Python structure over a few tensors, which may share storage (of at most ``most`` elements: by default so few
+    that nothing is gathered) and may occur more than once."""
     pool = []
     for _ in range(draw(st.integers(1, 3))):
         base = of_bytes(draw(st.sampled_from(SAVED)), draw(st.integers(0, most)), draw(st.integers(0, 99)))

@@ -49,7 +49,7 @@ def watch() -> None:
 
 
 def total(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return sum((tensor * WEIGHTS).sum() for tensor in tensors)
+    return sum((tensor * WEIGHTS.to(tensor.device)).sum() for tensor in tensors)
 
 
 def alone(seed: int) -> Table:

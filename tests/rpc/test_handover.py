@@ -266,7 +266,7 @@ def late_answer(rank):
 
 
 def slow_identity(value):
-    time.sleep(0.3)
+    time.sleep(0.8)
     return value
 
 

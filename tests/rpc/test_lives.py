@@ -247,6 +247,43 @@ def test_bytes_that_are_no_frame_end_that_connection_only():
     results(run_group(talk_nonsense, 3))
 
 
+def row_used_again(meeting):
+    meeting.join(world_size=3)
+    if meeting.rank == 0:
+        meeting.hear("ready")
+        link = agent.current().links.to(1)
+        assert rpc.rpc_sync("worker1", identity, (1,)) == 1
+        link._out[:64] = b"\xff" * 64
+        link._window.put(link._written % RING_BYTES, 64)
+    elif meeting.rank == 1:
+        links = agent.current().links
+        cut_off = links.cut_off
+
+        def late(link, error):
+            meeting.say("refused")
+            meeting.hear("connected")
+            cut_off(link, error)
+            meeting.say("cut off")
+
+        links.cut_off = late
+        meeting.say("ready")
+    else:
+        meeting.hear("refused")
+        assert rpc.rpc_sync("worker1", identity, ("new",)) == "new"
+        meeting.say("connected")
+        meeting.hear("cut off")
+        for _ in range(20):
+            assert rpc.rpc_sync("worker1", identity, ("still read",), timeout=5) == "still read"
+            time.sleep(0.01)
+        meeting.say("done")
+    meeting.hear("done")
+    rpc.shutdown(graceful=False)
+
+
+def test_the_row_of_a_refused_connection_may_be_another_ones_when_it_is_settled():
+    results(run_group(row_used_again, 3, dynamic=True))
+
+
 def forgets_to_shut_down(rank):
     """Calls pending, threads waiting, functions running: the interpreter must come to its end all the same."""
     peer = f"worker{1 - rank}"

@@ -16,6 +16,7 @@ STRUCTS = {
     "CQ": "ibv_cq",
     "SRQ": "ibv_srq",
     "PD": "ibv_pd",
+    "MR": "ibv_mr",
     "CHANNEL": "ibv_comp_channel",
     "SEND_WR": "ibv_send_wr",
     "SGE": "ibv_sge",

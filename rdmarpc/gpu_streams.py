@@ -1,0 +1,176 @@
+"""What of the order of streams a worker has to see to: a stream of its own for each thread that runs functions, and values that
+pass from one thread's streams to another's.
+
+The rule: what a function had given to its streams when it ended comes before whatever functions give to theirs that begin
+later. So what a function did to a module, or an optimizer to parameters, is there for those who hear that it is done. Functions
+that run at once are not ordered.
+
+A *mark* stands for all that the streams of the thread that set it had been given; who waits for it has the current
+streams of its own thread wait, and blocks nobody. Devices that this process does not use cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from .transport import cuda_driver
+
+
+class _Serving(threading.local):
+    own: set[int] | None = None
+    """On a thread that runs functions: the devices on which it has a stream of its own."""
+    decoding = False
+    """It reads a request: the function has not begun."""
+    touched = False
+    """A message had tensors on a device."""
+
+
+_serving = _Serving()
+
+
+class Streams:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self.kind = cuda_driver.kind()
+        self.devices = [self.device(index) for index in range(cuda_driver.count())]
+        self.expected: set[Any] = set()
+        """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
+        self.used: set[int] = set()
+        """Indices of the devices that this process is known to use."""
+        self._made: list[torch.Stream] = []
+        self._ended: dict[torch.Stream, torch.Event] = {}
+        """Where functions ended last, by the stream that they ran on."""
+        self._retired: deque[tuple[Any, Mark]] = deque()
+        self._lock = threading.Lock()
+
+    def device(self, index: int) -> torch.device:
+        return torch.device(self.kind, index)
+
+    def use(self, index: int) -> None:
+        """A message has tensors on that device."""
+        if index not in self.used:
+            torch.empty(0, device=self.device(index))  # torch may not have begun with it
+            self.used.add(index)
+        _serving.touched = True
+        if _serving.decoding and _serving.own is not None and index not in _serving.own:
+            self._take(index, _serving.own)
+
+    def touched(self) -> bool:
+        """Whether this thread has seen a message with tensors on a device since it asked last."""
+        found, _serving.touched = _serving.touched, False
+        return found
+
+    def synchronize(self) -> None:
+        """Wait for the current streams of this thread."""
+        for index in self.used:
+            torch.accelerator.current_stream(self.device(index)).synchronize()
+
+    def begin(self) -> None:
+        """This thread, which is ours, reads a request and then runs its function: on streams of its own, for good, on the
+        devices that are in use. Not once the function has begun: it may have chosen streams itself."""
+        _serving.decoding = True
+        if _serving.own is None:
+            _serving.own = set()
+        self._look()
+        if len(_serving.own) < len(self.used):
+            for index in self.used.difference(_serving.own):
+                self._take(index, _serving.own)
+
+    def begun(self) -> None:
+        """The function begins."""
+        _serving.decoding = False
+        if not self._ended:
+            return
+        with self._lock:
+            for stream, event in list(self._ended.items()):
+                if event.query():
+                    del self._ended[stream]
+                elif (mine := torch.accelerator.current_stream(stream.device)) != stream:
+                    mine.wait_event(event)
+
+    def ended(self) -> None:
+        """The function has ended, and the answer is still to be sent."""
+        self._look()
+        for index in self.used:
+            stream = torch.accelerator.current_stream(self.device(index))
+            event = stream.record_event()
+            with self._lock:
+                self._ended[stream] = event
+
+    def _look(self) -> None:
+        """For devices that functions have begun to use by themselves. Looking does not begin with one."""
+        if len(self.used) < len(self.devices):
+            self.used.update(index for index in range(len(self.devices)) if cuda_driver.has_context(index))
+
+    def _take(self, index: int, own: set[int]) -> None:
+        before = torch.accelerator.current_device_index()
+        stream = torch.Stream(self.device(index))
+        stream.wait_stream(torch.accelerator.current_stream(self.device(index)))
+        torch.accelerator.set_stream(stream)  # and makes its device current
+        torch.accelerator.set_device_index(before)
+        own.add(index)
+        with self._lock:
+            self._made.append(stream)
+
+    def mark(self) -> Mark | None:
+        """``None`` while no device is in use."""
+        self._look()
+        return Mark([torch.accelerator.current_stream(self.device(index)) for index in self.used]) if self.used else None
+
+    def retire(self, value: Any) -> None:
+        """Let go of a value that functions may have used on any of our threads, when what these were given until now is done:
+        its memory goes back to the allocator, which knows of the stream that made it only."""
+        if not self.used:
+            return
+        with self._lock:
+            streams = [*self._made, *(torch.accelerator.current_stream(self.device(index)) for index in self.used)]
+            self._retired.append((value, Mark(streams)))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Let go of what is done."""
+        dead = []
+        with self._lock:
+            while self._retired and self._retired[0][1].passed():
+                dead.append(self._retired.popleft())
+
+
+class Joint:
+    """What several threads work on in turn, each on its own streams: between ``enter`` and ``leave``, under a lock of
+    theirs."""
+
+    _mark: Mark | None = None
+
+    def enter(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+
+    def leave(self) -> None:
+        if current is not None:
+            self._mark = current.mark()
+
+
+class Mark:
+    """Events on streams."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, streams: list[torch.Stream]) -> None:
+        self._events = [(stream.device, stream.record_event()) for stream in streams]
+
+    def wait(self) -> None:
+        """Have the current streams of this thread wait."""
+        for device, event in self._events:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def passed(self) -> bool:
+        return all(event.query() for _, event in self._events)
+
+
+current: Streams | None = None
+"""This process's; ``None`` without a GPU."""

@@ -1,0 +1,80 @@
+"""The GPU of the tests marked ``gpu``: CUDA where this host has it (``make test-cuda``), else the one in software
+(``softgpu``).
+
+Worker processes call ``load()`` before anything else. The process of the tests itself uses no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# ``device_count`` asks NVML. ``is_available`` would ask the driver, and no child that is forked afterwards could use it.
+TYPE = "cuda" if torch.version.cuda is not None and torch.cuda.device_count() else "softgpu"
+
+
+def why_not() -> str:
+    """Nothing, or why there is no GPU of either kind."""
+    if TYPE == "cuda":
+        return ""
+    import softgpu
+
+    missing = softgpu.available()
+    return f"no CUDA device, and no software GPU: {missing}" if missing else ""
+
+
+@functools.cache
+def load() -> None:
+    """Have the GPU in this process."""
+    if TYPE == "softgpu":
+        import softgpu
+
+        softgpu.load()
+
+
+def build() -> None:
+    """Compile the software GPU, if it is the one, so that time limits of tests are those of the work."""
+    if TYPE == "softgpu":
+        import softgpu
+
+        softgpu.build()
+
+
+def count() -> int:
+    return int(torch.get_device_module(TYPE).device_count())
+
+
+def other() -> int:
+    """The index of a second device, or the first one's where there is one only."""
+    return 1 if count() > 1 else 0
+
+
+def device(index: int = 0) -> torch.device:
+    return torch.device(TYPE, index)
+
+
+def sleep(ms: float, index: int = 0) -> None:
+    """Keep the current stream of a device busy; returns at once."""
+    if TYPE == "softgpu":
+        torch.get_device_module(TYPE).sleep(ms, index)
+        return
+    with torch.cuda.device(index):
+        torch.cuda._sleep(int(ms * 1_000_000))  # cycles: of a clock between 1 and 2 GHz
+
+
+def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
+    """A slow kernel on the current stream: after ``ms`` the float32 tensor holds ``value``. Returns at once."""
+    if TYPE == "softgpu":
+        torch.get_device_module(TYPE).fill_later(tensor, value, ms)
+        return
+    sleep(ms, tensor.device.index)
+    tensor.fill_(value)
+
+
+def host_waits() -> int:
+    """How often this process has waited for a stream, an event or a device; 0 on CUDA, which does not count."""
+    if TYPE == "cuda":
+        return 0
+    module = torch.get_device_module(TYPE)
+    return sum(module.count(name) for name in ("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"))

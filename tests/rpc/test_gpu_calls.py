@@ -1,0 +1,280 @@
+"""Tensors on GPUs as arguments and results: in the order of streams, without waiting, to the devices that the maps name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu
+import pytest
+import torch
+from group import Outcome, run_group
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+
+def check(outcomes: list[Outcome]) -> list[Any]:
+    for outcome in outcomes:
+        assert not outcome.error, outcome.text
+        assert outcome.exit_code == 0
+    return [outcome.result for outcome in outcomes]
+
+
+def counters() -> dict[str, int]:
+    from rdmarpc import agent
+
+    return agent.current().counters()
+
+
+# -- functions that are called
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def where(value: torch.Tensor) -> str:
+    return str(value.device)
+
+
+def shifted(value: torch.Tensor) -> torch.Tensor:
+    return value + 1
+
+
+def slowly(value: torch.Tensor, ms: float) -> torch.Tensor:
+    """Not even begun when the answer leaves."""
+    made = torch.zeros_like(value)
+    gpu.fill_later(made, 7.0, ms)
+    return made
+
+
+# -- arguments and results
+
+
+def arguments_and_results(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    found = None
+    if rank == 0:
+        device = gpu.device()
+        value = torch.arange(1000.0, device=device)
+        views = value.view(10, 100)[2:7].t()
+        matrix = torch.randn(64, 64, device=device)
+        for _ in range(3):
+            back = rpc.rpc_sync("worker1", identity, (value,))
+            assert back.device == device and torch.equal(back.cpu(), value.cpu())
+        back, same, other, plain = rpc.rpc_sync("worker1", identity, ([views, value, matrix, 3],))
+        assert back.stride() == views.stride() and torch.equal(back.cpu(), views.cpu())
+        assert torch.equal(same.cpu(), value.cpu()) and torch.equal(other.cpu(), matrix.cpu()) and plain == 3
+        empty = rpc.rpc_sync("worker1", identity, (torch.empty(0, 3, device=device),))
+        assert empty.shape == (0, 3) and empty.device == device
+        mixed = rpc.rpc_sync("worker1", identity, ({"here": torch.ones(3), "there": value},))
+        assert mixed["here"].device.type == "cpu" and mixed["there"].device == device
+        whole = torch.tensor([1, 2, 3], dtype=torch.int16, device=device)
+        assert rpc.rpc_sync("worker1", identity, (whole,)).dtype == torch.int16
+        parameter = torch.nn.Parameter(torch.ones(4, device=device))
+        back = rpc.rpc_sync("worker1", identity, (parameter,))
+        assert type(back) is torch.nn.Parameter and back.device == device and back.requires_grad
+        futures = [rpc.rpc_async("worker1", shifted, (value + i,)) for i in range(5)]
+        for i, back in enumerate(torch.futures.wait_all(futures)):
+            assert torch.equal(back.cpu(), value.cpu() + i + 1)
+        own = rpc.rpc_sync("worker0", shifted, (value,))  # a call to oneself
+        assert torch.equal(own.cpu(), value.cpu() + 1)
+        found = counters()
+    rpc.shutdown()
+    return found
+
+
+def test_arguments_and_results_go_from_gpu_to_gpu() -> None:
+    found = check(run_group(arguments_and_results, gpu=True))[0]
+    assert found["gpu_bytes_direct"] > 0
+    assert found["bytes_staged"] == 0
+
+
+def no_waiting(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    found = None
+    if rank == 0:
+        value = torch.zeros(4096, device=gpu.device())
+        rpc.rpc_sync("worker1", identity, (value,))  # the first asks whether memory can be reached
+        rpc.rpc_async("worker1", identity, (value,)).wait()
+        for ms in (0.0, 30.0):
+            before = gpu.host_waits()
+            gpu.fill_later(value, 3.0, ms)
+            back = rpc.rpc_sync("worker1", identity, (value,))
+            later = rpc.rpc_sync("worker1", slowly, (back, ms))
+            future = rpc.rpc_async("worker1", slowly, (back, ms))
+            also = future.wait()
+            waited = gpu.host_waits() - before
+            assert waited == 0, f"waited {waited} times"
+            assert back.cpu().eq(3.0).all()
+            assert later.cpu().eq(7.0).all()
+            assert also.cpu().eq(7.0).all()
+            value.zero_()
+        found = rpc.rpc_sync("worker1", gpu.host_waits), gpu.host_waits
+    rpc.shutdown()
+    return found and found[0]
+
+
+def test_a_slow_kernel_is_waited_for_by_streams_alone() -> None:
+    assert check(run_group(no_waiting, gpu=True))[0] == 0
+
+
+def bursts(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    if rank == 0:
+        device = gpu.device()
+        rpc.rpc_sync("worker1", identity, (torch.ones(1, device=device),))
+        futures = []
+        for number in range(1500):  # more than there are slots
+            value = torch.full((16,), float(number), device=device)
+            futures.append(rpc.rpc_async("worker1", shifted, (value,)))
+            del value  # its memory must not go round before it has been read
+        found = [future.wait() for future in futures]
+        assert [int(back[0]) for back in found] == list(range(1, 1501))
+    rpc.shutdown()
+
+
+def test_memory_of_arguments_is_not_used_again_before_it_is_read() -> None:
+    check(run_group(bursts, gpu=True))
+
+
+def made(value: float, ms: float) -> torch.Tensor:
+    """Nobody knows before that it is on a GPU."""
+    found = torch.zeros(64, device=gpu.device())
+    gpu.fill_later(found, value, ms)
+    return found
+
+
+def unexpected(rank: int) -> Any:
+    import time
+
+    import rdmarpc as rpc
+
+    found = None
+    if rank == 0:
+        stream = torch.Stream(gpu.device())
+        rpc.rpc_sync("worker1", made, (0.0, 0.0))
+        for value in (1.0, 2.0):
+            future = rpc.rpc_async("worker1", made, (value, 60.0))
+            time.sleep(0.02)  # a thread of ours completes it, on a stream of its own
+            with stream:
+                assert future.wait().eq(value).all()
+        chained = rpc.rpc_async("worker1", made, (3.0, 60.0)).then(lambda done: done.wait() + 1)
+        assert chained.wait().eq(4.0).all()
+        found = counters()["gpu_host_waits"]
+    rpc.shutdown()
+    return found
+
+
+def test_futures_of_results_that_turn_out_to_be_on_a_gpu() -> None:
+    assert check(run_group(unexpected, gpu=True))[0] == 1
+
+
+# -- device maps
+
+
+def mapped_devices(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    if rank == 0:
+        here, there = gpu.device(0), gpu.device(gpu.other())
+        value = torch.arange(4.0, device=here)
+        assert rpc.rpc_sync("worker1", where, (value,)) == str(there)
+        back = rpc.rpc_sync("worker1", shifted, (value,))
+        assert back.device == here and back.tolist() == [1, 2, 3, 4]
+        assert rpc.rpc_sync("worker2", where, (value,)) == str(here), "without a map it is the same index"
+        ref = rpc.remote("worker1", shifted, (value,))
+        assert ref.to_here().device == here
+        assert rpc.rpc_sync("worker1", where, (ref.to_here(),)) == str(there)
+    rpc.shutdown()
+
+
+def test_maps_say_where_tensors_go_and_answers_come_back_the_other_way() -> None:
+    maps = {"worker1": {0: 1, 1: 0}} if gpu.TYPE == "softgpu" else {"worker1": {0: 0}}
+    check(run_group(mapped_devices, 3, gpu=True, each={0: {"device_maps": maps}}))
+
+
+def fewer_devices(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    if rank == 0:
+        last = gpu.device(1)
+        with pytest.raises(RuntimeError, match="worker worker1 has only 1 GPUs"):
+            rpc.rpc_sync("worker1", identity, (torch.ones(2, device=last),))
+        with pytest.raises(RuntimeError, match="worker worker2 has no GPU"):
+            rpc.rpc_sync("worker2", identity, (torch.ones(2, device=gpu.device()),))
+        assert rpc.rpc_sync("worker1", where, (torch.ones(2, device=gpu.device()),)) == str(gpu.device())
+        assert rpc.rpc_sync("worker2", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+    rpc.shutdown()
+
+
+@pytest.mark.skipif(gpu.TYPE != "softgpu", reason="takes a host whose processes have different numbers of GPUs")
+def test_a_tensor_for_which_there_is_no_device_is_an_error_that_says_so() -> None:
+    each: dict[int, dict[str, Any]] = {1: {"environment": {"SOFTCUDA_DEVICES": "1"}}, 2: {"gpu": False}}
+    check(run_group(fewer_devices, 3, gpu=True, each=each))
+
+
+def wrong_maps(rank: int) -> Any:
+    raise AssertionError("the group must not come together")
+
+
+def test_a_map_to_a_device_that_does_not_exist_fails_at_every_worker() -> None:
+    outcomes = run_group(wrong_maps, gpu=True, each={0: {"device_maps": {"worker1": {0: 7}}}})
+    for outcome in outcomes:
+        assert outcome.error == "ValueError" and "Node worker0 has target devices with invalid indices" in outcome.text
+
+
+# -- through host memory
+
+
+def through_the_host(rank: int) -> Any:
+    import rdmarpc as rpc
+
+    found = None
+    if rank == 0:
+        value = torch.zeros(100, 50, device=gpu.device())
+        gpu.fill_later(value, 2.0, 20)
+        back = rpc.rpc_sync("worker1", shifted, (value.t(),))
+        assert back.device == value.device and back.shape == (50, 100) and back.stride() == (1, 50)
+        assert back.cpu().eq(3.0).all()
+        assert rpc.rpc_async("worker1", identity, ([value],)).wait()[0].cpu().eq(2.0).all()
+        found = counters()
+    rpc.shutdown()
+    return found
+
+
+def test_where_no_memory_is_shared_tensors_go_through_the_host_and_that_is_counted() -> None:
+    found = check(run_group(through_the_host, gpu=True, transport="tcp"))[0]
+    assert found["bytes_staged"] == 4 * 100 * 50 * 4  # out and in, two calls
+    assert "gpu_bytes_direct" not in found
+
+
+# -- the end of a peer
+
+
+def waits_for_the_dead(rank: int) -> Any:
+    import os
+    import time
+
+    import rdmarpc as rpc
+
+    if rank == 1:
+        time.sleep(60)
+        os._exit(1)
+    value = torch.ones(64, device=gpu.device())
+    rpc.rpc_sync("worker1", identity, (value,))
+    # Our stream now waits for one of the peer that never comes so far.
+    back = rpc.rpc_sync("worker1", slowly, (value, 60_000.0))
+    with pytest.raises(rpc.PeerLost):
+        rpc.rpc_sync("worker1", os._exit, (1,))
+    begun = time.monotonic()
+    back.cpu()
+    assert time.monotonic() - begun < 10
+    rpc.shutdown(graceful=False)
+    return True
+
+
+def test_no_stream_waits_for_ever_for_one_of_a_process_that_has_ended() -> None:
+    assert run_group(waits_for_the_dead, gpu=True, rpc_timeout=30)[0].result is True

@@ -1,0 +1,161 @@
+"""The device module of "softgpu": `torch.softgpu` after `softgpu.load()`."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+
+import torch
+
+driver_library: str = ""
+"""The stand-in for libcuda.so.1, to be opened by whoever calls the driver."""
+
+_driver: ctypes.CDLL
+_backend: ctypes.CDLL
+
+
+def attach(folder: Path) -> None:
+    global driver_library, _driver, _backend
+    driver_library = str(folder / "libsoftcuda.so")
+    _driver = ctypes.CDLL(driver_library)
+    _driver.softcuda_sleep.argtypes = [ctypes.c_void_p, ctypes.c_uint]
+    _driver.softcuda_fill32.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint32, ctypes.c_size_t]
+    _driver.softcuda_drain.argtypes = [ctypes.c_void_p]
+    _driver.softcuda_shadow.argtypes = [ctypes.c_ulonglong]
+    _driver.softcuda_shadow.restype = ctypes.c_void_p
+    _driver.softcuda_count.argtypes = [ctypes.c_char_p]
+    _driver.softcuda_count.restype = ctypes.c_long
+    _backend = ctypes.CDLL(str(folder / "libsoftgpu.so"))
+    _backend.softgpu_handle.restype = ctypes.c_void_p
+    _backend.softgpu_raw_stream.restype = ctypes.c_int64
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    if device is None or isinstance(device, int):
+        return -1 if device is None else device
+    index = torch.device(device).index
+    return -1 if index is None else index
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"softgpu: CUDA error {code}")
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def device_count() -> int:
+    number = ctypes.c_int()  # of the driver: torch.accelerator asks here, perhaps before anything else has been done
+    return 0 if _driver.cuInit(0) or _driver.cuDeviceGetCount(ctypes.byref(number)) else number.value
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device: torch.device | str | int) -> None:
+    torch.accelerator.set_device_index(_index(device))
+
+
+def current_stream(device: torch.device | str | int | None = None) -> torch.Stream:
+    return torch.accelerator.current_stream(None if device is None else _index(device))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    torch.accelerator.synchronize(None if device is None else _index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.memory.empty_cache()
+
+
+def Stream(device: torch.device | str | int | None = None) -> torch.Stream:
+    """A stream of the pool, which is gone round: the 33rd is the first again."""
+    return torch.Stream(torch.device("softgpu", current_device() if device is None else _index(device)))
+
+
+class device:
+    """The current device, for a scope."""
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        self.index = _index(device)
+
+    def __enter__(self) -> None:
+        self.before = current_device()
+        set_device(self.index)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self.before)
+
+
+def raw_stream(device: torch.device | str | int | None = None) -> int:
+    """The CUstream of the current stream, as a driver takes it: 0 is the default stream of the current context."""
+    return int(_backend.softgpu_raw_stream(_index(device)))
+
+
+# Random numbers are the CPU's, which torch seeds itself.
+
+
+def manual_seed_all(seed: int) -> None:
+    pass
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def get_rng_state(device: torch.device | str | int | None = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device | str | int | None = None) -> None:
+    torch.set_rng_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+# Control, for tests.
+
+
+def sleep(ms: float, device: torch.device | str | int | None = None) -> None:
+    """Keeps the current stream busy; returns at once."""
+    _check(_driver.softcuda_sleep(_backend.softgpu_handle(_index(device)), round(ms * 1000)))
+
+
+def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
+    """A slow kernel on the current stream: after `ms` the tensor holds `value` everywhere. Returns at once."""
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "softgpu":
+        raise ValueError("fill_later takes contiguous float32 of the device")
+    bits = struct.unpack("I", struct.pack("f", value))[0]
+    stream = _backend.softgpu_handle(tensor.device.index)
+    _check(_driver.softcuda_sleep(stream, round(ms * 1000)))
+    _check(_driver.softcuda_fill32(stream, tensor.data_ptr(), bits, tensor.numel()))
+
+
+def drain(device: torch.device | str | int | None = None) -> None:
+    """Waits for the current stream, uncounted."""
+    _check(_driver.softcuda_drain(_backend.softgpu_handle(_index(device))))
+
+
+def peek(tensor: torch.Tensor) -> torch.Tensor:
+    """What a contiguous tensor's memory holds at this moment, waiting for nothing."""
+    where = _driver.softcuda_shadow(tensor.data_ptr())
+    raw = bytearray(ctypes.string_at(where, tensor.numel() * tensor.element_size()))
+    return torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def count(name: str) -> int:
+    """A counter of the driver, see the names in driver.c; those that begin with torch_ are torch's own work."""
+    number = int(_driver.softcuda_count(name.encode()))
+    if number < 0:
+        raise KeyError(name)
+    return number

@@ -1,0 +1,192 @@
+"""Words in shared memory by which the streams of two processes wait for each other, without a thread of either.
+
+Who lends GPU memory to a peer takes a *slot* of two words in its own arena, which the peer has mapped, for a *generation* (a
+number that grows by one each time the slot is used, modulo 2^32):
+
+* ``ready``: written by a stream of the lender, after what made the memory (``cuStreamWriteValue32``: behind a fence of the
+  system). A stream of the peer waits for it before it copies (``cuStreamWaitValue32``, cyclic >=).
+* ``done``: written by a stream of the peer, after the copy. The lender looks at it with a processor, and lets the memory go.
+
+Each word has one writer, but for one case: when a peer is lost, we set its ``ready`` words far ahead ourselves, so that no
+stream of ours waits for ever. What those streams copied then is garbage, and the call that it belongs to fails.
+
+No deadlock: a wait is enqueued after the message that names the slot has come, and that is sent after the write was
+enqueued; so whatever a write is queued behind was there before the wait, on both GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from ctypes import c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import kernels
+from .channel import ANSWER_TIMEOUT_S, Channel, Mapped
+from .cuda_driver import (
+    CU_MEMHOSTREGISTER_DEVICEMAP,
+    CU_MEMHOSTREGISTER_PORTABLE,
+    CU_STREAM_WAIT_VALUE_GEQ,
+    CU_STREAM_WRITE_VALUE_DEFAULT,
+    current_stream,
+    driver,
+)
+from .errors import NotSupported, TransferTimeout
+from .region import RemoteRegion
+
+if TYPE_CHECKING:
+    from .device import Device
+
+SLOTS = 1024
+SLOT_BYTES, READY, DONE = 16, 0, 8  # 32 bits each, the rest of their 8 bytes is 0
+_PAGE = 4096
+_POLL_S = 0.001
+_TABLE_BYTES = SLOTS * SLOT_BYTES
+_WORD = 0xFFFFFFFF
+_FAR = 1 << 30
+"""Ahead of every generation that a stream can wait for, in the cyclic order."""
+
+
+def reached(address: int, generation: int) -> bool:
+    """Whether a word has come to that generation."""
+    return (kernels.load(address) - generation) & _WORD < 1 << 31
+
+
+class _Pinned:
+    """Pages of shared memory that streams of this process may wait on and write to, until it dies."""
+
+    def __init__(self, address: int, nbytes: int, index: int) -> None:
+        self._pointers: dict[int, int] = {}
+        self.address = address
+        cuda = driver()
+        with cuda.on(index):
+            cuda.call(
+                "cuMemHostRegister_v2", c_void_p(address), nbytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+            )
+        weakref.finalize(self, _unpin, address, index).atexit = False  # then the driver goes by itself
+
+    def pointer(self, index: int) -> int:
+        """What a device calls ``address``."""
+        found = self._pointers.get(index)
+        if found is None:
+            cuda = driver()
+            with cuda.on(index):
+                found = self._pointers[index] = cuda.host_pointer(self.address)
+        return found
+
+    def write(self, offset: int, value: int, index: int) -> None:
+        """Have the current stream of a device write a word after all that it has been given."""
+        cuda = driver()
+        at = self.pointer(index) + offset
+        with cuda.on(index):
+            cuda.call("cuStreamWriteValue32_v2", current_stream(index), at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
+
+    def wait(self, offset: int, value: int, index: int) -> None:
+        """Have the current stream of a device wait for a word before all that it will be given."""
+        cuda = driver()
+        at = self.pointer(index) + offset
+        with cuda.on(index):
+            cuda.call("cuStreamWaitValue32_v2", current_stream(index), at, value, CU_STREAM_WAIT_VALUE_GEQ)
+
+
+def _unpin(address: int, index: int) -> None:
+    with driver().on(index):
+        driver().attempt("cuMemHostUnregister", c_void_p(address))
+
+
+class Lent:
+    """Our half: the slots by which one peer reads our GPU memory. Thread-safe."""
+
+    def __init__(self, device: Device, index: int) -> None:
+        """``index``: any device that this process uses. Raises ``ArenaFull``, ``RdmaError``."""
+        # Whole pages, because what is pinned twice is an error.
+        self._memory = device.empty(_TABLE_BYTES + _PAGE, dtype=torch.uint8)
+        start = -self._memory.data_ptr() % _PAGE
+        table = self._memory[start : start + _TABLE_BYTES]
+        table.zero_()
+        self.remote = RemoteRegion.load(device.export(table))
+        self._address = table.data_ptr()
+        self._pinned = _Pinned(self._address, _TABLE_BYTES, index)
+        self._free = deque(range(SLOTS))
+        self._generations = [0] * SLOTS
+        self._held: deque[tuple[int, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def lend(self, keep: Any, index: int) -> tuple[int, int]:
+        """Slot and generation for memory (``keep``) that the current stream of device ``index`` has made, or will have. It is
+        held until the peer is done. Where the peer has still to read from all slots it waits: ``TransferTimeout``."""
+        limit = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            self.sweep(oldest_only=bool(self._free))
+            with self._lock:
+                if self._free:
+                    slot = self._free.popleft()
+                    generation = self._generations[slot] = (self._generations[slot] + 1) & _WORD
+                    self._pinned.write(slot * SLOT_BYTES + READY, generation, index)
+                    self._held.append((slot, keep))
+                    return slot, generation
+            if time.monotonic() > limit:
+                raise TransferTimeout(f"the peer does not read the GPU memory of {SLOTS} messages", device="cuda")
+            time.sleep(_POLL_S)
+
+    def sweep(self, *, oldest_only: bool = False) -> int:
+        """Let go of what the peer has read; how many loans are left. ``oldest_only``: up to the first that is not read."""
+        if not self._held:
+            return 0
+        dead = []  # let go of without the lock
+        with self._lock:
+            for _ in range(len(self._held)):
+                slot, keep = self._held[0]
+                if reached(self._address + slot * SLOT_BYTES + DONE, self._generations[slot]):
+                    dead.append(keep)
+                    self._free.append(slot)
+                    self._held.popleft()
+                elif oldest_only:
+                    break
+                else:
+                    self._held.rotate(-1)
+            return len(self._held)
+
+    def take_back(self, slot: int, generation: int) -> None:
+        """The message that names this loan was not sent."""
+        kernels.store(self._address + slot * SLOT_BYTES + DONE, generation)
+
+
+class Borrowed:
+    """A peer's half, mapped here: our streams wait for its memory and say when they have read it. Thread-safe."""
+
+    def __init__(self, channel: Channel, remote: RemoteRegion, index: int) -> None:
+        """Raises ``NotSupported`` where the peer's arena is not mapped here, ``RemoteAccessError``, ``RdmaError``."""
+        mapped = channel.map(remote)
+        if mapped is None:
+            raise NotSupported("the peer's memory is not mapped here", peer=channel.peer, device="cuda", hint="use shm")
+        self._mapped: Mapped = mapped
+        self._address = torch.frombuffer(mapped.memory, dtype=torch.uint8).data_ptr()
+        self._pinned = _Pinned(self._address, _TABLE_BYTES, index)
+        self._waiting: dict[int, int] = {}
+
+    def wait(self, slot: int, generation: int, index: int) -> None:
+        """Before copies on the current stream of device ``index``."""
+        self._waiting[slot] = generation
+        self._pinned.wait(slot * SLOT_BYTES + READY, generation, index)
+
+    def done(self, slot: int, generation: int, index: int) -> None:
+        """After them."""
+        self._pinned.write(slot * SLOT_BYTES + DONE, generation, index)
+
+    def is_done(self, slot: int, generation: int) -> bool:
+        return reached(self._address + slot * SLOT_BYTES + DONE, generation)
+
+    def release(self) -> None:
+        """The peer is lost: let our streams go on."""
+        for slot, generation in list(self._waiting.items()):
+            kernels.store(self._address + slot * SLOT_BYTES + READY, (generation + _FAR) & _WORD)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream of ours has still to use the words."""
+        return all(self.is_done(slot, generation) for slot, generation in list(self._waiting.items()))
