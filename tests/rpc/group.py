@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,27 @@ def results(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 0, f"worker {rank} exited with {outcome.exit_code}"
     return [outcome.result for outcome in outcomes]
+
+
+_dismissals = threading.Semaphore(0)
+
+
+def dismiss(*workers: str) -> None:
+    """End ``until_dismissed`` of these. They may leave before they have answered: that is then no failure."""
+    import rdmarpc as rpc
+
+    for worker in workers:
+        with suppress(rpc.PeerLost):
+            rpc.rpc_sync(worker, _leave)
+
+
+def _leave() -> None:
+    _dismissals.release()
+
+
+def until_dismissed(times: int = 1) -> None:
+    for _ in range(times):
+        assert _dismissals.acquire(timeout=30), "nobody has dismissed this worker"
 
 
 def die() -> None:

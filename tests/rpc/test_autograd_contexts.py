@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import die, dismiss, results, run_group, until_dismissed
 from test_calls import slow
 
 import rdmarpc as rpc
@@ -241,17 +241,9 @@ def enter_and_die(tensor):
         die()
 
 
-over = threading.Event()
-
-
-def set_over():
-    over.set()
-
-
 def one_dies(rank):
     if rank:
-        assert over.wait(30)
-        time.sleep(0.1)
+        until_dismissed()
         rpc.shutdown(graceful=False)
         return "survived"
     tensor = torch.ones(3, requires_grad=True)
@@ -267,7 +259,7 @@ def one_dies(rank):
         eventually(lambda: 1 in agent.current().links.lost)
         assert known(context_id)
     gone_everywhere("worker0", "worker2")
-    rpc.rpc_sync("worker2", set_over)
+    dismiss("worker2")
     rpc.shutdown(graceful=False)
     return "survived"
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 import torch
-from group import die, results, run_group
-from test_autograd_contexts import double, eventually, gone_everywhere, known, over, set_over
+from group import die, dismiss, results, run_group, until_dismissed
+from test_autograd_contexts import double, eventually, gone_everywhere, known
 from test_calls import identity
 
 import rdmarpc as rpc
@@ -269,11 +269,9 @@ def lost_during(rank, what):
         for _ in range(3):
             good("worker1", "worker2")
         gone_everywhere("worker0", "worker1", "worker2")
-        for worker in ("worker1", "worker2"):
-            rpc.rpc_sync(worker, set_over)
+        dismiss("worker1", "worker2")
     else:
-        assert over.wait(30)
-        time.sleep(0.1)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "survived"
 
@@ -420,10 +418,9 @@ def initiator_dies(rank):
         gone_everywhere("worker0", "worker1", "worker2")
         for worker in ("worker1", "worker2"):
             assert rpc.rpc_sync(worker, passes_here) == 0
-            rpc.rpc_sync(worker, set_over)
+        dismiss("worker1", "worker2")
     else:
-        assert over.wait(30)
-        time.sleep(0.1)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "survived"
 

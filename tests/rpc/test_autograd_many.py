@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from group import results, run_group
-from test_autograd_contexts import decode_late, eventually, gone_everywhere, over, set_over
+from test_autograd_contexts import decode_late, eventually, gone_everywhere
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd
@@ -180,6 +180,13 @@ def deep_chains(rank):
 
 def test_long_chains_need_no_thread_a_hop():
     results(run_group(deep_chains, 2, num_worker_threads=1))
+
+
+over = threading.Event()
+
+
+def set_over():
+    over.set()
 
 
 class Waits(torch.autograd.Function):

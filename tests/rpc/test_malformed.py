@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from group import results, run_group
+from group import dismiss, results, run_group, until_dismissed
 from test_calls import identity
 
 import rdmarpc as rpc
@@ -36,7 +36,7 @@ def sends(rank, kind, flags, body):
             for _ in range(1000):
                 rpc.rpc_sync("worker0", identity, (1,))
                 time.sleep(0.01)
-        rpc.rpc_sync("worker2", report_done)
+        dismiss("worker2")
     elif rank == 0:
         assert heard.wait(20)
         # Nobody else is disturbed.
@@ -45,26 +45,15 @@ def sends(rank, kind, flags, body):
             assert rpc.rpc_sync("worker2", ask, ("worker0", number)) == number
         with pytest.raises(rpc.PeerLost, match="worker1"):
             rpc.rpc_sync("worker1", identity, (1,))
-        rpc.rpc_sync("worker2", report_done_too)
+        dismiss("worker2")
     else:
-        assert done.wait(20) and done_too.wait(20)
+        until_dismissed(2)
     rpc.shutdown(graceful=False)
     return lost
 
 
 def ask(worker, value):
     return rpc.rpc_sync(worker, identity, (value,))
-
-
-done, done_too = threading.Event(), threading.Event()
-
-
-def report_done():
-    done.set()
-
-
-def report_done_too():
-    done_too.set()
 
 
 class Sends:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import die, dismiss, results, run_group, until_dismissed
 from test_distributed_optimizer import OWNERS, apply, grad_of, times, zeros
 from torch import optim
 from torch.optim import lr_scheduler
@@ -75,12 +74,9 @@ def test_errors_name_the_worker():
     results(run_group(failing, 3))
 
 
-over = threading.Event()
-
-
 def widow(rank: int) -> None:
     if rank > 0:
-        over.wait(20)
+        until_dismissed()
     else:
         rrefs = [rpc.remote(f"worker{1 + at}", zeros) for at in range(2)]
         optimizer = DistributedOptimizer(optim.SGD, rrefs, lr=1.0)
@@ -92,12 +88,8 @@ def widow(rank: int) -> None:
                 with pytest.raises(rpc.PeerLost, match="worker2"):
                     call()
         assert torch.equal(rrefs[0].to_here(), torch.full((5,), -2.0))
-        rpc.rpc_sync("worker1", over_now)
+        dismiss("worker1")
     rpc.shutdown(graceful=False)
-
-
-def over_now() -> None:
-    over.set()
 
 
 def test_an_owner_that_died():

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import die, dismiss, results, run_group, until_dismissed
 from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
 from test_calls import slow
 
@@ -48,33 +48,11 @@ def killed_holder(rank):
         rpc.rpc_sync("worker3", forget)
         del mine, theirs, reference, orphan, hanging, passed
         wait_until_empty((0, 2, 3))
-        rpc.rpc_sync("worker2", finished.set)
-        rpc.rpc_sync("worker3", finished.set)
+        dismiss("worker2", "worker3")
     else:
-        assert finished.wait(30)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "lives"
-
-
-class Switch:
-    """An event that others can set by name."""
-
-    def __init__(self):
-        self._event = threading.Event()
-        self.wait = self._event.wait
-
-    def __reduce__(self):
-        return _switch, ()
-
-    def set(self):
-        self._event.set()
-
-
-finished = Switch()
-
-
-def _switch():
-    return finished
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
@@ -138,12 +116,11 @@ def killed_parent(rank):
             rpc.rpc_sync("worker3", use_kept)
         rpc.rpc_sync("worker3", forget)
         wait_until_empty((0, 1, 3))
-        for peer in (1, 3):
-            rpc.rpc_sync(f"worker{peer}", finished.set)
+        dismiss("worker1", "worker3")
     elif rank == 2:
         time.sleep(30)
     else:
-        assert finished.wait(30)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "lives"
 
@@ -222,12 +199,12 @@ def leaves_with_a_value_in_the_making(rank):
     if rank == 0:
         making = rpc.remote("worker1", Thing, (1, 8.0))
         rpc.rpc_async("worker1", is_own, (making,))
-        rpc.rpc_async("worker1", finished.set)
+        dismiss("worker1")
         with pytest.raises(rpc.PeerLost, match="worker1"):
             making.to_here()
         rpc.shutdown(graceful=False)
         return
-    assert finished.wait(20)
+    until_dismissed()
     time.sleep(0.3)
     start = time.monotonic()
     rpc.shutdown(graceful=False)

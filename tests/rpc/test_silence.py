@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from group import die, on_every_device, results, run_group
+from group import die, dismiss, on_every_device, results, run_group, until_dismissed
 from test_calls import identity, slow
 
 import rdmarpc as rpc
@@ -26,13 +26,6 @@ TIMEOUT = 2.0
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-finished = threading.Semaphore(0)
-
-
-def finish() -> None:
-    finished.release()
 
 
 class Calls:
@@ -90,9 +83,9 @@ def lose_worker1(how, text, within):
 def killed(rank):
     if rank == 0:
         lose_worker1(lambda: rpc.rpc_async("worker1", die), "worker1", 2.0)
-        rpc.rpc_sync("worker2", finish)
+        dismiss("worker2")
     else:
-        assert finished.acquire(timeout=20)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "survived"
 
@@ -119,10 +112,10 @@ def stopped(rank):
         os.kill(pid, signal.SIGCONT)
         assert rpc.rpc_sync("worker2", identity, ("after",)) == "after"
         time.sleep(0.5)
-        rpc.rpc_sync("worker2", finish)
+        dismiss("worker2")
     else:
         rpc.rpc_sync("worker1", identity, ("connected",))
-        assert finished.acquire(timeout=20)
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return "survived"
 
@@ -257,17 +250,16 @@ def cut_off(rank):
                 lose_worker1(lambda: relay.send_signal(signal.SIGSTOP), "has not been seen running for 2 s", 3 * TIMEOUT)
             finally:
                 relay.kill()
-        rpc.rpc_sync("worker2", finish)
+        dismiss("worker2")
     elif rank == 1:
         while 0 not in agent.current().links.by_worker:  # the connection is the one through the relay
             time.sleep(0.01)
         with pytest.raises(rpc.PeerLost, match="worker0"):
             rpc.rpc_sync("worker0", slow, (60.0,))
         assert rpc.rpc_sync("worker2", identity, ("not cut off",)) == "not cut off"
-        rpc.rpc_sync("worker2", finish)
+        dismiss("worker2")
     else:
-        assert finished.acquire(timeout=20)
-        assert finished.acquire(timeout=20)
+        until_dismissed(2)
     rpc.shutdown(graceful=False)
 
 
