@@ -129,6 +129,7 @@ def forms(x, y):
     module = torch.nn.Linear(150, 150)
     scaler = rpc.remote("worker1", Scaler, (2.0,))
     result = rpc.remote("worker1", identity, (y,))
+    result._get_future().wait()  # its argument is read there by then
     return {
         "flat": lambda: rpc.rpc_sync("worker1", both, (x, y)),
         "keywords": lambda: rpc.rpc_sync("worker1", both, kwargs={"first": x, "second": y}),
