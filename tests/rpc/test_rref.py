@@ -320,10 +320,10 @@ def proxies(rank):
             assert torch.equal(tensor.rpc_async().view(1, 4).wait(), torch.ones(1, 4))
             assert tensor.remote().add(1).to_here().sum() == 8
             # Not there yet: rpc_async returns at once, and holds no thread of the owner's.
-            late = rpc.remote(owner, Thing, (1, 0.5))
+            late = rpc.remote(owner, Thing, (1, 1.5))
             start = time.monotonic()
             futures = [late.rpc_async().add(1) for _ in range(40)]
-            assert time.monotonic() - start < 0.4
+            assert time.monotonic() - start < 1.3
             assert rpc.rpc_sync(owner, Thing.double, (2,)) == 4
             assert sorted(future.wait() for future in futures) == list(range(2, 42))
             first = late._get_type(blocking=False)
