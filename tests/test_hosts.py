@@ -84,11 +84,10 @@ def test_each_worker_by_its_own_device(two_hosts: list[int]) -> None:
         {"worker0": "tcp", "worker1": "tcp"},
     ]
     assert [fallbacks for _, fallbacks, _ in found] == [1, 1, 2]
-    # Broken hardware, or no library that would find that out.
-    whys = {text.partition("over tcp, not verbs: ")[2] for text in found[2][2]}
-    assert len(found[2][2]) == 2 and len(whys) == 1
-    (why,) = whys
-    assert why.startswith(("no usable RDMA port", "no Python package reaches libibverbs")), why
+    # It has no port that works, or no library that would find one.
+    whys = ["no usable RDMA port", "no Python package reaches libibverbs"]
+    (why,) = [why for why in whys if f"over tcp, not verbs: {why}" in found[2][2][0]]
+    assert len(found[2][2]) == 2 and f"over tcp, not verbs: {why}" in found[2][2][1]
     for told in (found[0][2], found[1][2]):
         assert len(told) == 1 and f"tcp:{hosts.ADDRESSES[1]}:" in told[0] and f"at the peer: {why}" in told[0]
 
