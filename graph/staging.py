@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import ArenaFull
+from ..transport.cuda_driver import driver
 
 if TYPE_CHECKING:
     from ..transport import Device
@@ -20,11 +21,13 @@ def to_gpu(tensor: torch.Tensor, gpu: torch.device, device: Device) -> torch.Ten
     """A copy of a host tensor on an accelerator, in the same memory order. ``ArenaFull`` where it has no memory left."""
     device.count_staged(tensor.numel() * tensor.element_size())
     try:
-        return tensor.to(gpu)
+        with driver().relaxed():
+            return tensor.to(gpu)
     except torch.OutOfMemoryError as error:
         raise ArenaFull(str(error), device=device.name) from error
 
 
 def to_host(payload: torch.Tensor, memory: memoryview) -> None:
     """Copy a contiguous tensor from an accelerator into writable host memory of as many bytes."""
-    torch.frombuffer(memory, dtype=payload.dtype).copy_(payload.reshape(-1))
+    with driver().relaxed():
+        torch.frombuffer(memory, dtype=payload.dtype).copy_(payload.reshape(-1))

@@ -98,6 +98,7 @@ class Gpus:
     def reduce(self, tensor: torch.Tensor, parcel: Parcel) -> Any:
         """See ``pickle``: ``__reduce__``. Adds to ``parcel`` what goes directly. Raises ``RuntimeError`` where the maps do not
         let it go."""
+        _not_captured()
         target = self.targets.find(parcel.worker, tensor.device, parcel.reply)
         self.streams.use(tensor.device.index)
         if target.type != "cpu":
@@ -180,7 +181,8 @@ class Gpus:
         flat = self._device.empty(value.numel(), dtype=value.dtype)
         dense = layout.span(value.shape, value.stride()) == value.numel() > 0
         staged = flat.as_strided(value.shape, value.stride()) if dense else flat.view(value.shape)
-        staged.copy_(value)
+        with cuda_driver.driver().relaxed():
+            staged.copy_(value)
         self._device.count_staged(value.nbytes)
         return staged
 
@@ -250,6 +252,9 @@ class Gpus:
         borrowed = peer.borrowed
         if borrowed is None:
             raise RdmaError("GPU memory came from a worker that had not asked whether it can be reached")
+        if cuda_driver.capturing():
+            borrowed.decline(slot, generation)
+            _not_captured()
         self.streams.use(target)
         cuda, found = cuda_driver.driver(), []
         idle = partial(borrowed.is_done, slot, generation)
@@ -318,6 +323,15 @@ class Gpus:
         _left.extend(self._graves)
 
 
+def _not_captured() -> None:
+    if cuda_driver.capturing():
+        raise NotSupported(
+            "this thread captures a CUDA graph: no tensor on a GPU can be sent or received meanwhile",
+            device="cuda",
+            hint="capture what is between two calls",
+        )
+
+
 current: Gpus | None = None
 """This process's; ``None`` without a GPU."""
 
@@ -343,5 +357,6 @@ def _from_host(staged: torch.Tensor, target: torch.device, requires_grad: bool) 
         gpus = _gpus()
         gpus.streams.use(target.index)
         gpus._device.count_staged(staged.nbytes)
-        staged = staged.to(target)
+        with cuda_driver.driver().relaxed():
+            staged = staged.to(target)
     return staged.requires_grad_() if requires_grad else staged

@@ -68,7 +68,8 @@ class Streams:
     def synchronize(self) -> None:
         """Wait for the current streams of this thread."""
         for index in self.used:
-            torch.accelerator.current_stream(self.device(index)).synchronize()
+            with cuda_driver.driver().relaxed():
+                torch.accelerator.current_stream(self.device(index)).synchronize()
 
     def begin(self) -> None:
         """This thread, which is ours, reads a request and then runs its function: on streams of its own, for good, on the
@@ -88,7 +89,7 @@ class Streams:
             return
         with self._lock:
             for stream, event in list(self._ended.items()):
-                if event.query():
+                if over(event):
                     del self._ended[stream]
                 elif (mine := torch.accelerator.current_stream(stream.device)) != stream:
                     mine.wait_event(event)
@@ -113,6 +114,8 @@ class Streams:
         stream.wait_stream(torch.accelerator.current_stream(self.device(index)))
         torch.accelerator.set_stream(stream)  # and makes its device current
         torch.accelerator.set_device_index(before)
+        if not own:
+            cuda_driver.driver().relax()
         own.add(index)
         with self._lock:
             self._made.append(stream)
@@ -169,7 +172,13 @@ class Mark:
             torch.accelerator.current_stream(device).wait_event(event)
 
     def passed(self) -> bool:
-        return all(event.query() for _, event in self._events)
+        return all(over(event) for _, event in self._events)
+
+
+def over(event: torch.Event) -> bool:
+    """Whether an event has come. Does not spoil a CUDA graph that another thread captures."""
+    with cuda_driver.driver().relaxed():
+        return event.query()
 
 
 current: Streams | None = None

@@ -6,7 +6,9 @@ Worker processes call ``load()`` before anything else. The process of the tests 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -70,6 +72,19 @@ def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
         return
     sleep(ms, tensor.device.index)
     tensor.fill_(value)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """This thread captures a CUDA graph, on a stream of its own."""
+    if TYPE == "softgpu":
+        with torch.get_device_module(TYPE).capture():
+            yield
+        return
+    static = torch.zeros(16, device=device())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        static.add_(1)
+        yield
 
 
 def host_waits() -> int:

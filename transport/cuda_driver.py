@@ -30,6 +30,7 @@ CU_EVENT_DISABLE_TIMING = 2
 CU_STREAM_WAIT_VALUE_GEQ = 0
 CU_STREAM_WRITE_VALUE_DEFAULT = 0
 CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
+CU_STREAM_CAPTURE_MODE_RELAXED = 2
 CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
 CU_POINTER_ATTRIBUTE_SYNC_MEMOPS = 6
 CU_POINTER_ATTRIBUTE_BUFFER_ID = 7
@@ -82,6 +83,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuStreamSynchronize": (_STREAM,),
     "cuStreamQuery": (_STREAM,),
     "cuStreamWaitEvent": (_STREAM, _EVENT, c_uint),
+    "cuStreamIsCapturing": (_STREAM, POINTER(c_int)),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuStreamWriteValue32_v2": (_STREAM, _POINTER, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (_STREAM, _POINTER, c_uint32, c_uint),
     "cuLaunchHostFunc": (_STREAM, c_void_p, c_void_p),
@@ -180,12 +183,28 @@ class Driver:
 
     @contextmanager
     def on(self, index: int) -> Iterator[None]:
-        """With the primary context of a device current in this thread."""
+        """With the primary context of a device current in this thread, and ``relaxed``."""
         self.call("cuCtxPushCurrent_v2", self.context(index))
+        try:
+            with self.relaxed():
+                yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def relax(self) -> None:
+        """``relaxed``, for as long as this thread lives."""
+        self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(CU_STREAM_CAPTURE_MODE_RELAXED)))
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """What this thread does now has nothing to do with any CUDA graph. Else the driver spoils what another thread captures
+        when this one as much as looks at an event."""
+        mode = c_int(CU_STREAM_CAPTURE_MODE_RELAXED)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     # -- memory
 
@@ -264,6 +283,11 @@ def driver() -> Driver:
 def _raw_stream() -> Callable[[int], int]:
     type_ = kind()
     return torch._C._cuda_getCurrentRawStream if type_ == "cuda" else torch.get_device_module(type_).raw_stream
+
+
+def capturing() -> bool:
+    """Whether what this thread enqueues on its current stream goes into a CUDA graph, and is not done."""
+    return bool(torch.get_device_module(kind()).is_current_stream_capturing())
 
 
 def current_stream(index: int) -> int:

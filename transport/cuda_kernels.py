@@ -43,9 +43,19 @@ JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, 
 GROUP_CONTEXT, GROUP_STREAM, GROUP_AFTER, GROUP_EVENT, GROUP_COUNT, GROUP_HEAD = range(6)
 """The device's context, the side stream, the caller's stream, an event of the lane; then (destination, source, bytes) a
 copy."""
-PUSH, POP, RECORD, AWAIT, COPY, LAUNCH, FINISH, TABLE_WORDS = range(8)
+PUSH, POP, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH, TABLE_WORDS = range(9)
 """The table of functions, as ``TABLE`` names them, and the address of ``finish``."""
-TABLE = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuLaunchHostFunc")
+TABLE = (
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuStreamIsCapturing",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuMemcpyAsync",
+    "cuLaunchHostFunc",
+)
+CAPTURED = 900
+"""``CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED``."""
 NOT_STARTED = 1 << 32
 """Added to an error of ``post`` after which ``FINISH`` will not run."""
 
@@ -72,7 +82,12 @@ def _word(block: int, at: int) -> int:
 @njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
 def _group(job: int, group: int, table: int, status: int) -> int:
     """Enqueue one group's wait and copies in its context, which is current then; the first error."""
-    stream, event = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT)
+    stream, event, scratch = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
+    if status == 0:
+        store_release(scratch, 0)
+        status = _call(_word(table, CAPTURING), _word(group, GROUP_AFTER), scratch, 0, 0)
+        # Our stream would become a part of the graph, and the copies too.
+        status = CAPTURED if status == 0 and load_acquire(scratch) != 0 else status
     if status == 0:
         status = _call(_word(table, RECORD), event, _word(group, GROUP_AFTER), 0, 0)
     if status == 0:

@@ -178,6 +178,10 @@ class Borrowed:
         """After them."""
         self._pinned.write(slot * SLOT_BYTES + DONE, generation, index)
 
+    def decline(self, slot: int, generation: int) -> None:
+        """It will not be copied."""
+        kernels.store(self._address + slot * SLOT_BYTES + DONE, generation)
+
     def is_done(self, slot: int, generation: int) -> bool:
         return reached(self._address + slot * SLOT_BYTES + DONE, generation)
 

@@ -127,6 +127,8 @@ class CudaJob(_Closable):
             return self._channel._ended()
         status = driver().name(result)
         hint = "the GPU's memory was freed, or a kernel before it failed"
+        if result == at.CAPTURED:
+            hint = "the current stream is being captured into a CUDA graph: post before or after that"
         return RdmaError(
             f"the driver refused a copy: {status}", peer=self._channel.peer, device="cuda", status=status, hint=hint
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import gpu
@@ -278,3 +280,84 @@ def waits_for_the_dead(rank: int) -> Any:
 
 def test_no_stream_waits_for_ever_for_one_of_a_process_that_has_ended() -> None:
     assert run_group(waits_for_the_dead, gpu=True, rpc_timeout=30)[0].result is True
+
+
+# -- CUDA graphs
+
+
+def made_there(count: int) -> torch.Tensor:
+    return torch.ones(count, device=gpu.device())
+
+
+def beside_captures(rank: int) -> None:
+    """One thread captures graphs; others call, and answers come."""
+    import rdmarpc as rpc
+
+    value = torch.zeros(1000, device=gpu.device())
+    peer = f"worker{1 - rank}"
+    rpc.rpc_sync(peer, identity, (value,))
+    over, calls, wrong = threading.Event(), [0, 0], []
+
+    def call(number: int) -> None:
+        try:
+            while not over.is_set():
+                futures = [rpc.rpc_async(peer, shifted, (value,)) for _ in range(3)]
+                torch.futures.wait_all([*futures, rpc.rpc_async(peer, made_there, (10,))])
+                rpc.rpc_sync(peer, identity, (value,))
+                calls[number] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        while min(calls) < 20 and not wrong:
+            with gpu.capture():
+                time.sleep(0.02)
+            time.sleep(0.002)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong, wrong
+    rpc.shutdown()
+
+
+def test_calls_do_not_spoil_a_graph_that_is_captured() -> None:
+    check(run_group(beside_captures, gpu=True))
+
+
+def in_a_capture(rank: int) -> None:
+    import rdmarpc as rpc
+
+    if rank == 0:
+        value = torch.zeros(1000, device=gpu.device())
+        for _ in range(3):
+            rpc.rpc_sync("worker1", identity, (value,))
+            rpc.rpc_sync("worker1", made_there, (10,))
+        with gpu.capture():
+            assert rpc.rpc_sync("worker1", identity, (1,)) == 1
+            assert rpc.rpc_sync("worker1", identity, (torch.ones(3),)).sum() == 3
+            for function, argument in ((identity, value), (made_there, 10)):
+                with pytest.raises(rpc.NotSupported, match="captures a CUDA graph"):
+                    rpc.rpc_sync("worker1", function, (argument,))
+        assert rpc.rpc_sync("worker1", shifted, (value,)).cpu().eq(1).all()
+        # The peer has its memory back, also of the answer that was not taken.
+        limit = time.monotonic() + 10
+        while not rpc.rpc_sync("worker1", all_read):
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert all_read()
+    rpc.shutdown()
+
+
+def all_read() -> bool:
+    """Whether nobody has still to read GPU memory of this worker."""
+    from rdmarpc.gpu import current
+
+    return current is not None and current.settled
+
+
+def test_a_thread_that_captures_is_told_that_it_cannot_call() -> None:
+    check(run_group(in_a_capture, gpu=True))

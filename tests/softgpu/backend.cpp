@@ -64,6 +64,7 @@ int cuEventQuery(CUevent);
 int cuEventSynchronize(CUevent);
 int cuEventElapsedTime_v2(float*, CUevent, CUevent);
 int cuEventDestroy_v2(CUevent);
+int cuThreadExchangeStreamCaptureMode(int*);
 void* softcuda_shadow(CUdeviceptr);
 CUstream softcuda_default_stream(int);
 int softcuda_drain(CUstream);
@@ -200,6 +201,16 @@ CUevent record_new(int device, CUstream stream) {
   DRIVER(cuEventRecord(event, stream));
   return event;
 }
+
+struct Relaxed {  // what the allocator does is no part of anybody's graph, and disturbs none
+  int mode = 2;
+  Relaxed() {
+    cuThreadExchangeStreamCaptureMode(&mode);
+  }
+  ~Relaxed() {
+    cuThreadExchangeStreamCaptureMode(&mode);
+  }
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -353,6 +364,7 @@ struct Allocator final : c10::DeviceAllocator {
   Block* segment(int device, CUstream stream, size_t size, bool small) {
     size_t whole = small ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
     On on(device);
+    Relaxed relaxed;
     CUdeviceptr p = 0;
     if (cuMemAlloc_v2(&p, whole)) {
       trim();
@@ -364,6 +376,7 @@ struct Allocator final : c10::DeviceAllocator {
   }
 
   void collect() {
+    Relaxed relaxed;
     for (size_t i = 0; i < waiting.size();) {
       Block* block = waiting[i];
       while (!block->events.empty() && cuEventQuery(block->events.back()) == 0) {
@@ -432,6 +445,7 @@ struct Allocator final : c10::DeviceAllocator {
 
   void trim() {
     collect();
+    Relaxed relaxed;
     for (auto& [key, pool] : pools)
       for (auto it = pool.begin(); it != pool.end();) {
         Block* block = *it;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +27,8 @@ def attach(folder: Path) -> None:
     _driver.softcuda_drain.argtypes = [ctypes.c_void_p]
     _driver.softcuda_shadow.argtypes = [ctypes.c_ulonglong]
     _driver.softcuda_shadow.restype = ctypes.c_void_p
+    for name in ("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"):
+        getattr(_driver, name).argtypes = [ctypes.c_void_p, ctypes.c_int if "Begin" in name else ctypes.c_void_p]
     _driver.softcuda_count.argtypes = [ctypes.c_char_p]
     _driver.softcuda_count.restype = ctypes.c_long
     _backend = ctypes.CDLL(str(folder / "libsoftgpu.so"))
@@ -100,6 +105,11 @@ def raw_stream(device: torch.device | str | int | None = None) -> int:
     return int(_backend.softgpu_raw_stream(_index(device)))
 
 
+def is_current_stream_capturing() -> bool:
+    status = ctypes.c_int()
+    return not _driver.cuStreamIsCapturing(_backend.softgpu_handle(-1), ctypes.byref(status)) and status.value != 0
+
+
 # Random numbers are the CPU's, which torch seeds itself.
 
 
@@ -139,6 +149,25 @@ def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
     stream = _backend.softgpu_handle(tensor.device.index)
     _check(_driver.softcuda_sleep(stream, round(ms * 1000)))
     _check(_driver.softcuda_fill32(stream, tensor.data_ptr(), bits, tensor.numel()))
+
+
+@functools.cache
+def _stream_of_captures(device: torch.device | str | int | None) -> torch.Stream:
+    return Stream(device)
+
+
+@contextlib.contextmanager
+def capture(device: torch.device | str | int | None = None) -> Iterator[None]:
+    """As `torch.cuda.graph`, on one stream of the pool: what is enqueued on it is dropped. RuntimeError at the end if a call of
+    this process has spoilt it."""
+    with _stream_of_captures(device):
+        stream = _backend.softgpu_handle(_index(device))
+        _check(_driver.cuStreamBeginCapture_v2(stream, 0))
+        try:
+            yield
+        finally:
+            code = _driver.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))
+        _check(code)
 
 
 def drain(device: torch.device | str | int | None = None) -> None:

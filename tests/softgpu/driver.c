@@ -31,6 +31,8 @@ typedef int CUflushGPUDirectRDMAWritesTarget, CUflushGPUDirectRDMAWritesScope;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUgraph_st *CUgraph;
+typedef int CUstreamCaptureMode, CUstreamCaptureStatus;
 typedef uint32_t cuuint32_t;
 typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char reserved[64]; } CUipcMemHandle;
@@ -42,6 +44,7 @@ typedef enum {
     CUDA_ERROR_INVALID_HANDLE = 400, CUDA_ERROR_NOT_FOUND = 500, CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713, CUDA_ERROR_NOT_PERMITTED = 800, CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
 } CUresult;
 enum {
     CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
@@ -60,6 +63,8 @@ enum {
     CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12, CU_POINTER_ATTRIBUTE_MAPPED = 13,
     CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE = 15,
 };
+enum { CU_STREAM_CAPTURE_MODE_GLOBAL = 0, CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+enum { CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_STREAM_CAPTURE_STATUS_ACTIVE = 1, CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2 };
 enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 enum { CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WAIT_VALUE_EQ = 1, CU_STREAM_WAIT_VALUE_AND = 2, CU_STREAM_WAIT_VALUE_NOR = 3,
        CU_STREAM_WAIT_VALUE_FLUSH = 1 << 30 };
@@ -115,6 +120,7 @@ struct CUstream_st {
     uint32_t magic;
     int device;
     bool started;
+    atomic_int capture;  // a CUstreamCaptureStatus
     uint64_t enqueued, done;
     Op *head, *tail;
     pthread_mutex_t lock;
@@ -144,6 +150,7 @@ typedef struct {  // what the 64 bytes of an IPC handle hold; the inode tells a 
 _Static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle), "the handle has to fit");
 
 static atomic_bool initialised, forked, stopped;
+static atomic_int captures;  // under way, all of them begun in the global mode
 static int devices = 2, delay_us;
 static bool dmabuf;
 static struct CUctx_st contexts[MAX_DEVICES];
@@ -160,6 +167,7 @@ static pthread_cond_t recorded = PTHREAD_COND_INITIALIZER;
 static _Thread_local CUcontext stack[16];
 static _Thread_local int depth;
 static _Thread_local CUstream own_streams[MAX_DEVICES];
+static _Thread_local int capture_mode;
 static _Thread_local bool on_stream;  // a stream's thread: host functions may not call the driver
 
 enum { STREAM_SYNC, EVENT_SYNC, CTX_SYNC, MEMCPY, BYTES, TORCH_MEMCPY = BYTES + 4, TORCH_BYTES, TORCH_SYNC = TORCH_BYTES + 4,
@@ -183,11 +191,17 @@ static atomic_long counters[COUNTERS];
         ENTER();                                                                      \
         if (!current()) return CUDA_ERROR_INVALID_CONTEXT;                            \
     } while (0)
+// What a thread may not do, unless its mode is relaxed, while any thread captures: the capture is lost by it.
+#define UNSAFE()                                                                      \
+    do {                                                                              \
+        if (captures && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return disturb(); \
+    } while (0)
 #define REQUIRE(condition, error)                                                     \
     do {                                                                              \
         if (!(condition)) return (error);                                             \
     } while (0)
 
+static CUresult disturb(void);
 static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 
 static void doze(long ns) {
@@ -306,6 +320,11 @@ static CUstream find_stream(CUstream s) {  // NULL: no such stream
 }
 
 static CUresult enqueue(CUstream s, Op what) {
+    if (s->capture) {  // it would be done when the graph is launched, which no graph of ours ever is
+        release(what.record);
+        if (what.owned) free(what.from);
+        return s->capture == CU_STREAM_CAPTURE_STATUS_ACTIVE ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
     Op *op = malloc(sizeof *op);
     *op = what;
     op->next = NULL;
@@ -370,6 +389,7 @@ API CUresult cuStreamDestroy_v2(CUstream stream) {  // returns at once; what is 
 
 API CUresult cuStreamSynchronize(CUstream stream) {
     ENTER_CONTEXT();
+    UNSAFE();
     counters[STREAM_SYNC]++;
     CUstream s = find_stream(stream);
     REQUIRE(s, CUDA_ERROR_INVALID_HANDLE);
@@ -378,6 +398,7 @@ API CUresult cuStreamSynchronize(CUstream stream) {
 
 API CUresult cuStreamQuery(CUstream stream) {
     ENTER_CONTEXT();
+    UNSAFE();
     CUstream s = find_stream(stream);
     REQUIRE(s, CUDA_ERROR_INVALID_HANDLE);
     pthread_mutex_lock(&s->lock);
@@ -392,6 +413,54 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data) {
     REQUIRE(s, CUDA_ERROR_INVALID_HANDLE);
     REQUIRE(function, CUDA_ERROR_INVALID_VALUE);
     return enqueue(s, (Op){.kind = HOST, .function = function, .to = data});
+}
+
+// ---- capturing into graphs: that it is on, and what ends it. What is captured is dropped. ----
+
+static CUresult disturb(void) {
+    pthread_mutex_lock(&world);
+    for (CUstream s = streams; s; s = s->next)
+        if (s->capture) s->capture = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    pthread_mutex_unlock(&world);
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+API CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
+    ENTER();
+    CUstream s = find_stream(stream);
+    REQUIRE(s && s->magic == STREAM_MAGIC && s != defaults[s->device], CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    REQUIRE(mode == CU_STREAM_CAPTURE_MODE_GLOBAL && !s->capture, CUDA_ERROR_INVALID_VALUE);
+    s->capture = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    captures++;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+    ENTER();
+    CUstream s = find_stream(stream);
+    REQUIRE(s && s->capture && graph, CUDA_ERROR_INVALID_VALUE);
+    bool lost = s->capture == CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    s->capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    captures--;
+    *graph = NULL;
+    return lost ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+}
+
+API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    ENTER();
+    CUstream s = find_stream(stream);
+    REQUIRE(s && status, CUDA_ERROR_INVALID_VALUE);
+    *status = s->capture;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    ENTER();
+    REQUIRE(mode && *mode >= 0 && *mode <= CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
 }
 
 // ---- events ----
@@ -448,6 +517,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream) {
 
 API CUresult cuEventQuery(CUevent event) {
     ENTER();
+    UNSAFE();
     REQUIRE(find_event(event), CUDA_ERROR_INVALID_HANDLE);
     pthread_mutex_lock(&records);
     bool done = !event->latest || event->latest->done;
@@ -457,6 +527,7 @@ API CUresult cuEventQuery(CUevent event) {
 
 API CUresult cuEventSynchronize(CUevent event) {
     ENTER();
+    UNSAFE();
     counters[EVENT_SYNC]++;
     REQUIRE(find_event(event), CUDA_ERROR_INVALID_HANDLE);
     Record *r = latest(event);
@@ -572,6 +643,7 @@ static CUresult unmap(CUdeviceptr base, bool imported) {
 
 API CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size) {
     ENTER_CONTEXT();
+    UNSAFE();
     REQUIRE(pointer && size, CUDA_ERROR_INVALID_VALUE);
     int fd = memfd_create("softcuda", MFD_CLOEXEC);
     CUresult result = fd < 0 || ftruncate(fd, (off_t)size) ? CUDA_ERROR_OUT_OF_MEMORY
@@ -582,6 +654,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size) {
 
 API CUresult cuMemFree_v2(CUdeviceptr pointer) {
     ENTER_CONTEXT();
+    UNSAFE();
     return pointer ? unmap(pointer, false) : CUDA_SUCCESS;
 }
 
@@ -634,6 +707,7 @@ API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr pointer) {
 
 API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, unsigned flags) {
     ENTER_CONTEXT();
+    UNSAFE();
     Handle h;
     memcpy(&h, &handle, sizeof h);
     REQUIRE(pointer && flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS && h.magic == HANDLE_MAGIC, CUDA_ERROR_INVALID_VALUE);
@@ -665,11 +739,13 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, 
 
 API CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
     ENTER_CONTEXT();
+    UNSAFE();
     return unmap(pointer, true);
 }
 
 API CUresult cuMemHostRegister_v2(void *p, size_t size, unsigned flags) {
     ENTER_CONTEXT();
+    UNSAFE();
     uintptr_t base = (uintptr_t)p;
     REQUIRE(p && size && flags < 16, CUDA_ERROR_INVALID_VALUE);
     bool overlaps = false;
@@ -686,6 +762,7 @@ API CUresult cuMemHostRegister_v2(void *p, size_t size, unsigned flags) {
 
 API CUresult cuMemHostUnregister(void *p) {
     ENTER_CONTEXT();
+    UNSAFE();
     pthread_mutex_lock(&world);
     Registered *r = find_registered((uintptr_t)p);
     bool found = r && r->base == (uintptr_t)p;
@@ -890,6 +967,8 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     ERROR(ERROR_HOST_MEMORY_NOT_REGISTERED, "pointer does not correspond to a registered memory region"),
     ERROR(ERROR_NOT_PERMITTED, "operation not permitted"),
     ERROR(ERROR_NOT_SUPPORTED, "operation not supported"),
+    ERROR(ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
+    ERROR(ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
 #undef ERROR
 };
 

@@ -115,6 +115,27 @@ def test_streams_go_on_after_a_copy(two: Two) -> None:
     assert two.there.call(values, "landing") == {C}
 
 
+def post_captured(state: State, remote: bytes) -> None:
+    """What would go into a graph is refused; afterwards all is as ever."""
+    there = RemoteRegion.load(remote)
+    ours = torch.full((there.nbytes,), C, dtype=torch.uint8, device=gpu.device())
+    transfer = state.channel.prepare([(there, ours)])
+    with gpu.capture():
+        for post in (transfer.post, lambda: state.channel.memcpy(there, ours)):
+            with pytest.raises(transport.RdmaError, match="refused") as raised:
+                post()
+            assert "CAPTURE" in raised.value.status and "CUDA graph" in raised.value.hint
+        with pytest.raises(transport.RdmaError, match="refused"):
+            state.channel.notify_after(1, ours.device)
+    transfer.post().wait(T)
+
+
+def test_nothing_goes_into_a_graph(two: Two) -> None:
+    remote = two.landing(40_000, "gpu", S)
+    two.here.call(post_captured, remote)
+    assert two.there.call(values, "landing") == {C}
+
+
 def notify_late(state: State, ms: float, imm: int) -> None:
     waits = gpu.host_waits()
     gpu.sleep(ms)
