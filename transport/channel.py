@@ -110,6 +110,8 @@ class Mapped(abc.ABC):
 
     __slots__ = ()
     memory: memoryview
+    whole: memoryview
+    """All of the peer's segment that ``memory`` is a part of, as it is mapped here."""
 
     @abc.abstractmethod
     def begin(self) -> None:

@@ -9,8 +9,9 @@ Such a copy ends later than its post. So a post that needs no GPU, as a bare not
 that were posted earlier: what announces a copy is the notification of its own post, or one that is sent after ``Work.wait`` or
 ``fence``. Copies of one GPU over one channel arrive in the order of their posts.
 
-What a GPU copies to or from host memory is pinned where it lies in an arena. Other host memory goes through buffers of the
-driver, and the post may last as long as the copy. A stream that is being captured into a CUDA graph cannot be posted from.
+What a GPU copies to or from host memory is pinned where it lies in an arena, by whole segments. Other host memory goes through
+buffers of the driver, and the post may last as long as the copy. A stream that is being captured into a CUDA graph cannot be
+posted from.
 
 For people who keep to streams: ``Work.block_current_stream`` orders a stream after a copy, ``Channel.notify_after`` a
 notification after a stream. What a peer READs or WRITEs is ordered by notifications alone.
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from . import cuda_driver
+from .arena import PINNED_SEGMENT_BYTES
 from .channel import Channel
 from .cuda_arena import GpuArena, GpuSegment, settle
 from .cuda_channel import CudaChannel
@@ -54,6 +56,8 @@ class CudaDevice(ShmDevice):
         if self.memory.gpu is None:
             self.memory.gpu = GpuArena(self.memory)
         self.gpu = self.memory.gpu
+        # The driver pins whole segments.
+        self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self.gpu.devices.append(self)
         super()._attach()
 

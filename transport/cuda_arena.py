@@ -189,7 +189,7 @@ class GpuArena:
         refused = f"; not pinned: {self.pins.refused}, such copies wait in the post" if self.pins.refused else ""
         return [
             f"  gpu memory     {len(segments)} segments exported, {total} bytes",
-            f"  host pages     {self.pins.nbytes} bytes of our arena pinned for the driver{refused}",
+            f"  host memory    {self.pins.nbytes} bytes of our arena pinned for the driver{refused}",
         ]
 
 

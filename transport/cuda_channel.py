@@ -173,7 +173,8 @@ class CudaChannel(ShmChannel):
             return lane, []
         if segment is not None:
             far = segment.at(index) + self.resolve(remote)[0]
-            sizes = self._local_pieces(address, nbytes, index) if tensor.is_cpu else [nbytes]
+            if tensor.is_cpu and (found := self.device.arena.find(address, nbytes)) is not None:
+                self.device.gpu.pins.segment(found[0], index)
         else:
             far, mapped = self.resolve(remote)
             if not mapped:
@@ -184,23 +185,12 @@ class CudaChannel(ShmChannel):
                     hint="let the peer make it with device.empty()",
                 )
             base, total, _ = self._mapped[remote.region]
-            sizes = self._pins.pieces(base, total, far, nbytes, index)
-        copies, at = [], 0
-        for size in sizes:
-            copies.append(self._ordered(far + at, address + at, size, write))
-            at += size
-        return lane, copies
+            self._pins.hold(base, total, index, self._maps[remote.region])
+        return lane, [self._ordered(far, address, nbytes, write)]
 
     @staticmethod
     def _ordered(far: int, near: int, nbytes: int, write: bool) -> tuple[int, int, int]:
         return (far, near, nbytes) if write else (near, far, nbytes)
-
-    def _local_pieces(self, address: int, nbytes: int, index: int) -> list[int]:
-        found = self.device.arena.find(address, nbytes)
-        if found is None:  # the driver has buffers for that
-            return [nbytes]
-        segment, _ = found
-        return self.device.gpu.pins.pieces(segment.address, segment.nbytes, address, nbytes, index)
 
     def lane(self, index: int) -> Lane:
         """Our side stream on a device."""

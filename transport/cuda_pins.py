@@ -1,75 +1,126 @@
-"""Host pages that the driver has pinned, so that a GPU copies to and from them by itself.
+"""Host memory that the driver has pinned, so that GPUs copy to and from it by themselves, and streams wait for words in it.
 
-Pages are pinned by grains, when something on them is first to be copied, and stay so until ``close``. What is pinned twice is
-an error of the driver, and a copy must not cross from one registration to the next: so whoever copies asks for ``pieces``.
+What is pinned are whole segments: of our arena, and of peers' arenas that are mapped here. The driver refuses to pin a page
+twice, and a copy that leaves the registration that it began in, also one that torch makes for a user. So every part of a
+process that needs one holds the same registration, which is there for as long as somebody holds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
+from collections.abc import Callable
 from ctypes import c_void_p
+from typing import TYPE_CHECKING
 
-from .cuda_driver import CU_MEMHOSTREGISTER_PORTABLE, driver
+from .cuda_driver import CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, driver
+from .errors import ArenaFull, RdmaError
 
-GRAIN = 1 << 20
-_ALREADY = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+if TYPE_CHECKING:
+    from .arena import Segment
+
+
+class _Registration:
+    def __init__(self, address: int, nbytes: int, index: int) -> None:
+        self.address, self.nbytes, self.index, self.holds = address, nbytes, index, 0
+        flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+        with driver().on(index):
+            self.refused = driver().attempt("cuMemHostRegister_v2", c_void_p(address), nbytes, flags)
+
+
+_registrations: dict[int, _Registration] = {}
+_lock = threading.RLock()  # of the table; a finalizer may run inside
+
+
+class Pin:
+    """Holds the registration of ``[address, address + nbytes)`` for all GPUs, made by way of device ``index`` if there is none.
+    ``keep`` is the mapping, which lives as long. Thread-safe."""
+
+    def __init__(self, address: int, nbytes: int, index: int, keep: object) -> None:
+        with _lock:
+            found = _registrations.get(address)
+            if found is None:
+                found = _registrations[address] = _Registration(address, nbytes, index)
+            found.holds += 1
+        self._registration = found
+        self._pointers: dict[int, int] = {}
+        self.release = weakref.finalize(self, _drop, found, keep)
+        """Let go of it; nothing that the driver does may use it any more."""
+        self.release.atexit = False  # then the driver goes by itself
+
+    @property
+    def nbytes(self) -> int:
+        """How much is pinned."""
+        return 0 if self.refused else self._registration.nbytes
+
+    @property
+    def refused(self) -> str:
+        """The driver's word, where it did not pin that."""
+        return self._registration.refused
+
+    def pointer(self, address: int, index: int) -> int:
+        """What a device calls an address in it. ``RdmaError`` where it is not pinned."""
+        found = self._pointers.get(index)
+        if found is None:
+            if self.refused:
+                raise RdmaError(f"host memory cannot be pinned: {self.refused}", device="cuda", status=self.refused)
+            cuda = driver()
+            with cuda.on(index):
+                found = self._pointers[index] = cuda.host_pointer(self._registration.address)
+        return found + address - self._registration.address
+
+
+def _drop(registration: _Registration, keep: object) -> None:
+    with _lock:
+        registration.holds -= 1
+        if registration.holds:
+            return
+        del _registrations[registration.address]
+        if not registration.refused:
+            with contextlib.suppress(RdmaError), driver().on(registration.index):
+                driver().attempt("cuMemHostUnregister", c_void_p(registration.address))
+
+
+def pin_segment(segment: Segment, index: int) -> Pin:
+    """A segment of our arena, which has all its pages from then on."""
+    with contextlib.suppress(ArenaFull):  # then the driver will say so
+        segment.reserve(segment.nbytes)
+    return Pin(segment.address, segment.nbytes, index, segment.view)
 
 
 class Pins:
-    """Of some segments that are mapped in this process and stay so until ``close``. Thread-safe."""
+    """What one user holds, until ``close``. Thread-safe."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, list[tuple[int, int, bool]]] = {}  # by segment: (start, end, pinned), sorted, disjoint
+        self._held: dict[int, Pin] = {}
         self._lock = threading.Lock()
-        self._index = 0
-        self.nbytes = 0
         self.refused = ""
         """Why the driver did not pin something: copies of that go through its own buffers, and make a post wait."""
 
-    def pieces(self, segment: int, segment_bytes: int, address: int, nbytes: int, index: int) -> list[int]:
-        """Pin ``[address, address + nbytes)`` inside the segment that starts at ``segment`` (a page's start), for every GPU, by
-        way of device ``index``. Returned are the sizes of the parts to copy one by one."""
+    def segment(self, segment: Segment, index: int) -> Pin:
+        """See ``pin_segment``."""
+        return self._held.get(segment.address) or self._add(segment.address, lambda: pin_segment(segment, index))
+
+    def hold(self, address: int, nbytes: int, index: int, keep: object) -> Pin:
+        """Pin this whole mapping, once."""
+        return self._held.get(address) or self._add(address, lambda: Pin(address, nbytes, index, keep))
+
+    def _add(self, address: int, make: Callable[[], Pin]) -> Pin:
         with self._lock:
-            self._index = index
-            self._pin(segment, segment_bytes, address, address + nbytes, index)
-            ends = [end for _, end, _ in self._runs[segment] if address < end]
-        sizes, at = [], address
-        for end in ends:
-            stop = min(end, address + nbytes)
-            sizes.append(stop - at)
-            at = stop
-            if stop == address + nbytes:
-                break
-        return sizes
+            found = self._held.get(address)
+            if found is None:
+                found = self._held[address] = make()
+                self.refused = found.refused or self.refused
+        return found
 
-    def _pin(self, segment: int, segment_bytes: int, start: int, end: int, index: int) -> None:
-        runs = self._runs.setdefault(segment, [])
-        at = segment + (start - segment) // GRAIN * GRAIN
-        stop = min(segment + -(-(end - segment) // GRAIN) * GRAIN, segment + segment_bytes)
-        fresh = []
-        for low, high, _ in [*runs, (stop, stop, True)]:
-            if at < min(low, stop):
-                fresh.append((at, min(low, stop), self._register(at, min(low, stop) - at, index)))
-            at = max(at, high)
-        if fresh:
-            self._runs[segment] = sorted([*runs, *fresh])
+    @property
+    def nbytes(self) -> int:
+        return sum(pin.nbytes for pin in list(self._held.values()))
 
-    def _register(self, address: int, nbytes: int, index: int) -> bool:
-        with driver().on(index):
-            status = driver().attempt("cuMemHostRegister_v2", c_void_p(address), nbytes, CU_MEMHOSTREGISTER_PORTABLE)
-        if status and status != _ALREADY:  # else another part of this process has pinned it
-            self.refused = status
-        elif not status:
-            self.nbytes += nbytes
-        return not status
-
-    def close(self, index: int | None = None) -> None:
-        """Before the memory is unmapped, when no copy uses it any more. By way of that device, or the one that pinned last."""
+    def close(self) -> None:
+        """Let go of everything, before the memory is unmapped, when no copy uses it any more."""
         with self._lock:
-            runs, self._runs, self.nbytes = self._runs, {}, 0
-        if not runs:
-            return
-        with driver().on(self._index if index is None else index):
-            for start, _, pinned in [run for found in runs.values() for run in found]:
-                if pinned:
-                    driver().attempt("cuMemHostUnregister", c_void_p(start))
+            held, self._held = self._held, {}
+        for pin in held.values():
+            pin.release()

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
-from ctypes import c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +26,12 @@ import torch
 from . import kernels
 from .channel import ANSWER_TIMEOUT_S, Channel, Mapped
 from .cuda_driver import (
-    CU_MEMHOSTREGISTER_DEVICEMAP,
-    CU_MEMHOSTREGISTER_PORTABLE,
     CU_STREAM_WAIT_VALUE_GEQ,
     CU_STREAM_WRITE_VALUE_DEFAULT,
     current_stream,
     driver,
 )
+from .cuda_pins import Pin, pin_segment
 from .errors import NotSupported, TransferTimeout
 from .region import RemoteRegion
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 SLOTS = 1024
 SLOT_BYTES, READY, DONE = 16, 0, 8  # 32 bits each, the rest of their 8 bytes is 0
-_PAGE = 4096
 _POLL_S = 0.001
 _TABLE_BYTES = SLOTS * SLOT_BYTES
 _WORD = 0xFFFFFFFF
@@ -56,46 +52,26 @@ def reached(address: int, generation: int) -> bool:
     return (kernels.load(address) - generation) & _WORD < 1 << 31
 
 
-class _Pinned:
-    """Pages of shared memory that streams of this process may wait on and write to, until it dies."""
+class _Words:
+    """A table in shared memory whose words streams of this process wait for and write."""
 
-    def __init__(self, address: int, nbytes: int, index: int) -> None:
-        self._pointers: dict[int, int] = {}
-        self.address = address
-        cuda = driver()
-        with cuda.on(index):
-            cuda.call(
-                "cuMemHostRegister_v2", c_void_p(address), nbytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
-            )
-        weakref.finalize(self, _unpin, address, index).atexit = False  # then the driver goes by itself
-
-    def pointer(self, index: int) -> int:
-        """What a device calls ``address``."""
-        found = self._pointers.get(index)
-        if found is None:
-            cuda = driver()
-            with cuda.on(index):
-                found = self._pointers[index] = cuda.host_pointer(self.address)
-        return found
+    def __init__(self, address: int, pin: Pin, index: int) -> None:
+        self._address, self._pin = address, pin
+        pin.pointer(address, index)
 
     def write(self, offset: int, value: int, index: int) -> None:
         """Have the current stream of a device write a word after all that it has been given."""
         cuda = driver()
-        at = self.pointer(index) + offset
+        at = self._pin.pointer(self._address + offset, index)
         with cuda.on(index):
             cuda.call("cuStreamWriteValue32_v2", current_stream(index), at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
 
     def wait(self, offset: int, value: int, index: int) -> None:
         """Have the current stream of a device wait for a word before all that it will be given."""
         cuda = driver()
-        at = self.pointer(index) + offset
+        at = self._pin.pointer(self._address + offset, index)
         with cuda.on(index):
             cuda.call("cuStreamWaitValue32_v2", current_stream(index), at, value, CU_STREAM_WAIT_VALUE_GEQ)
-
-
-def _unpin(address: int, index: int) -> None:
-    with driver().on(index):
-        driver().attempt("cuMemHostUnregister", c_void_p(address))
 
 
 class Lent:
@@ -103,14 +79,12 @@ class Lent:
 
     def __init__(self, device: Device, index: int) -> None:
         """``index``: any device that this process uses. Raises ``ArenaFull``, ``RdmaError``."""
-        # Whole pages, because what is pinned twice is an error.
-        self._memory = device.empty(_TABLE_BYTES + _PAGE, dtype=torch.uint8)
-        start = -self._memory.data_ptr() % _PAGE
-        table = self._memory[start : start + _TABLE_BYTES]
-        table.zero_()
-        self.remote = RemoteRegion.load(device.export(table))
-        self._address = table.data_ptr()
-        self._pinned = _Pinned(self._address, _TABLE_BYTES, index)
+        self._memory = device.empty(_TABLE_BYTES, dtype=torch.uint8).zero_()
+        self.remote = RemoteRegion.load(device.export(self._memory))
+        self._address = self._memory.data_ptr()
+        found = device.arena.find(self._address, _TABLE_BYTES)
+        assert found is not None
+        self._words = _Words(self._address, pin_segment(found[0], index), index)
         self._free = deque(range(SLOTS))
         self._generations = [0] * SLOTS
         self._held: deque[tuple[int, Any]] = deque()
@@ -126,7 +100,7 @@ class Lent:
                 if self._free:
                     slot = self._free.popleft()
                     generation = self._generations[slot] = (self._generations[slot] + 1) & _WORD
-                    self._pinned.write(slot * SLOT_BYTES + READY, generation, index)
+                    self._words.write(slot * SLOT_BYTES + READY, generation, index)
                     self._held.append((slot, keep))
                     return slot, generation
             if time.monotonic() > limit:
@@ -166,17 +140,18 @@ class Borrowed:
             raise NotSupported("the peer's memory is not mapped here", peer=channel.peer, device="cuda", hint="use shm")
         self._mapped: Mapped = mapped
         self._address = torch.frombuffer(mapped.memory, dtype=torch.uint8).data_ptr()
-        self._pinned = _Pinned(self._address, _TABLE_BYTES, index)
+        whole = torch.frombuffer(mapped.whole, dtype=torch.uint8)
+        self._words = _Words(self._address, Pin(whole.data_ptr(), whole.numel(), index, mapped.whole), index)
         self._waiting: dict[int, int] = {}
 
     def wait(self, slot: int, generation: int, index: int) -> None:
         """Before copies on the current stream of device ``index``."""
         self._waiting[slot] = generation
-        self._pinned.wait(slot * SLOT_BYTES + READY, generation, index)
+        self._words.wait(slot * SLOT_BYTES + READY, generation, index)
 
     def done(self, slot: int, generation: int, index: int) -> None:
         """After them."""
-        self._pinned.write(slot * SLOT_BYTES + DONE, generation, index)
+        self._words.write(slot * SLOT_BYTES + DONE, generation, index)
 
     def decline(self, slot: int, generation: int) -> None:
         """It will not be copied."""

@@ -176,11 +176,11 @@ class ShmWindow(_Closable, Window):
 class ShmMapped(_Closable, Mapped):
     """A piece of the peer's arena, which is mapped here anyway."""
 
-    __slots__ = ("_inflight", "memory")
+    __slots__ = ("_inflight", "memory", "whole")
 
-    def __init__(self, channel: ShmChannel, memory: memoryview) -> None:
+    def __init__(self, channel: ShmChannel, whole: memoryview, start: int, nbytes: int) -> None:
         super().__init__(channel, None, ())
-        self.memory, self._inflight = memory, 0
+        self.whole, self.memory, self._inflight = whole, whole[start : start + nbytes], 0
 
     def begin(self) -> None:
         self._inflight = kernels.enter(self._address)
@@ -309,7 +309,7 @@ class ShmChannel(Channel):
         _, mapped = self.resolve(remote)
         if not mapped or remote.nbytes == 0:
             return None
-        return ShmMapped(self, self._maps[remote.region][remote.offset : remote.offset + remote.nbytes])
+        return ShmMapped(self, self._maps[remote.region], remote.offset, remote.nbytes)
 
     def peer_ended(self) -> bool:
         try:

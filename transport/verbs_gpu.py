@@ -314,9 +314,8 @@ class GpuMemory:
         at = segment.address + block.offset
         stream = cuda_driver.current_stream(index)
         with self._cuda.on(index):
-            for size in self._pins.pieces(segment.address, segment.nbytes, at, nbytes, index):
-                self._cuda.call("cuMemcpyAsync", *((at, pointer) if out else (pointer, at)), size, stream)
-                at, pointer = at + size, pointer + size
+            self._pins.segment(segment, index)
+            self._cuda.call("cuMemcpyAsync", *((at, pointer) if out else (pointer, at)), nbytes, stream)
 
     # -- for people, and the end
 

@@ -595,6 +595,9 @@ static Where resolve(uintptr_t address, size_t n, void **reach) {
         *reach = a->shadow + (address - a->base);
     } else if (r) {
         where = n <= r->base + r->size - address ? PINNED : BROKEN;
+    } else {  // what begins on pages that are not registered may not end on others that are
+        for (size_t i = 0; i < registered_count; i++)
+            if (address < registered[i].base && registered[i].base - address < n) where = BROKEN;
     }
     pthread_mutex_unlock(&world);
     return where;
