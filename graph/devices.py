@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..transport import NotSupported
-from ..transport.cuda_driver import count, kind
+from ..transport.cuda_driver import count, kind, same_device
 
 CPU = torch.device("cpu")
 
@@ -49,16 +49,15 @@ def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
     if not others:
         yield
         return
-    index = torch.accelerator.current_device_index()
     try:
-        for stream, _ in others:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(index)
+        with same_device():
+            for stream, _ in others:
+                torch.accelerator.set_stream(stream)
         yield
     finally:
-        for _, now in others:
-            torch.accelerator.set_stream(now)
-        torch.accelerator.set_device_index(index)
+        with same_device():
+            for _, now in others:
+                torch.accelerator.set_stream(now)
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ until the late answer comes or the peer is lost.
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -330,6 +331,7 @@ class Caller:
                 # Nobody expected that, so the future does not know of streams. Once for each function.
                 streams.expected.add(pending.key[0])
                 streams.synchronize()
+                future.unforeseen = True
                 self.device.count("gpu_host_waits")
         except BaseException as error:
             # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
@@ -495,7 +497,10 @@ class Caller:
         while not self._stopped.is_set():
             if self._ticking.wait(_IDLE_TICK_S):
                 self._stopped.wait(_TICK_S)
-            self.on_tick()
+            try:
+                self.on_tick()
+            except Exception:  # no timeout would come any more
+                logging.getLogger("rdmarpc").exception("looking after what calls have left")
             self._give_up_overdue()
             if not self.pending:
                 self._ticking.clear()

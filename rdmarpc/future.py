@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from . import gpu_streams
 from .grants import Signature
 from .link import Frame, Link
 from .tensors import Landing
@@ -153,6 +155,8 @@ class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
     _has_callbacks = False
+    unforeseen = False
+    """The result has tensors on GPUs, which this object does not know of. They are there."""
 
     def __init__(self, caller: Caller, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: those that the result may have tensors on. What is done in the order of their streams is then usable by
@@ -174,7 +178,10 @@ class Future(torch.futures.Future[Any]):
                     # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
                     self._caller.progress.wait_for(pending)
                 self._caller.finish(pending)
-        return torch._C.Future.wait(self)
+        found = torch._C.Future.wait(self)
+        if self.unforeseen:
+            gpu_streams.use_here(tree_leaves(found))
+        return found
 
     def done(self) -> bool:
         return torch._C.Future.done(self)

@@ -113,7 +113,7 @@ class Gpus:
         if peer.why_not:
             return None
         if tensor.numel() == 0:
-            return 0, 0, _NO_SEGMENT
+            return None if peer.why_not is None else (0, 0, _NO_SEGMENT)
         try:
             place = self._where(tensor)
             if peer.why_not is None:
@@ -261,7 +261,8 @@ class Gpus:
         borrowed.wait(slot, generation, target)
         try:
             for number, base, offset, handle, what in entries:
-                run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.device(target))
+                with cuda.relaxed():
+                    run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.device(target))
                 if what.nbytes:
                     if sender != self._me:
                         base = peer.imports.base(number, handle, target, idle)

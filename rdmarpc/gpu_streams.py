@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Streams:
         _serving.touched = True
         if _serving.decoding and _serving.own is not None and index not in _serving.own:
             self._take(index, _serving.own)
+            self._follow()
 
     def touched(self) -> bool:
         """Whether this thread has seen a message with tensors on a device since it asked last."""
@@ -81,10 +83,16 @@ class Streams:
         if len(_serving.own) < len(self.used):
             for index in self.used.difference(_serving.own):
                 self._take(index, _serving.own)
+        # Before the arguments are copied, too: they may get memory that a function has just let go of, and still reads.
+        self._follow()
 
     def begun(self) -> None:
         """The function begins."""
         _serving.decoding = False
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have the current streams wait for the functions that have ended."""
         if not self._ended:
             return
         with self._lock:
@@ -99,21 +107,23 @@ class Streams:
         self._look()
         for index in self.used:
             stream = torch.accelerator.current_stream(self.device(index))
-            event = stream.record_event()
+            try:
+                event = stream.record_event()
+            except RuntimeError:  # a GPU that has failed, which whoever uses it is told
+                return
             with self._lock:
                 self._ended[stream] = event
 
     def _look(self) -> None:
         """For devices that functions have begun to use by themselves. Looking does not begin with one."""
-        if len(self.used) < len(self.devices):
+        if len(self.used) < len(self.devices) and cuda_driver.active():
             self.used.update(index for index in range(len(self.devices)) if cuda_driver.has_context(index))
 
     def _take(self, index: int, own: set[int]) -> None:
-        before = torch.accelerator.current_device_index()
         stream = torch.Stream(self.device(index))
         stream.wait_stream(torch.accelerator.current_stream(self.device(index)))
-        torch.accelerator.set_stream(stream)  # and makes its device current
-        torch.accelerator.set_device_index(before)
+        with cuda_driver.same_device():
+            torch.accelerator.set_stream(stream)
         if not own:
             cuda_driver.driver().relax()
         own.add(index)
@@ -176,9 +186,27 @@ class Mark:
 
 
 def over(event: torch.Event) -> bool:
-    """Whether an event has come. Does not spoil a CUDA graph that another thread captures."""
+    """Whether an event has come, or never will, because its GPU has failed. Does not spoil a CUDA graph that another thread
+    captures."""
     with cuda_driver.driver().relaxed():
-        return event.query()
+        try:
+            return event.query()
+        except RuntimeError:
+            return True
+
+
+def use_here(things: Iterable[Any]) -> None:
+    """This thread uses these tensors, which another one may have made: what its streams have been given by the time that a
+    tensor dies comes before its memory is used again."""
+    if current is None:
+        return
+    for tensor in things:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != current.kind:
+            continue
+        stream = torch.accelerator.current_stream(tensor.device)
+        for part in (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,):
+            if part.layout is torch.strided:
+                part.record_stream(stream)
 
 
 current: Streams | None = None

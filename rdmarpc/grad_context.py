@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .gpu_streams import Joint
+from .gpu_streams import Joint, use_here
 from .grad_record import Sent, sent
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Context:
         with self.lock:
             self.joint.enter()
             before = self.gradients.get(leaf)
+            use_here((before, gradient))
             if before is None:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:

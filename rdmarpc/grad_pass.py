@@ -26,7 +26,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
-from .gpu_streams import Joint
+from .gpu_streams import Joint, use_here
 from .grad_context import Context
 from .grad_graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
 from .grad_record import ANCHOR, RECEIVED, Source, adds_up, engaged
@@ -135,6 +135,7 @@ class Pass:
 
     def _hold(self, node: Node, output: int, gradient: torch.Tensor) -> None:
         before = self.held.get((node, output))
+        use_here((before, gradient))
         self.held[node, output] = gradient if before is None else before + gradient
 
     def starts(self) -> list[Node]:
@@ -244,6 +245,7 @@ class Pass:
         return waits
 
     def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]]) -> None:
+        use_here(gradient for _, gradient in taken)
         edges = tuple([GradientEdge(*edge) for edge, _ in taken])
         gradients = tuple([gradient for _, gradient in taken])
         taken.clear()
@@ -251,6 +253,7 @@ class Pass:
 
     def _run_part(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], part: set[Node]) -> None:
         """Run the nodes of ``part``, and hold what they bring to others."""
+        use_here(gradient for _, gradient in taken)
         exits: dict[Node, list[int]] = {}
         beyond: dict[tuple[Node, int], None] = {}
         for node in part:

@@ -20,6 +20,7 @@ from . import agent as _agent
 from . import autograd
 from .functions import MAY_DEFER
 from .future import bare, fail
+from .gpu_streams import use_here
 from .graph.remote_update import hyperparameters
 from .rref import RRef
 from .transport import NotSupported
@@ -49,6 +50,7 @@ class LocalOptimizer:
     def step(self, context: int, changes: bytes) -> None:
         """Step with the gradients of ``context``. Parameters without one are left alone, and so is every ``.grad``."""
         gradients = autograd.get_gradients(context)
+        use_here(gradients.values())
         with _stepping:
             self._apply(changes)
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -75,7 +75,7 @@ class GpuArena:
         if device.type != "cuda":
             tensor = torch.empty(tuple(sizes), dtype=dtype, device=place)
         else:
-            with torch.cuda.use_mem_pool(_pool(index), place):
+            with _pool_lock, torch.cuda.use_mem_pool(_pool(index), place):
                 tensor = torch.empty(tuple(sizes), dtype=dtype, device=place)
         if tensor.numel():
             self._segment(tensor, lasting=True)
@@ -199,8 +199,12 @@ def settle(index: int) -> None:
         driver().call("cuStreamSynchronize", current_stream(index))
 
 
+_pool_lock = threading.Lock()  # torch lets one thread at a time into a pool
+
+
 @functools.cache
 def _pool(index: int) -> Any:
     """One a GPU, for the life of the process."""
     torch.cuda.init()
-    return torch.cuda.MemPool()
+    with torch.cuda.device(index):  # it belongs to the device that is current when it is made
+        return torch.cuda.MemPool()

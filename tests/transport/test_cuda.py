@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gpu
@@ -465,3 +466,37 @@ def test_arrays_of_other_libraries(two: Two, library: str) -> None:
     pytest.importorskip(library)
     two.here.call(share, library, two.landing(1000, "gpu"))
     assert two.there.call(values, "landing") == {C}
+
+
+def copy_around(state: State, remote: bytes) -> None:
+    """A GPU copies from one tensor of the arena; then torch copies its neighbours, and what reaches from one to the next."""
+    there = RemoteRegion.load(remote)
+    tensors = [tensor_of(state.device, 3 << 20, "cpu", value) for value in range(1, 5)]
+    state.channel.memcpy(there, tensors[1][: there.nbytes]).wait(T)
+    for value, tensor in enumerate(tensors, 1):
+        assert set(tensor.to(gpu.device()).cpu().unique().tolist()) == {value}
+        tensor.copy_(torch.full_like(tensor, 9, device=gpu.device()))
+        assert set(tensor.unique().tolist()) == {9}
+
+
+def test_torch_copies_arena_memory_of_which_some_is_pinned(start: Callable[..., Two]) -> None:
+    two = start()
+    two.here.call(copy_around, two.landing(1000, "gpu"))
+    assert two.there.call(values, "landing") == {2}
+
+
+def make_in_threads(state: State) -> None:
+    """At once: the pool that torch takes a GPU's memory from is entered by one thread at a time."""
+
+    def loop(number: int) -> int:
+        for turn in range(30):
+            made = tensor_of(state.device, (number + 1) << 20, "other" if turn % 2 else "gpu", number)
+            assert int(made[-1]) == number
+        return number
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(loop, range(4))) == [0, 1, 2, 3]
+
+
+def test_gpu_memory_is_made_by_several_threads(two: Two) -> None:
+    two.here.call(make_in_threads)
