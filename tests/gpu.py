@@ -74,6 +74,17 @@ def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
     tensor.fill_(value)
 
 
+def fail() -> None:
+    """A kernel touches what it may not: no call of this process for a GPU succeeds any more."""
+    if TYPE == "softgpu":
+        torch.get_device_module(TYPE).fail()
+        return
+    index = torch.tensor([1 << 40], device=device())
+    torch.zeros(4, device=device())[index] = 1.0
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+
+
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
     """This thread captures a CUDA graph, on a stream of its own."""

@@ -361,3 +361,126 @@ def all_read() -> bool:
 
 def test_a_thread_that_captures_is_told_that_it_cannot_call() -> None:
     check(run_group(in_a_capture, gpu=True))
+
+
+# -- memory that goes round
+
+
+gate = threading.Event()
+kept: list[torch.Tensor] = []
+
+
+def make_and_keep(count: int) -> int:
+    kept.append(torch.zeros(count, device=gpu.device()))
+    return threading.get_ident()
+
+
+def write_late_and_drop(ms: float) -> int:
+    gpu.fill_later(kept.pop(), 5.0, ms)
+    return threading.get_ident()
+
+
+def at_gate() -> None:
+    assert gate.wait(20)
+    gate.clear()
+
+
+def open_gate() -> None:
+    gate.set()
+
+
+def intact(value: torch.Tensor) -> tuple[int, bool]:
+    return threading.get_ident(), bool(value.eq(1).all())
+
+
+def memory_is_reused(rank: int) -> None:
+    """A function lets go of a tensor that another thread had made, with a kernel on it still to come. What that thread gets
+    next may lie in its place."""
+    import rdmarpc as rpc
+
+    met = 0
+    if rank == 0:
+        value = torch.ones(400_000, device=gpu.device())
+        assert rpc.rpc_sync("worker1", intact, (value,))[1]
+        for _ in range(60):
+            maker = rpc.rpc_sync("worker1", make_and_keep, (400_000,))
+            waiting = rpc.rpc_async("worker1", at_gate)
+            dropper = rpc.rpc_sync("worker1", write_late_and_drop, (150.0,))
+            gates = rpc.rpc_async("worker1", open_gate)
+            torch.futures.wait_all([waiting, gates])
+            for _ in range(4):
+                taker, fine = rpc.rpc_sync("worker1", intact, (value,))
+                assert fine
+                if taker == maker != dropper:
+                    met += 1
+                    break
+            if met == 3:
+                break
+        assert met == 3
+    rpc.shutdown()
+
+
+def test_memory_that_a_function_lets_go_of_is_not_written_while_it_is_used() -> None:
+    check(run_group(memory_is_reused, gpu=True, num_worker_threads=2))
+
+
+# -- a GPU that fails
+
+
+def breaks_its_gpu(value: torch.Tensor) -> torch.Tensor:
+    gpu.fail()
+    return value + 1
+
+
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def timeouts_still_come() -> str:
+    import rdmarpc as rpc
+
+    future = rpc.rpc_async("worker0", nap, (20.0,), timeout=0.5)
+    seen = threading.Event()
+    future.add_done_callback(lambda _: seen.set())  # nobody waits in it
+    return "came" if seen.wait(10) else "never came"
+
+
+def failing(rank: int) -> str:
+    import rdmarpc as rpc
+
+    if rank == 1:
+        with pytest.raises(rpc.PeerLost):
+            while True:
+                rpc.rpc_sync("worker0", identity, (1,))
+                time.sleep(0.05)
+        rpc.shutdown(graceful=False)
+        return "left"
+    value = torch.ones(100, device=gpu.device())
+    rpc.rpc_sync("worker1", shifted, (value,))
+    with pytest.raises(RuntimeError, match=r"CUDA|device"):
+        rpc.rpc_sync("worker1", breaks_its_gpu, (value,), timeout=10)
+    with pytest.raises(RuntimeError):
+        rpc.rpc_sync("worker1", shifted, (value,), timeout=10)
+    assert rpc.rpc_sync("worker1", identity, (torch.ones(3),), timeout=10).sum() == 3
+    assert rpc.rpc_sync("worker1", timeouts_still_come, timeout=15) == "came"
+    rpc.shutdown(graceful=False)
+    return "left"
+
+
+def test_a_gpu_that_fails_takes_no_answer_and_no_timeout_with_it() -> None:
+    assert check(run_group(failing, gpu=True)) == ["left", "left"]
+
+
+def empty_first(rank: int) -> None:
+    import rdmarpc as rpc
+
+    if rank == 0:
+        back = rpc.rpc_sync("worker1", identity, (torch.empty(0, 3, device=gpu.device()),))
+        assert back.shape == (0, 3) and back.device == gpu.device()
+        full = rpc.rpc_sync("worker1", identity, (torch.ones(3, device=gpu.device()),))
+        assert full.cpu().sum() == 3
+    rpc.shutdown()
+
+
+def test_an_empty_tensor_may_be_the_first() -> None:
+    check(run_group(empty_first, gpu=True))

@@ -151,6 +151,11 @@ def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
     _check(_driver.softcuda_fill32(stream, tensor.data_ptr(), bits, tensor.numel()))
 
 
+def fail() -> None:
+    """A kernel touches what it may not: from now on every call of this process fails."""
+    _driver.softcuda_break()
+
+
 @functools.cache
 def _stream_of_captures(device: torch.device | str | int | None) -> torch.Stream:
     return Stream(device)

@@ -44,7 +44,7 @@ typedef enum {
     CUDA_ERROR_INVALID_HANDLE = 400, CUDA_ERROR_NOT_FOUND = 500, CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713, CUDA_ERROR_NOT_PERMITTED = 800, CUDA_ERROR_NOT_SUPPORTED = 801,
-    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
 } CUresult;
 enum {
     CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
@@ -149,7 +149,7 @@ typedef struct {  // what the 64 bytes of an IPC handle hold; the inode tells a 
 } Handle;
 _Static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle), "the handle has to fit");
 
-static atomic_bool initialised, forked, stopped;
+static atomic_bool initialised, forked, stopped, broken;
 static atomic_int captures;  // under way, all of them begun in the global mode
 static int devices = 2, delay_us;
 static bool dmabuf;
@@ -190,10 +190,12 @@ static atomic_long counters[COUNTERS];
     do {                                                                              \
         ENTER();                                                                      \
         if (!current()) return CUDA_ERROR_INVALID_CONTEXT;                            \
+        if (broken) return CUDA_ERROR_ILLEGAL_ADDRESS;                                \
     } while (0)
 // What a thread may not do, unless its mode is relaxed, while any thread captures: the capture is lost by it.
 #define UNSAFE()                                                                      \
     do {                                                                              \
+        if (broken) return CUDA_ERROR_ILLEGAL_ADDRESS;                                \
         if (captures && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return disturb(); \
     } while (0)
 #define REQUIRE(condition, error)                                                     \
@@ -920,6 +922,10 @@ API CUresult cuFlushGPUDirectRDMAWrites(CUflushGPUDirectRDMAWritesTarget target,
 
 static void in_child(void) { forked = true; }
 
+// As a kernel that has touched what it may not: from now on nothing works on any device of this process.
+API void softcuda_break(void);
+API void softcuda_break(void) { broken = true; }
+
 API void softcuda_stop(void);
 
 API CUresult cuInit(unsigned flags) {
@@ -970,6 +976,7 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     ERROR(ERROR_HOST_MEMORY_NOT_REGISTERED, "pointer does not correspond to a registered memory region"),
     ERROR(ERROR_NOT_PERMITTED, "operation not permitted"),
     ERROR(ERROR_NOT_SUPPORTED, "operation not supported"),
+    ERROR(ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"),
     ERROR(ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
     ERROR(ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
 #undef ERROR
