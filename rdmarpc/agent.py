@@ -95,6 +95,8 @@ class Agent:
         self.contexts = Contexts(self.number, self._tell_end)
         gpu.current = self._open_gpus()
         gpu_streams.current = None if gpu.current is None else gpu.current.streams
+        if gpu.current is not None:
+            self.links.at_once = gpu.current.let_go
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.on_tick = self._look_after

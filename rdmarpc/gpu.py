@@ -28,7 +28,7 @@ from . import layout, serialize
 from .device_maps import Targets
 from .gpu_streams import Streams
 from .transport import Channel, Device, NotSupported, RdmaError, RemoteRegion, cuda_driver
-from .transport.cuda_ipc import Exports, Imports
+from .transport.cuda_ipc import Exports, Imports, imports_of
 from .transport.cuda_slots import Borrowed, Lent
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _GROUP = struct.Struct("<QIIHHH")  # sender, slot, generation, index at the send
 _TENSOR = struct.Struct("<QQQ64sI")  # number of the segment, its base, offset, handle, bytes of the description that follows
 _NO_SEGMENT = bytes(64)
 _PROBE_TIMEOUT_S = 30.0
-_CLOSE_TIMEOUT_S, _POLL_S = 1.0, 0.001
+_CLOSE_TIMEOUT_S, _POLL_S = 1.0, 0.005
 _left: list[object] = []
 
 Find = Callable[[int], "Link"]
@@ -55,13 +55,15 @@ class _Peer:
         self.lent: Lent | None = None
         self.channel: Channel | None = None
         self.borrowed: Borrowed | None = None
-        self.imports = Imports()
+        self.imports: Imports | None = None
+        self.told: set[str] = set()
+        """What was logged."""
 
     @property
     def over(self) -> bool:
         """After the connection's end: whether no stream of ours uses the peer's memory, and none of the peer's uses ours."""
         read = self.lent is None or not self.lent.sweep() or self.channel is None or self.channel.peer_ended()
-        return read and (self.borrowed is None or self.borrowed.idle) and self.imports.close()
+        return read and (self.borrowed is None or self.borrowed.idle) and (self.imports is None or self.imports.close())
 
 
 class Parcel:
@@ -83,6 +85,8 @@ class Gpus:
         self._exports = Exports()
         self._peers: dict[int, _Peer] = {}
         self._graves: list[_Peer] = []
+        self._digger: threading.Thread | None = None
+        self._burying = threading.Lock()
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether we see to this tensor."""
@@ -157,6 +161,10 @@ class Gpus:
             peer.why_not = why
 
     def _log(self, worker: int, why: str) -> None:
+        peer = self._peer(worker)
+        if why in peer.told:
+            return
+        peer.told.add(why)
         name = self._find(worker).name
         logging.getLogger("rdmarpc").warning("GPU tensors go to %s through host memory: %s", name, why)
 
@@ -265,6 +273,7 @@ class Gpus:
                     run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.device(target))
                 if what.nbytes:
                     if sender != self._me:
+                        assert peer.imports is not None
                         base = peer.imports.base(number, handle, target, idle)
                     with cuda.on(target):
                         stream = cuda_driver.current_stream(target)
@@ -281,8 +290,11 @@ class Gpus:
         try:
             with peer.asked:
                 if peer.borrowed is None:
-                    peer.borrowed = Borrowed(self._find(sender).channel, RemoteRegion.load(table), target)
+                    remote = RemoteRegion.load(table)
+                    peer.imports = imports_of(remote.owner)
+                    peer.borrowed = Borrowed(self._find(sender).channel, remote, target)
             if sender != self._me:
+                assert peer.imports is not None
                 peer.imports.base(number, handle, target, lambda: True)
         except RdmaError as error:
             return f"{error.message} ({error.status})" if error.status and error.status not in error.message else error.message
@@ -290,22 +302,47 @@ class Gpus:
 
     # -- the ends
 
+    def let_go(self, worker: int) -> None:
+        """No stream of ours waits for that worker any more. At once: all our threads may be waiting for such streams."""
+        peer = self._peers.get(worker)
+        count = peer.borrowed.release() if peer is not None and peer.borrowed is not None else 0
+        if count:
+            self._device.count("gpu_messages_lost", count)
+            logging.getLogger("rdmarpc").error(
+                "worker %d has ended before its GPU had made what it sent: tensors of %d messages from it are garbage",
+                worker,
+                count,
+            )
+
     def lost(self, worker: int) -> None:
-        """No stream of ours waits for that worker any more. What it may still read is kept until its process has ended."""
+        """See ``let_go``. What that worker may still read is kept until its process has ended."""
+        self.let_go(worker)
         peer = self._peers.pop(worker, None)
-        if peer is not None:
-            if peer.borrowed is not None:
-                peer.borrowed.release()
+        if peer is None or (peer.lent is None and peer.borrowed is None):
+            return
+        with self._burying:
             self._graves.append(peer)
+            if self._digger is None:
+                self._digger = threading.Thread(target=self._bury, name="rdmarpc-gpu-ends", daemon=True)
+                self._digger.start()
+
+    def _bury(self) -> None:
+        # On a thread of its own: to unmap memory may wait for whatever a GPU does.
+        while True:
+            for peer in list(self._graves):
+                if peer.over:
+                    self._graves.remove(peer)
+            with self._burying:
+                if not self._graves:
+                    self._digger = None
+                    return
+            time.sleep(_POLL_S)
 
     def sweep(self) -> None:
         """Let go of what is done."""
         for peer in list(self._peers.values()):
             if peer.lent is not None:
                 peer.lent.sweep()
-        for peer in list(self._graves):
-            if peer.over:
-                self._graves.remove(peer)
         self.streams.sweep()
 
     @property
@@ -319,7 +356,6 @@ class Gpus:
             self.lost(worker)
         limit = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._graves and time.monotonic() < limit:
-            self.sweep()
             time.sleep(_POLL_S)
         _left.extend(self._graves)
 

@@ -71,6 +71,9 @@ class Links:
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
         group.missed = self.miss
+        self.at_once: Callable[[int], None] = lambda worker: None
+        """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
+        wait for nothing."""
         device.on_lost = self._on_lost
 
     # -- connecting
@@ -174,6 +177,7 @@ class Links:
         """A connection ended (device's thread): let the pool settle what depended on it."""
         link = next((link for link in list(self.rows.values()) if link.channel is channel), None)
         if link is not None:
+            self.at_once(link.worker)
             self._progress.submit(partial(self._settle, link))
 
     def refuse(self, link: Link, error: RdmaError) -> None:

@@ -24,6 +24,7 @@ Never assume a device type: ``cuda_driver.kind()``. Tested over a software drive
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ from .errors import NotSupported, PeerLost, RegistrationError
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .shm_channel import ShmChannel
+
+_LOOK_S = 0.5
 
 
 class CudaDevice(ShmDevice):
@@ -59,6 +62,8 @@ class CudaDevice(ShmDevice):
         # The driver pins whole segments.
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self.gpu.devices.append(self)
+        self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
         super()._attach()
 
     # -- memory
@@ -159,12 +164,21 @@ class CudaDevice(ShmDevice):
                 lines.append(f"                 its arena is not pinned: {channel.unpinned}; copies of it wait in the post")
         return lines
 
-    def _look(self, seconds: float) -> None:
-        super()._look(seconds)
-        for channel in self._gpu_channels():
-            channel.sweep()
+    def watch(self) -> None:
+        """From now on look at GPUs now and then. On a thread of its own: what another thread does may make any call of the
+        driver wait, and for a peer that is lost."""
+        with self._lock:
+            if self._watcher is None and not self._over.is_set():
+                self._watcher = threading.Thread(target=self._watch, name="rdmarpc-gpus", daemon=True)
+                self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            for channel in self._gpu_channels():
+                channel.tend()
 
     def _shut(self) -> None:
+        self._over.set()
         super()._shut()
         if self in self.gpu.devices:
             self.gpu.devices.remove(self)

@@ -28,7 +28,7 @@ from . import kernels
 from .channel import Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .cuda_arena import GpuSegment
 from .cuda_driver import count, driver, kind
-from .cuda_ipc import Imports
+from .cuda_ipc import imports_of
 from .cuda_lane import Lane
 from .cuda_pins import Pins
 from .cuda_transfer import Copies, CudaJob, CudaTransfer, Side
@@ -91,7 +91,7 @@ class CudaChannel(ShmChannel):
         super().__init__(*args)
         self.kind = kind()
         self.gpu_lock = threading.Lock()
-        self.imports = Imports()
+        self.imports = imports_of(self.peer_uid)
         self.no_ipc = ""
         """The driver's word when a segment of the peer could not be mapped."""
         self.left = self.released = False
@@ -199,6 +199,7 @@ class CudaChannel(ShmChannel):
             found = self._lanes.get(index)
             if found is None:
                 found = self._lanes[index] = Lane(self, index)
+                self.device.watch()
             return found
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
@@ -278,9 +279,10 @@ class CudaChannel(ShmChannel):
         if known is None:
             super()._gone(number)
             return
-        # A copy that was posted before is still to end. This thread serves everybody.
+        # A copy that was posted before is still to end, and to unmap may wait for whatever a GPU does. This thread serves
+        # everybody.
         marks = [(lane, lane.sent) for lane in list(self._lanes.values())]
-        if all(lane.over(ticket) for lane, ticket in marks):
+        if segment is None and all(lane.over(ticket) for lane, ticket in marks):
             self._answer(number, segment, [])
         else:
             threading.Thread(target=self._answer, args=(number, segment, marks), name="rdmarpc-gone", daemon=True).start()
@@ -298,8 +300,8 @@ class CudaChannel(ShmChannel):
 
     # -- the end
 
-    def sweep(self) -> None:
-        """Let go of what is over, and see whether a GPU has failed. By the device's thread, now and then."""
+    def tend(self) -> None:
+        """Let go of what is over, and see whether a GPU has failed. Now and then."""
         for lane in list(self._lanes.values()):
             lane.sweep()
             lane.look()
@@ -332,11 +334,11 @@ class CudaChannel(ShmChannel):
         if self.error is None:  # what was posted is still to arrive
             self._settle(self.device.close_deadline())
         super().close()
-        self._leave()
+        self._leave(now=True)
 
     def lose(self, error: RdmaError) -> None:
         super().lose(error)
-        self._leave()
+        self._leave(now=False)
 
     def fail(self, error: RdmaError) -> None:
         """``lose``, and tell the peer: our GPU failed."""
@@ -351,11 +353,12 @@ class CudaChannel(ShmChannel):
         idle = [lane.idle(deadline) for lane in list(self._lanes.values())]
         return all(idle)
 
-    def _leave(self) -> None:
-        """Give up streams and mappings, as soon as nothing of ours is under way."""
+    def _leave(self, *, now: bool) -> None:
+        """Give up streams and mappings, as soon as nothing of ours is under way. ``now``: this thread may ask the driver."""
         with self._lanes_lock:
             first, self.left = not self.left, True
-        if self._settle(0.0):
+            idle = not self._lanes
+        if idle or (now and self._settle(0.0)):
             self._release()
         elif first:
             with contextlib.suppress(RuntimeError):  # no more threads: the process ends

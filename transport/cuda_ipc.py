@@ -7,11 +7,16 @@ it, also when another one gets the same address.
 A mapping stays until the peer ends or ``LIMIT`` others were used since: opening one takes some 100 us and more, and while it is
 there the owner's memory is not given back to the system, also when its allocator frees it (as with torch's own sharing).
 Opening is impossible in the process that exports, which needs none.
+
+When its owner has given a segment back, another may come to its address. The driver refuses that one while the first is
+mapped here; so what of that peer is not in use is then closed. Hence one table a peer, whoever copies.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +27,8 @@ from .errors import NotSupported, RdmaError
 LIMIT = 256
 """Segments of one peer that are mapped here at once, unless more are in use."""
 _MAX_KNOWN = 4096
+_ALREADY_MAPPED = "CUDA_ERROR_ALREADY_MAPPED"
+_CLOSING_S, _POLL_S = 2.0, 0.0005
 
 
 class Exports:
@@ -55,8 +62,12 @@ class _Mapping:
     base: int
     index: int
     """Of the device in whose context it is mapped."""
-    idle: Callable[[], bool] = field(default=lambda: True)
-    """Whether the last copy that uses it is over."""
+    uses: list[Callable[[], bool]] = field(default_factory=list)
+    """Of the copies that may not be over: whether they are."""
+
+    def idle(self) -> bool:
+        self.uses = [over for over in self.uses if not over()]
+        return not self.uses
 
 
 class Imports:
@@ -68,8 +79,8 @@ class Imports:
         self.opened = 0
         """How often a segment was opened."""
 
-    def base(self, number: int, handle: bytes, index: int, idle: Callable[[], bool]) -> int:
-        """Where segment ``number`` is mapped for copies to and from device ``index``. ``idle()``: whether the copies that the
+    def base(self, number: int, handle: bytes, index: int, over: Callable[[], bool]) -> int:
+        """Where segment ``number`` is mapped for copies to and from device ``index``. ``over()``: whether the copies that the
         caller is about to start are over. ``RdmaError`` with the driver's word if it cannot be opened."""
         with self._lock:
             found = self._mappings.get((number, index))
@@ -79,10 +90,22 @@ class Imports:
                 self._shrink()
             else:
                 self._mappings.move_to_end((number, index))
-            found.idle = idle
+                found.idle()
+            found.uses.append(over)
             return found.base
 
     def _open(self, handle: bytes, index: int) -> _Mapping:
+        limit = time.monotonic() + _CLOSING_S
+        while True:
+            try:
+                return self._open_somewhere(handle, index)
+            except RdmaError as error:
+                if error.status != _ALREADY_MAPPED or time.monotonic() > limit:
+                    raise
+            if not self._close_idle():
+                time.sleep(_POLL_S)
+
+    def _open_somewhere(self, handle: bytes, index: int) -> _Mapping:
         cuda = driver()
         # In the context of the device that copies; where that has no way to the owner's device, in that device's own, if it is
         # to be seen here: the driver then copies from the one to the other.
@@ -94,6 +117,8 @@ class Imports:
                     base = cuda.ipc_open(handle)
             except RdmaError as error:
                 first = first or error
+                if error.status == _ALREADY_MAPPED:
+                    break
                 continue
             self.opened += 1
             return _Mapping(base, at)
@@ -109,9 +134,27 @@ class Imports:
     def close(self) -> bool:
         """Unmap what no copy uses any more; whether that was everything. Call it again until it was."""
         with self._lock:
-            for key in [key for key, mapping in self._mappings.items() if mapping.idle()]:
-                _close(driver(), self._mappings.pop(key))
+            self._close_idle()
             return not self._mappings
+
+    def _close_idle(self) -> int:
+        found = [key for key, mapping in self._mappings.items() if mapping.idle()]
+        for key in found:
+            _close(driver(), self._mappings.pop(key))
+        return len(found)
+
+
+def imports_of(owner: int) -> Imports:
+    """The one table of a peer, by the ``owner`` of its descriptors."""
+    with _peers_lock:
+        found = _peers.get(owner)
+        if found is None:
+            found = _peers[owner] = Imports()
+        return found
+
+
+_peers: weakref.WeakValueDictionary[int, Imports] = weakref.WeakValueDictionary()
+_peers_lock = threading.Lock()
 
 
 def _close(cuda: Driver, mapping: _Mapping) -> None:

@@ -33,21 +33,24 @@ from numba.extending import intrinsic
 from numba.types import int64 as i64
 
 from .atomics import fetch_add, load_acquire, store_release
+from .cuda_driver import CU_STREAM_CAPTURE_MODE_RELAXED
 from .kernels import CLOSED, OK, enter
 from .kernels import post as finish_host
 from .signals import signal
 
-JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, JOB_GROUPS, JOB_HEAD = range(9)
+JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, JOB_MODE, JOB_GROUPS, JOB_HEAD = range(10)
 """The work request block; the lane's record; the functions; whether GPUs copy; where ``FINISH`` leaves; how it went (``OK``,
-``CLOSED``, or the driver's error); a word for what nobody looks at; how many groups; the first of them."""
+``CLOSED``, or the driver's error); a word for answers of the driver; the mode of captures (``Driver.relaxed``); how many
+groups; the first of them."""
 GROUP_CONTEXT, GROUP_STREAM, GROUP_AFTER, GROUP_EVENT, GROUP_COUNT, GROUP_HEAD = range(6)
 """The device's context, the side stream, the caller's stream, an event of the lane; then (destination, source, bytes) a
 copy."""
-PUSH, POP, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH, TABLE_WORDS = range(9)
+PUSH, POP, MODE, CAPTURING, RECORD, AWAIT, COPY, LAUNCH, FINISH, TABLE_WORDS = range(10)
 """The table of functions, as ``TABLE`` names them, and the address of ``finish``."""
 TABLE = (
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
     "cuStreamIsCapturing",
     "cuEventRecord",
     "cuStreamWaitEvent",
@@ -113,7 +116,9 @@ def post(job: int) -> int:
         inflight = 0
     store_release(job + 8 * JOB_INFLIGHT, inflight)
     table, groups, scratch = _word(job, JOB_TABLE), _word(job, JOB_GROUPS), job + 8 * JOB_SCRATCH
-    status, group = 0, job + 8 * JOB_HEAD
+    status, group, mode = 0, job + 8 * JOB_HEAD, job + 8 * JOB_MODE
+    store_release(mode, CU_STREAM_CAPTURE_MODE_RELAXED)
+    _call(_word(table, MODE), mode, 0, 0, 0)
     for number in range(groups):
         pushed = _call(_word(table, PUSH), _word(group, GROUP_CONTEXT), 0, 0, 0)
         status = _group(job, group, table, status if status != 0 else pushed)
@@ -137,6 +142,7 @@ def post(job: int) -> int:
         if pushed == 0:
             _call(_word(table, POP), scratch, 0, 0, 0)
         group += 8 * (GROUP_HEAD + 3 * _word(group, GROUP_COUNT))
+    _call(_word(table, MODE), mode, 0, 0, 0)  # as it was
     if status >= NOT_STARTED:
         store_release(job + 8 * JOB_RESULT, status & (NOT_STARTED - 1))
         if inflight != 0 and groups == 1:  # the streams of other GPUs may still run: then it stays counted

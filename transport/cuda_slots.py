@@ -8,7 +8,8 @@ number that grows by one each time the slot is used, modulo 2^32):
 * ``done``: written by a stream of the peer, after the copy. The lender looks at it with a processor, and lets the memory go.
 
 Each word has one writer, but for one case: when a peer is lost, we set its ``ready`` words far ahead ourselves, so that no
-stream of ours waits for ever. What those streams copied then is garbage, and the call that it belongs to fails.
+stream of ours waits for ever. What those streams copied then is garbage. Where its call had ended already, because nobody waits
+for a GPU, that can only be counted and logged (``gpu_messages_lost``).
 
 No deadlock: a wait is enqueued after the message that names the slot has come, and that is sent after the write was
 enqueued; so whatever a write is queued behind was there before the wait, on both GPUs.
@@ -32,7 +33,7 @@ from .cuda_driver import (
     driver,
 )
 from .cuda_pins import Pin, pin_segment
-from .errors import NotSupported, TransferTimeout
+from .errors import NotSupported, PeerLost, TransferTimeout
 from .region import RemoteRegion
 
 if TYPE_CHECKING:
@@ -97,12 +98,18 @@ class Lent:
         while True:
             self.sweep(oldest_only=bool(self._free))
             with self._lock:
-                if self._free:
-                    slot = self._free.popleft()
-                    generation = self._generations[slot] = (self._generations[slot] + 1) & _WORD
+                slot = self._free.popleft() if self._free else -1
+            if slot >= 0:
+                generation = (self._generations[slot] + 1) & _WORD
+                try:  # without the lock: where a stream has been given very much, the driver has the caller wait
                     self._words.write(slot * SLOT_BYTES + READY, generation, index)
+                except BaseException:
+                    self._free.append(slot)
+                    raise
+                self._generations[slot] = generation
+                with self._lock:
                     self._held.append((slot, keep))
-                    return slot, generation
+                return slot, generation
             if time.monotonic() > limit:
                 raise TransferTimeout(f"the peer does not read the GPU memory of {SLOTS} messages", device="cuda")
             time.sleep(_POLL_S)
@@ -143,10 +150,13 @@ class Borrowed:
         whole = torch.frombuffer(mapped.whole, dtype=torch.uint8)
         self._words = _Words(self._address, Pin(whole.data_ptr(), whole.numel(), index, mapped.whole), index)
         self._waiting: dict[int, int] = {}
+        self._released = False
 
     def wait(self, slot: int, generation: int, index: int) -> None:
-        """Before copies on the current stream of device ``index``."""
+        """Before copies on the current stream of device ``index``. ``PeerLost`` where what is waited for will not come."""
         self._waiting[slot] = generation
+        if self._released and not reached(self._address + slot * SLOT_BYTES + READY, generation):
+            raise PeerLost("it ended before its GPU had made what it sent", device="cuda")
         self._words.wait(slot * SLOT_BYTES + READY, generation, index)
 
     def done(self, slot: int, generation: int, index: int) -> None:
@@ -160,10 +170,16 @@ class Borrowed:
     def is_done(self, slot: int, generation: int) -> bool:
         return reached(self._address + slot * SLOT_BYTES + DONE, generation)
 
-    def release(self) -> None:
-        """The peer is lost: let our streams go on."""
+    def release(self) -> int:
+        """The peer is lost: let our streams go on. How many messages they had still to wait for. Asks nothing of a GPU, and
+        waits for nobody."""
+        self._released = True
+        count = 0
         for slot, generation in list(self._waiting.items()):
-            kernels.store(self._address + slot * SLOT_BYTES + READY, (generation + _FAR) & _WORD)
+            word = self._address + slot * SLOT_BYTES + READY
+            count += not reached(word, generation)
+            kernels.store(word, (generation + _FAR) & _WORD)
+        return count
 
     @property
     def idle(self) -> bool:

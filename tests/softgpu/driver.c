@@ -40,7 +40,7 @@ typedef void (*CUhostFn)(void *);
 typedef enum {
     CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NOT_INITIALIZED = 3,
     CUDA_ERROR_DEINITIALIZED = 4, CUDA_ERROR_NO_DEVICE = 100, CUDA_ERROR_INVALID_DEVICE = 101,
-    CUDA_ERROR_INVALID_CONTEXT = 201, CUDA_ERROR_MAP_FAILED = 205, CUDA_ERROR_OPERATING_SYSTEM = 304,
+    CUDA_ERROR_INVALID_CONTEXT = 201, CUDA_ERROR_MAP_FAILED = 205, CUDA_ERROR_ALREADY_MAPPED = 208, CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_INVALID_HANDLE = 400, CUDA_ERROR_NOT_FOUND = 500, CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713, CUDA_ERROR_NOT_PERMITTED = 800, CUDA_ERROR_NOT_SUPPORTED = 801,
@@ -134,7 +134,7 @@ typedef struct {
     char *shadow;
     size_t size, mapped;
     int device, fd, owner, references;  // owner: the process id it was opened from, 0 for memory of this process
-    uint64_t id;
+    uint64_t id, there;                 // there: its address in that process
 } Allocation;
 
 typedef struct {
@@ -145,7 +145,7 @@ typedef struct {
 typedef struct {  // what the 64 bytes of an IPC handle hold; the inode tells a file number that was used again
     uint32_t magic;
     int32_t pid, fd, device;
-    uint64_t id, size, inode, filesystem;
+    uint64_t id, size, inode, filesystem, base;
 } Handle;
 _Static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle), "the handle has to fit");
 
@@ -606,7 +606,7 @@ static Where resolve(uintptr_t address, size_t n, void **reach) {
 }
 
 // Memory is mapped twice: at the address that is handed out nobody may read or write, so that a host access faults.
-static CUresult map(int fd, size_t size, int device, int owner, uint64_t id, CUdeviceptr *out) {
+static CUresult map(int fd, size_t size, int device, int owner, uint64_t id, uint64_t there, CUdeviceptr *out) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), mapped = (size + page - 1) / page * page;
     void *base = mmap(NULL, mapped, PROT_NONE, MAP_SHARED, fd, 0);
     void *shadow = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -618,7 +618,7 @@ static CUresult map(int fd, size_t size, int device, int owner, uint64_t id, CUd
     pthread_mutex_lock(&world);
     allocations = realloc(allocations, (allocation_count + 1) * sizeof *allocations);
     allocations[allocation_count++] = (Allocation){(CUdeviceptr)(uintptr_t)base, shadow, size, mapped, device, fd, owner, 1,
-                                                   id ? id : next_id++};
+                                                   id ? id : next_id++, there};
     pthread_mutex_unlock(&world);
     *out = (CUdeviceptr)(uintptr_t)base;
     return CUDA_SUCCESS;
@@ -652,7 +652,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size) {
     REQUIRE(pointer && size, CUDA_ERROR_INVALID_VALUE);
     int fd = memfd_create("softcuda", MFD_CLOEXEC);
     CUresult result = fd < 0 || ftruncate(fd, (off_t)size) ? CUDA_ERROR_OUT_OF_MEMORY
-                                                           : map(fd, size, current()->device, 0, 0, pointer);
+                                                           : map(fd, size, current()->device, 0, 0, 0, pointer);
     if (result && fd >= 0) close(fd);
     return result ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
@@ -700,7 +700,7 @@ API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr pointer) {
     Allocation *a = find_allocation(pointer);
     bool ours = a && !a->owner && !fstat(a->fd, &status);
     if (ours) {
-        h.fd = a->fd, h.device = a->device, h.id = a->id, h.size = a->size;
+        h.fd = a->fd, h.device = a->device, h.id = a->id, h.size = a->size, h.base = a->base;
         h.inode = status.st_ino, h.filesystem = status.st_dev;
     }
     pthread_mutex_unlock(&world);
@@ -727,14 +727,23 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, 
             *pointer = allocations[i].base;
             result = CUDA_SUCCESS;
         }
+    // An address of a process is mapped once: what lies there now has to wait until what lay there before is closed.
+    bool taken = false;
+    for (size_t i = 0; i < allocation_count && result; i++)
+        taken |= allocations[i].owner == h.pid && allocations[i].references && h.base < allocations[i].there + allocations[i].size &&
+                 allocations[i].there < h.base + h.size;
     pthread_mutex_unlock(&world);
+    if (taken) {
+        pthread_mutex_unlock(&opening);
+        return CUDA_ERROR_ALREADY_MAPPED;
+    }
     if (result) {
         char path[64];
         struct stat status;
         snprintf(path, sizeof path, "/proc/%d/fd/%d", h.pid, h.fd);
         int fd = open(path, O_RDWR | O_CLOEXEC);
         if (fd >= 0 && !fstat(fd, &status) && status.st_ino == h.inode && status.st_dev == h.filesystem)
-            result = map(fd, h.size, h.device, h.pid, h.id, pointer);
+            result = map(fd, h.size, h.device, h.pid, h.id, h.base, pointer);
         if (result && fd >= 0) close(fd);
     }
     pthread_mutex_unlock(&opening);
@@ -967,6 +976,7 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     ERROR(ERROR_INVALID_DEVICE, "invalid device ordinal"),
     ERROR(ERROR_INVALID_CONTEXT, "invalid device context"),
     ERROR(ERROR_MAP_FAILED, "mapping of buffer object failed"),
+    ERROR(ERROR_ALREADY_MAPPED, "resource already mapped"),
     ERROR(ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS"),
     ERROR(ERROR_INVALID_HANDLE, "invalid resource handle"),
     ERROR(ERROR_NOT_FOUND, "named symbol not found"),

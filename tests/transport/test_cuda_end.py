@@ -9,7 +9,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from cuda_peer import T, Two, post_again, start_two, tensor_of, values, write_late
+from cuda_peer import T, Two, post_again, start_two, tensor_of, values, write, write_late
 from transport_peer import C, S, State, channel_error, wait_for
 
 from rdmarpc.transport import PeerLost, RdmaError, RemoteRegion, TransferTimeout
@@ -73,6 +73,7 @@ def hear_of_loss(state: State) -> None:
 def test_a_peer_is_killed_in_the_middle_of_copies(start: Callable[..., Two]) -> None:
     two = start()
     remote = two.landing(500_000, "gpu")
+    two.here.call(write, remote, "gpu", C, None)  # it takes a GPU some seconds to begin
     two.here.start(copy_until_lost, remote)
     time.sleep(0.15)
     two.there.kill()
@@ -83,6 +84,7 @@ def test_a_peer_is_killed_in_the_middle_of_copies(start: Callable[..., Two]) -> 
 def test_who_copies_is_killed_in_the_middle_of_it(start: Callable[..., Two]) -> None:
     two = start()
     remote = two.landing(500_000, "gpu")
+    two.here.call(write, remote, "gpu", C, None)
     two.here.start(copy_until_lost, remote)
     two.there.start(hear_of_loss)
     time.sleep(0.15)
