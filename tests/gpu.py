@@ -33,6 +33,8 @@ def load() -> None:
         import softgpu
 
         softgpu.load()
+        return
+    torch.backends.cudnn.deterministic = True  # tests compare bits
 
 
 def build() -> None:
@@ -62,7 +64,19 @@ def sleep(ms: float, index: int = 0) -> None:
         torch.get_device_module(TYPE).sleep(ms, index)
         return
     with torch.cuda.device(index):
-        torch.cuda._sleep(int(ms * 1_000_000))  # cycles: of a clock between 1 and 2 GHz
+        torch.cuda._sleep(int(ms * _cycles_per_ms(index)))
+
+
+@functools.cache
+def _cycles_per_ms(index: int) -> float:
+    cycles = 20_000_000
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(cycles)  # the clock rises
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / start.elapsed_time(end)
 
 
 def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:

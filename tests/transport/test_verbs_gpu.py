@@ -297,7 +297,7 @@ def stages_there_and_back() -> None:
     module = softgpu.load()
     memory = Memory(64 << 20, shared=False)
     with Bench() as bench:
-        value = torch.arange(3 << 18, device="softgpu", dtype=torch.int32)  # 3 MiB: more than a grain of pinned pages
+        value = torch.arange(3 << 18, device="softgpu", dtype=torch.int32)
         block = memory.arena.allocate(value.nbytes)
         bench.memory.stage(block, value, out=True)
         bench.memory.wait([0])
