@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 
-from .transport import cuda_driver
+from .transport import RdmaError, cuda_driver
+from .transport.cuda_events import Event
+
+Place = tuple[int, int]
+"""A stream: index of its device, the driver's handle."""
 
 
 class _Serving(threading.local):
@@ -43,8 +47,8 @@ class Streams:
         """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
         self.used: set[int] = set()
         """Indices of the devices that this process is known to use."""
-        self._made: list[torch.Stream] = []
-        self._ended: dict[torch.Stream, torch.Event] = {}
+        self._made: list[Place] = []
+        self._ended: dict[Place, Event] = {}
         """Where functions ended last, by the stream that they ran on."""
         self._retired: deque[tuple[Any, Mark]] = deque()
         self._lock = threading.Lock()
@@ -82,7 +86,10 @@ class Streams:
         self._look()
         if len(_serving.own) < len(self.used):
             for index in self.used.difference(_serving.own):
-                self._take(index, _serving.own)
+                try:
+                    self._take(index, _serving.own)
+                except RuntimeError:  # the GPU has failed, which whoever uses it is told
+                    return
         # Before the arguments are copied, too: they may get memory that a function has just let go of, and still reads.
         self._follow()
 
@@ -96,23 +103,30 @@ class Streams:
         if not self._ended:
             return
         with self._lock:
-            for stream, event in list(self._ended.items()):
-                if over(event):
-                    del self._ended[stream]
-                elif (mine := torch.accelerator.current_stream(stream.device)) != stream:
-                    mine.wait_event(event)
+            for place, event in list(self._ended.items()):
+                if cuda_driver.current_stream(place[0]) == place[1]:
+                    continue
+                try:
+                    if not event.over():
+                        event.follow()
+                        continue
+                except RdmaError:  # as in ``ended``
+                    pass
+                del self._ended[place]
 
     def ended(self) -> None:
         """The function has ended, and the answer is still to be sent."""
         self._look()
-        for index in self.used:
-            stream = torch.accelerator.current_stream(self.device(index))
+        for place in self._current():
             try:
-                event = stream.record_event()
-            except RuntimeError:  # a GPU that has failed, which whoever uses it is told
+                event = Event(*place)
+            except RdmaError:  # the GPU has failed, which whoever uses it is told
                 return
             with self._lock:
-                self._ended[stream] = event
+                self._ended[place] = event
+
+    def _current(self) -> list[Place]:
+        return [(index, cuda_driver.current_stream(index)) for index in self.used]
 
     def _look(self) -> None:
         """For devices that functions have begun to use by themselves. Looking does not begin with one."""
@@ -128,12 +142,12 @@ class Streams:
             cuda_driver.driver().relax()
         own.add(index)
         with self._lock:
-            self._made.append(stream)
+            self._made.append((index, cuda_driver.current_stream(index)))
 
     def mark(self) -> Mark | None:
         """``None`` while no device is in use."""
         self._look()
-        return Mark([torch.accelerator.current_stream(self.device(index)) for index in self.used]) if self.used else None
+        return Mark(self._current()) if self.used else None
 
     def retire(self, value: Any) -> None:
         """Let go of a value that functions may have used on any of our threads, when what these were given until now is done:
@@ -141,8 +155,7 @@ class Streams:
         if not self.used:
             return
         with self._lock:
-            streams = [*self._made, *(torch.accelerator.current_stream(self.device(index)) for index in self.used)]
-            self._retired.append((value, Mark(streams)))
+            self._retired.append((value, Mark([*self._made, *self._current()])))
         self.sweep()
 
     def sweep(self) -> None:
@@ -169,30 +182,21 @@ class Joint:
 
 
 class Mark:
-    """Events on streams."""
+    """What some streams have been given until now."""
 
     __slots__ = ("_events",)
 
-    def __init__(self, streams: list[torch.Stream]) -> None:
-        self._events = [(stream.device, stream.record_event()) for stream in streams]
+    def __init__(self, places: list[Place]) -> None:
+        self._events = [Event(*place) for place in places]
 
     def wait(self) -> None:
         """Have the current streams of this thread wait."""
-        for device, event in self._events:
-            torch.accelerator.current_stream(device).wait_event(event)
+        for event in self._events:
+            event.follow()
 
     def passed(self) -> bool:
-        return all(over(event) for _, event in self._events)
-
-
-def over(event: torch.Event) -> bool:
-    """Whether an event has come, or never will, because its GPU has failed. Does not spoil a CUDA graph that another thread
-    captures."""
-    with cuda_driver.driver().relaxed():
-        try:
-            return event.query()
-        except RuntimeError:
-            return True
+        """Whether all of it is done; also where a GPU has failed."""
+        return all(event.over() for event in self._events)
 
 
 def use_here(things: Iterable[Any]) -> None:

@@ -357,7 +357,7 @@ class CudaChannel(ShmChannel):
         """Give up streams and mappings, as soon as nothing of ours is under way. ``now``: this thread may ask the driver."""
         with self._lanes_lock:
             first, self.left = not self.left, True
-            idle = not self._lanes
+            idle = not self._lanes and not self.imports.opened
         if idle or (now and self._settle(0.0)):
             self._release()
         elif first:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
@@ -114,6 +114,10 @@ class Driver:
                 found.argtypes, found.restype = arguments, c_int
                 self._functions[name] = found
         self.call("cuInit", 0)
+        self.push, self.pop = self._functions["cuCtxPushCurrent_v2"], self._functions["cuCtxPopCurrent_v2"]
+        self.exchange = self._functions["cuThreadExchangeStreamCaptureMode"]
+        self.popped = c_void_p()
+        """Where contexts that are no longer current are named; nobody reads it."""
 
     def call(self, name: str, *args: object) -> None:
         """Call a function; ``RdmaError`` for what is not ``CUDA_SUCCESS``, ``NotSupported`` where the driver lacks it."""
@@ -181,30 +185,19 @@ class Driver:
         """Address of a function of the driver, for kernels."""
         return ctypes.cast(getattr(self._library, name), c_void_p).value or 0
 
-    @contextmanager
-    def on(self, index: int) -> Iterator[None]:
-        """With the primary context of a device current in this thread, and ``relaxed``."""
-        self.call("cuCtxPushCurrent_v2", self.context(index))
-        try:
-            with self.relaxed():
-                yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+    def on(self, index: int) -> AbstractContextManager[None]:
+        """With the primary context of a device current in this thread, and ``relaxed``. ``RdmaError`` where the GPU has
+        failed."""
+        return _On(self, self.context(index))
 
     def relax(self) -> None:
         """``relaxed``, for as long as this thread lives."""
         self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(CU_STREAM_CAPTURE_MODE_RELAXED)))
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
+    def relaxed(self) -> AbstractContextManager[None]:
         """What this thread does now has nothing to do with any CUDA graph. Else the driver spoils what another thread captures
         when this one as much as looks at an event."""
-        mode = c_int(CU_STREAM_CAPTURE_MODE_RELAXED)
-        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
-        try:
-            yield
-        finally:
-            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        return _On(self, 0)
 
     # -- memory
 
@@ -243,6 +236,29 @@ class Driver:
         event = c_void_p()
         self.call("cuEventCreate", byref(event), CU_EVENT_DISABLE_TIMING)
         return event.value or 0
+
+
+class _On:
+    """See ``Driver.on``. Entered several times in a message: no generator, and no look-up by name."""
+
+    __slots__ = ("_context", "_driver", "_mode")
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        cuda = self._driver
+        if self._context and (result := cuda.push(self._context)):
+            status = cuda.name(result)
+            raise RdmaError(f"cuCtxPushCurrent_v2 failed: {cuda.explain(status)}", device="cuda", status=status)
+        self._mode = mode = c_int(CU_STREAM_CAPTURE_MODE_RELAXED)
+        cuda.exchange(mode)
+
+    def __exit__(self, *_: object) -> None:
+        cuda = self._driver
+        cuda.exchange(self._mode)
+        if self._context:
+            cuda.pop(cuda.popped)
 
 
 def kind() -> str:

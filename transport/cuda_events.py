@@ -1,0 +1,50 @@
+"""Events of the driver's, for the order of streams within a process.
+
+Not torch's, whose ``record`` and ``wait`` keep the interpreter's lock: where a stream has been given as much as it can hold,
+the driver has callers wait until it goes on; and if it waits for a process that has died, those who would notice need the lock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from .cuda_driver import current_stream, driver
+from .errors import RdmaError
+
+_spare: defaultdict[int, deque[int]] = defaultdict(deque)
+
+
+class Event:
+    """What a stream of device ``index`` (its handle) has been given until now. Any thread may use it. ``RdmaError`` where the
+    GPU has failed."""
+
+    __slots__ = ("_handle", "index")
+
+    def __init__(self, index: int, stream: int) -> None:
+        self.index, self._handle = index, 0
+        cuda = driver()
+        with cuda.on(index):
+            try:
+                self._handle = _spare[index].popleft()
+            except IndexError:
+                self._handle = cuda.new_event()
+            cuda.call("cuEventRecord", self._handle, stream)
+
+    def __del__(self) -> None:
+        if self._handle:
+            _spare[self.index].append(self._handle)  # a stream that waits for it does so for that recording
+
+    def follow(self) -> None:
+        """Have this thread's current stream of the device wait for it."""
+        cuda = driver()
+        with cuda.on(self.index):
+            cuda.call("cuStreamWaitEvent", current_stream(self.index), self._handle, 0)
+
+    def over(self) -> bool:
+        """Whether it has come, or never will, because the GPU has failed."""
+        cuda = driver()
+        try:
+            with cuda.relaxed():
+                return cuda.attempt("cuEventQuery", self._handle) != "CUDA_ERROR_NOT_READY"
+        except RdmaError:
+            return True
