@@ -6,6 +6,7 @@ credited afterwards is there, and needs no event. Counted as ``bytes_staged``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,6 @@ def to_gpu(tensor: torch.Tensor, gpu: torch.device, device: Device) -> torch.Ten
 
 
 def to_host(payload: torch.Tensor, memory: memoryview) -> None:
-    """Copy a contiguous tensor from an accelerator into writable host memory of as many bytes."""
-    with driver().relaxed():
+    """Copy a contiguous tensor, from an accelerator or not, into writable host memory of as many bytes."""
+    with nullcontext() if payload.is_cpu else driver().relaxed():
         torch.frombuffer(memory, dtype=payload.dtype).copy_(payload.reshape(-1))

@@ -212,6 +212,12 @@ struct Relaxed {  // what the allocator does is no part of anybody's graph, and 
   }
 };
 
+bool is_over(int code) {
+  if (code != 600)
+    DRIVER(code);
+  return code == 0;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kPrivateUse1;
@@ -256,7 +262,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const Stream& s) const override {
     On on(s.device_index());
-    return cuStreamQuery(handle_of(s)) == 0;
+    return is_over(cuStreamQuery(handle_of(s)));
   }
   // What the user waits for is a call of the driver and counted there.
   void synchronizeStream(const Stream& s) const override {
@@ -283,7 +289,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       DRIVER(cuStreamWaitEvent(handle_of(s), static_cast<CUevent>(event), 0));
   }
   bool queryEvent(void* event) const override {
-    return !event || cuEventQuery(static_cast<CUevent>(event)) == 0;
+    return !event || is_over(cuEventQuery(static_cast<CUevent>(event)));
   }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
     float ms;

@@ -1180,6 +1180,7 @@ API CUstream softcuda_default_stream(int device) { return is_device(device) ? de
 
 API CUresult softcuda_drain(CUstream stream) {
     ENTER();
+    REQUIRE(!broken, CUDA_ERROR_ILLEGAL_ADDRESS);
     CUstream s = find_stream(stream);
     REQUIRE(s, CUDA_ERROR_INVALID_HANDLE);
     return drain(s);
@@ -1209,6 +1210,7 @@ API CUresult softcuda_fill8(CUstream stream, CUdeviceptr pointer, unsigned char 
 
 API CUresult softcuda_torch_copy(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream stream) {
     ENTER();
+    REQUIRE(!broken, CUDA_ERROR_ILLEGAL_ADDRESS);
     return copy(dst, src, n, stream, TORCH_MEMCPY);
 }
 

@@ -345,7 +345,50 @@ def no_context() -> None:
     assert codes == [201], "a context is current in one thread only"
 
 
-@pytest.mark.parametrize("test", [driver_copies, stream_memory_operations, host_functions, forked, no_context])
+def graphs() -> None:
+    """A look at an event by any thread spoils a capture, unless that thread says that it may."""
+    gpu, cuda = softgpu.load(), Cuda()
+    x = torch.zeros(4, device="softgpu")
+    event = x.device and torch.accelerator.current_stream().record_event()
+    event.synchronize()
+    for relaxed in (True, False):
+        codes: list[Any] = []
+
+        def look(relaxed: bool = relaxed, codes: list[Any] = codes) -> None:
+            mode = ctypes.c_int(2)
+            if relaxed:
+                cuda("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+                assert mode.value == 0
+            try:
+                codes.append(event.query())
+            except RuntimeError as error:
+                codes.append(str(error))
+
+        with contextlib.nullcontext() if relaxed else pytest.raises(RuntimeError, match="901"), gpu.capture():
+            assert gpu.is_current_stream_capturing()
+            x.fill_(1)
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(10)
+        assert codes == [True] if relaxed else "900" in str(codes)
+    assert not gpu.is_current_stream_capturing()
+
+
+def a_failure() -> None:
+    gpu, cuda = softgpu.load(), Cuda()
+    x = torch.zeros(4, device="softgpu")
+    gpu.fail()
+    with pytest.raises(RuntimeError, match="700"):
+        x.cpu()
+    assert cuda.code("cuStreamQuery", 0) == 700
+
+
+def test_a_failure_is_for_good() -> None:
+    with softgpu.Process() as process:
+        process.run(a_failure)
+
+
+@pytest.mark.parametrize("test", [driver_copies, stream_memory_operations, host_functions, forked, no_context, graphs])
 def test_driver(gpu: softgpu.Process, test: Callable[[], None]) -> None:
     gpu.run(test)
 
