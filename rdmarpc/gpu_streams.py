@@ -12,7 +12,7 @@ streams of its own thread wait, and blocks nobody. Devices that this process doe
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,9 +25,25 @@ Place = tuple[int, int]
 """A stream: index of its device, the driver's handle."""
 
 
+_spare: defaultdict[int, deque[int]] = defaultdict(deque)
+"""Streams of threads that have ended."""
+
+
+class _Own:
+    """The streams of one thread that runs functions, by device. Made by us: those that torch gives out are used by others too,
+    who may capture graphs on them."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
+
+    def __del__(self) -> None:
+        for index, stream in self.streams.items():
+            _spare[index].append(stream)
+
+
 class _Serving(threading.local):
-    own: set[int] | None = None
-    """On a thread that runs functions: the devices on which it has a stream of its own."""
+    own: _Own | None = None
+    """On a thread that runs functions."""
     decoding = False
     """It reads a request: the function has not begun."""
     touched = False
@@ -47,7 +63,7 @@ class Streams:
         """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
         self.used: set[int] = set()
         """Indices of the devices that this process is known to use."""
-        self._made: list[Place] = []
+        self._made: dict[Place, None] = {}
         self._ended: dict[Place, Event] = {}
         """Where functions ended last, by the stream that they ran on."""
         self._retired: deque[tuple[Any, Mark]] = deque()
@@ -62,7 +78,7 @@ class Streams:
             torch.empty(0, device=self.device(index))  # torch may not have begun with it
             self.used.add(index)
         _serving.touched = True
-        if _serving.decoding and _serving.own is not None and index not in _serving.own:
+        if _serving.decoding and _serving.own is not None and index not in _serving.own.streams:
             self._take(index, _serving.own)
             self._follow()
 
@@ -82,10 +98,10 @@ class Streams:
         devices that are in use. Not once the function has begun: it may have chosen streams itself."""
         _serving.decoding = True
         if _serving.own is None:
-            _serving.own = set()
+            _serving.own = _Own()
         self._look()
-        if len(_serving.own) < len(self.used):
-            for index in self.used.difference(_serving.own):
+        if len(_serving.own.streams) < len(self.used):
+            for index in self.used.difference(_serving.own.streams):
                 try:
                     self._take(index, _serving.own)
                 except RuntimeError:  # the GPU has failed, which whoever uses it is told
@@ -133,16 +149,21 @@ class Streams:
         if len(self.used) < len(self.devices) and cuda_driver.active():
             self.used.update(index for index in range(len(self.devices)) if cuda_driver.has_context(index))
 
-    def _take(self, index: int, own: set[int]) -> None:
-        stream = torch.Stream(self.device(index))
-        stream.wait_stream(torch.accelerator.current_stream(self.device(index)))
+    def _take(self, index: int, own: _Own) -> None:
+        cuda, before = cuda_driver.driver(), Event(index, cuda_driver.current_stream(index))
+        try:
+            stream = _spare[index].popleft()
+        except IndexError:
+            with cuda.on(index):
+                stream = cuda.new_stream()
+        if not own.streams:
+            cuda.relax()
+        own.streams[index] = stream
         with cuda_driver.same_device():
-            torch.accelerator.set_stream(stream)
-        if not own:
-            cuda_driver.driver().relax()
-        own.add(index)
+            torch.accelerator.set_stream(cuda_driver.as_torch(index, stream))
+        before.follow()
         with self._lock:
-            self._made.append((index, cuda_driver.current_stream(index)))
+            self._made[index, stream] = None
 
     def mark(self) -> Mark | None:
         """``None`` while no device is in use."""

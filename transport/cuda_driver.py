@@ -301,6 +301,12 @@ def _raw_stream() -> Callable[[int], int]:
     return torch._C._cuda_getCurrentRawStream if type_ == "cuda" else torch.get_device_module(type_).raw_stream
 
 
+def as_torch(index: int, stream: int) -> torch.Stream:
+    """A stream of the driver's, for torch."""
+    found: torch.Stream = torch.get_device_module(kind()).ExternalStream(stream, device=index)
+    return found
+
+
 def capturing() -> bool:
     """Whether what this thread enqueues on its current stream goes into a CUDA graph, and is not done."""
     return bool(torch.get_device_module(kind()).is_current_stream_capturing())

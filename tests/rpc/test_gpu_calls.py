@@ -408,7 +408,7 @@ def memory_is_reused(rank: int) -> None:
             maker = rpc.rpc_sync("worker1", make_and_keep, (3_000_000,))
             drops = [rpc.rpc_async("worker1", write_late_and_drop, (maker, 150.0)) for _ in range(2)]
             assert any(torch.futures.wait_all(drops))
-            for there, fine in torch.futures.wait_all([rpc.rpc_async("worker1", intact, (value,)) for _ in range(2)]):
+            for there, fine in torch.futures.wait_all([rpc.rpc_async("worker1", intact, (value,)) for _ in range(3)]):
                 assert fine
                 met += there
             if met:

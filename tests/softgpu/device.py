@@ -86,6 +86,13 @@ def Stream(device: torch.device | str | int | None = None) -> torch.Stream:
     return torch.Stream(torch.device("softgpu", current_device() if device is None else _index(device)))
 
 
+def ExternalStream(handle: int, device: torch.device | str | int | None = None) -> torch.Stream:
+    """A stream that the driver was asked for."""
+    kind = int(torch.Stream(torch.device("softgpu", 0)).device_type)
+    index = current_device() if device is None else _index(device)
+    return torch.Stream(stream_id=handle, device_index=index, device_type=kind)
+
+
 class device:
     """The current device, for a scope."""
 
