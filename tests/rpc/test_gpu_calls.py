@@ -404,7 +404,7 @@ def memory_is_reused(rank: int) -> None:
     if rank == 0:
         value = torch.ones(3_000_000, device=gpu.device())
         assert rpc.rpc_sync("worker1", intact, (value,))[1]
-        for _ in range(20):
+        for _ in range(60):
             maker = rpc.rpc_sync("worker1", make_and_keep, (3_000_000,))
             drops = [rpc.rpc_async("worker1", write_late_and_drop, (maker, 150.0)) for _ in range(2)]
             assert any(torch.futures.wait_all(drops))
