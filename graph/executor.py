@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..transport import ArenaFull, PeerLost, RdmaError
+from ..transport.cuda_driver import driver
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
 from .header import DONE, ERROR, NONE, Header, MicroBatch
@@ -103,6 +104,7 @@ class Executor(threading.Thread):
         torch.get_num_threads()
         if self._gpu is not None:
             torch.accelerator.set_device_index(self._gpu)
+            driver().relax()
         try:
             while not self._closing:
                 if self._work():

@@ -7,7 +7,8 @@ credits are as ever, and the payload lies there. Invariants:
    when header and payload are there. So whatever the consumer enqueues afterwards, on any stream, may read it.
 2. The credit is a notification behind what was enqueued, on the stream that was current when the slot was opened, until the
    credit was due: the death of the last tensor over the slot says that nothing more will be enqueued that reads it. Who uses
-   it on another stream has to order that stream, as for memory of torch's allocator.
+   it on another stream has to have the current one wait for that (``record_stream`` does nothing for memory that is not of
+   torch's allocator).
 3. Nobody waits: neither for a stream, nor for a copy.
 """
 
@@ -62,6 +63,7 @@ class GpuSlot(Slot):
     def open(self, order: int) -> torch.Tensor:
         edge = self.edge
         self.stream = torch.accelerator.current_stream(self.there.device)
+        self.there.record_stream(self.stream)  # another thread's has made it
         if edge.nbytes == 0:
             self.close()
             return torch.empty(edge.shape, dtype=edge.dtype, device=self.there.device)

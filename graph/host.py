@@ -74,11 +74,18 @@ class Host:
             return
         [self.executor.report] = fittings.outlets.values()
         self.executor.start()
+        self.executor.submit(self._use)
 
     def retire(self, plan: int, commands: int) -> Leased:
         """Nothing of this plan is sent from now on. Returns where tensors of this worker still lie."""
         fittings, _ = self._plans[plan]
         return self._on_executor(lambda: self.station.retire(fittings), commands)
+
+    def _use(self) -> None:
+        """On the executor's thread: another one has made the parts, and its stream is all that the allocator knows of."""
+        for tensor in (*self.parameters, *self.root.buffers()):
+            if not tensor.is_cpu:
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def remove(self, plan: int, leased: Leased) -> None:
         """Everybody has retired it, or it never came to life."""

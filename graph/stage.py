@@ -7,7 +7,8 @@ them, the first stage last, whichever of their outputs the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,18 @@ class Pass:
             self._abandoned(self.plan, self.sequence, self.zeroed)
 
 
+@contextmanager
+def as_in_forward(run: Pass) -> Iterator[None]:
+    """On the streams of its forward, as the engine runs what it has of it. The engine takes what comes of a stage, which it
+    knows on the CPU only, to be made by the current streams of this thread: so these wait."""
+    with on_streams(run.streams):
+        yield
+    for stream in run.streams:
+        now = torch.accelerator.current_stream(stream.device)
+        if now != stream:
+            now.wait_stream(stream)
+
+
 class Cross(torch.autograd.Function):
     """One stage, as autograd sees it."""
 
@@ -140,7 +153,9 @@ class Cross(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
-        return (torch.zeros(()), None, None, None, *ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads))
+        with as_in_forward(ctx.run):
+            results = ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads)
+        return (torch.zeros(()), None, None, None, *results)
 
 
 class Land(torch.autograd.Function):
@@ -185,7 +200,7 @@ class CrossApart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
         grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
-        with on_streams(ctx.run.streams):
+        with as_in_forward(ctx.run):
             results = ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads)
         return (torch.zeros(()), None, None, None, None, None, *results)
 

@@ -14,6 +14,7 @@ Where a tensor goes is said by the device maps (``device_maps.Targets``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import threading
@@ -27,7 +28,7 @@ import torch
 from . import layout, serialize
 from .device_maps import Targets
 from .gpu_streams import Streams
-from .transport import Channel, Device, NotSupported, RdmaError, RemoteRegion, cuda_driver
+from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, cuda_driver
 from .transport.cuda_ipc import Exports, Imports, imports_of
 from .transport.cuda_slots import Borrowed, Lent
 
@@ -85,7 +86,7 @@ class Gpus:
         self._exports = Exports()
         self._peers: dict[int, _Peer] = {}
         self._graves: list[_Peer] = []
-        self._digger: threading.Thread | None = None
+        self._digging = False
         self._burying = threading.Lock()
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -259,14 +260,16 @@ class Gpus:
         peer = self._peer(sender)
         borrowed = peer.borrowed
         if borrowed is None:
-            raise RdmaError("GPU memory came from a worker that had not asked whether it can be reached")
-        if cuda_driver.capturing():
-            borrowed.decline(slot, generation)
-            _not_captured()
-        self.streams.use(target)
+            raise PeerLost("GPU memory came from a worker that is lost, or had not asked whether it can be reached")
         cuda, found = cuda_driver.driver(), []
         idle = partial(borrowed.is_done, slot, generation)
-        borrowed.wait(slot, generation, target)
+        try:
+            _not_captured()
+            self.streams.use(target)
+            borrowed.wait(slot, generation, target)
+        except BaseException:
+            borrowed.decline(slot, generation)
+            raise
         try:
             for number, base, offset, handle, what in entries:
                 with cuda.relaxed():
@@ -280,7 +283,11 @@ class Gpus:
                         cuda.call("cuMemcpyAsync", run.data_ptr(), base + offset, what.nbytes, stream)
                 found.append(layout.rebuilt(run, what))
         finally:
-            borrowed.done(slot, generation, target)
+            try:
+                borrowed.done(slot, generation, target)
+            except RdmaError:  # our GPU has failed
+                borrowed.decline(slot, generation)
+                raise
         self._device.count("gpu_bytes_direct", sum(entry[4].nbytes for entry in entries))
         return found
 
@@ -322,9 +329,10 @@ class Gpus:
             return
         with self._burying:
             self._graves.append(peer)
-            if self._digger is None:
-                self._digger = threading.Thread(target=self._bury, name="rdmarpc-gpu-ends", daemon=True)
-                self._digger.start()
+            if not self._digging:
+                with contextlib.suppress(RuntimeError):  # no more threads: the process ends
+                    threading.Thread(target=self._bury, name="rdmarpc-gpu-ends", daemon=True).start()
+                    self._digging = True
 
     def _bury(self) -> None:
         # On a thread of its own: to unmap memory may wait for whatever a GPU does.
@@ -334,7 +342,7 @@ class Gpus:
                     self._graves.remove(peer)
             with self._burying:
                 if not self._graves:
-                    self._digger = None
+                    self._digging = False
                     return
             time.sleep(_POLL_S)
 

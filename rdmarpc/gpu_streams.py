@@ -119,16 +119,19 @@ class Streams:
         if not self._ended:
             return
         with self._lock:
-            for place, event in list(self._ended.items()):
-                if cuda_driver.current_stream(place[0]) == place[1]:
+            others = list(self._ended.items())
+        for place, event in others:
+            if cuda_driver.current_stream(place[0]) == place[1]:
+                continue
+            try:
+                if not event.over():
+                    event.follow()
                     continue
-                try:
-                    if not event.over():
-                        event.follow()
-                        continue
-                except RdmaError:  # as in ``ended``
-                    pass
-                del self._ended[place]
+            except RdmaError:  # as in ``ended``
+                pass
+            with self._lock:
+                if self._ended.get(place) is event:
+                    del self._ended[place]
 
     def ended(self) -> None:
         """The function has ended, and the answer is still to be sent."""
@@ -176,13 +179,14 @@ class Streams:
         if not self.used:
             return
         with self._lock:
-            self._retired.append((value, Mark([*self._made, *self._current()])))
+            made = list(self._made)
+        self._retired.append((value, Mark([*made, *self._current()])))
         self.sweep()
 
     def sweep(self) -> None:
         """Let go of what is done."""
         dead = []
-        with self._lock:
+        with self._lock:  # held by nobody who asks the driver for more than whether an event has come
             while self._retired and self._retired[0][1].passed():
                 dead.append(self._retired.popleft())
 

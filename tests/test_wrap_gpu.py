@@ -165,6 +165,30 @@ def micro_batches() -> None:
         model.close()
 
 
+def total(value: torch.Tensor) -> float:
+    return float(value.sum())
+
+
+def calls_beside() -> None:
+    """Calls with tensors on GPUs between the same workers: the same segments, slots and pinned pages, used in both ways."""
+    home = gpu.device()
+    model, twin = both(models.mlp, {"0-1": "worker1/0", "2-3": "worker1", "4": "worker2/0"})
+    before = rpc.counters()
+    kept = []
+    for number, (x, y) in enumerate(batches(12, 8, 20)):
+        losses = [F.cross_entropy(network(x.to(home)).to(home), y.to(home)) for network in (model, twin)]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == losses[1].item()
+        # Of sizes that the allocator gets from the driver one by one.
+        kept.append(torch.full(((3 + number) << 20,), 1.0, device=home))
+        for worker in ("worker1", "worker2"):
+            assert rpc.rpc_sync(worker, total, (kept[-1],)) == kept[-1].numel()
+    after = rpc.counters()
+    assert not direct() or after["bytes_staged"] == before["bytes_staged"]
+    model.close()
+
+
 def staged() -> None:
     """The ablation: every payload is copied into a registered buffer of host memory first."""
     model, twin = both(models.mlp, CHAIN, staging="always")
@@ -305,7 +329,7 @@ def forwards_in_python() -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_equal_to_the_bit(transport):
-    bodies = (equal, micro_batches, staged, random_numbers, accumulation_and_zeroing, states, sizes_that_vary)
+    bodies = (equal, micro_batches, calls_beside, staged, random_numbers, accumulation_and_zeroing, states, sizes_that_vary)
     drive(partial(all_of, *bodies, forwards_in_python), transport=transport)
 
 

@@ -24,6 +24,7 @@ Never assume a device type: ``cuda_driver.kind()``. Tested over a software drive
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +64,7 @@ class CudaDevice(ShmDevice):
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self.gpu.devices.append(self)
         self._over = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watching = False
         super()._attach()
 
     # -- memory
@@ -168,9 +169,10 @@ class CudaDevice(ShmDevice):
         """From now on look at GPUs now and then. On a thread of its own: what another thread does may make any call of the
         driver wait, and for a peer that is lost."""
         with self._lock:
-            if self._watcher is None and not self._over.is_set():
-                self._watcher = threading.Thread(target=self._watch, name="rdmarpc-gpus", daemon=True)
-                self._watcher.start()
+            if not self._watching and not self._over.is_set():
+                with contextlib.suppress(RuntimeError):  # no more threads: the process ends
+                    threading.Thread(target=self._watch, name="rdmarpc-gpus", daemon=True).start()
+                    self._watching = True
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):

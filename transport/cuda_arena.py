@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 
 class GpuSegment:
-    """An allocation of this process that peers may map. ``number`` and ``key`` as of any region; ``uuid`` names the GPU."""
+    """An allocation of this process that peers may map. ``number`` and ``key`` as of any region, ``allocation`` is the
+    driver's number; ``uuid`` names the GPU."""
 
-    def __init__(self, number: int, key: int, base: int, nbytes: int, uuid: str, handle: bytes) -> None:
-        self.number, self.key = number, key
+    def __init__(self, number: int, key: int, base: int, nbytes: int, uuid: str, handle: bytes, allocation: int) -> None:
+        self.number, self.key, self.allocation = number, key, allocation
         self.base, self.nbytes, self.uuid, self.handle = base, nbytes, uuid, handle
         self.lasting = False
         """Whether born registered tensors lie in it."""
@@ -122,7 +123,7 @@ class GpuArena:
                     hint="PYTORCH_CUDA_ALLOC_CONF without expandable_segments gives memory in one",
                 )
             _, _, handle = self._exports.find(address)
-            segment = GpuSegment(*self.memory.take_number(), base, size, driver().uuid(index), handle)
+            segment = GpuSegment(*self.memory.take_number(), base, size, driver().uuid(index), handle, number)
             segment.lasting = lasting
             with self._lock:
                 self._segments[number] = segment

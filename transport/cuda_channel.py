@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 GPU_SEGMENT, GPU_PART = 8, 9
-_PASS = struct.Struct("<32s64s")  # UUID in hexadecimal, IPC handle
+_PASS = struct.Struct("<32s64sQ")  # UUID in hexadecimal, IPC handle, the driver's number of the allocation
 
 
 class PeerSegment:
     """An allocation of the peer."""
 
-    def __init__(self, channel: CudaChannel, number: int, base: int, uuid: str, handle: bytes) -> None:
-        self._channel, self._number, self._base, self._handle = channel, number, base, handle
+    def __init__(self, channel: CudaChannel, base: int, uuid: str, handle: bytes, allocation: int) -> None:
+        self._channel, self._base, self._handle, self._allocation = channel, base, handle, allocation
         self.uuid = uuid
         self.gone = False
         self._at: dict[int, int] = {}
@@ -67,7 +67,7 @@ class PeerSegment:
                 found = self._base
             else:
                 try:
-                    found = channel.imports.base(self._number, self._handle, index, self._idle)
+                    found = channel.imports.base(self._allocation, self._handle, index, self._idle)
                 except RdmaError as error:
                     channel.no_ipc = error.status
                     raise NotSupported(
@@ -194,13 +194,20 @@ class CudaChannel(ShmChannel):
 
     def lane(self, index: int) -> Lane:
         """Our side stream on a device."""
-        with self._lanes_lock:
-            self._check()
-            found = self._lanes.get(index)
-            if found is None:
-                found = self._lanes[index] = Lane(self, index)
-                self.device.watch()
+        found = self._lanes.get(index)
+        if found is not None and not self.left:
             return found
+        # Made without the lock, which who hears of the peer's end must not wait for.
+        made = Lane(self, index)
+        try:
+            with self._lanes_lock:
+                self._check()
+                found = self._lanes.setdefault(index, made)
+        finally:
+            if found is not made:
+                made.destroy()
+        self.device.watch()
+        return found
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         self._check()
@@ -247,7 +254,7 @@ class CudaChannel(ShmChannel):
         """Of a segment of ours."""
         memory, fd = memfd("rdmarpc-gpu", _PASS.size)
         try:
-            _PASS.pack_into(memory, 0, segment.uuid.encode(), segment.handle)
+            _PASS.pack_into(memory, 0, segment.uuid.encode(), segment.handle, segment.allocation)
             self.send(GPU_SEGMENT, segment.number, segment.key, segment.base, segment.nbytes, fd)
         finally:
             memory.close()
@@ -262,8 +269,8 @@ class CudaChannel(ShmChannel):
             card = os.pread(fds[0], _PASS.size, 0)
             if len(card) != _PASS.size:
                 return
-            uuid, handle = _PASS.unpack(card)
-            segment = PeerSegment(self, number, address, uuid.decode("ascii", "replace"), handle)
+            uuid, handle, allocation = _PASS.unpack(card)
+            segment = PeerSegment(self, address, uuid.decode("ascii", "replace"), handle, allocation)
             self._segments[number] = self._places[number] = segment
             self._parts[number] = (0, nbytes, key)
         elif kind == GPU_PART and (found := self._segments.get(number >> 32)) is not None:
@@ -272,22 +279,20 @@ class CudaChannel(ShmChannel):
             self._parts[number] = (address, nbytes, key)
 
     def _gone(self, number: int) -> None:
-        with self.gpu_lock:
-            known = self._parts.pop(number, None)
-            self._places.pop(number, None)
-            segment = self._segments.pop(number, None)
-        if known is None:
+        if number not in self._parts:
             super()._gone(number)
             return
-        # A copy that was posted before is still to end, and to unmap may wait for whatever a GPU does. This thread serves
-        # everybody.
-        marks = [(lane, lane.sent) for lane in list(self._lanes.values())]
-        if segment is None and all(lane.over(ticket) for lane, ticket in marks):
-            self._answer(number, segment, [])
-        else:
-            threading.Thread(target=self._answer, args=(number, segment, marks), name="rdmarpc-gone", daemon=True).start()
+        # A copy that is being posted, or was, is still to end, and to unmap may wait for whatever a GPU does. This thread
+        # serves everybody.
+        with contextlib.suppress(RuntimeError):  # no more threads: the process ends
+            threading.Thread(target=self._forget, args=(number,), name="rdmarpc-gone", daemon=True).start()
 
-    def _answer(self, number: int, segment: PeerSegment | None, marks: list[tuple[Lane, int]]) -> None:
+    def _forget(self, number: int) -> None:
+        with self.gpu_lock:
+            self._parts.pop(number, None)
+            self._places.pop(number, None)
+            segment = self._segments.pop(number, None)
+        marks = [(lane, lane.sent) for lane in list(self._lanes.values())]
         try:
             for lane, ticket in marks:
                 lane.wait(ticket, None)

@@ -14,6 +14,7 @@ mapped here; so what of that peer is not in use is then closed. Hence one table 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -80,8 +81,8 @@ class Imports:
         """How often a segment was opened."""
 
     def base(self, number: int, handle: bytes, index: int, over: Callable[[], bool]) -> int:
-        """Where segment ``number`` is mapped for copies to and from device ``index``. ``over()``: whether the copies that the
-        caller is about to start are over. ``RdmaError`` with the driver's word if it cannot be opened."""
+        """Where a segment (the driver's ``number``) is mapped for copies to and from device ``index``. ``over()``: whether
+        the copies that the caller is about to start are over. ``RdmaError`` with the driver's word if it cannot be opened."""
         with self._lock:
             found = self._mappings.get((number, index))
             if found is None:
@@ -158,5 +159,5 @@ _peers_lock = threading.Lock()
 
 
 def _close(cuda: Driver, mapping: _Mapping) -> None:
-    with cuda.on(mapping.index):
+    with contextlib.suppress(RdmaError), cuda.on(mapping.index):  # of a context that is lost, with all that was in it
         cuda.attempt("cuIpcCloseMemHandle", mapping.base)

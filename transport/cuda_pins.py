@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Registration:
-    def __init__(self, address: int, nbytes: int, index: int) -> None:
-        self.address, self.nbytes, self.index, self.holds = address, nbytes, index, 0
+    def __init__(self, address: int, nbytes: int, index: int, refused: str) -> None:
+        self.address, self.nbytes, self.index, self.holds, self.refused = address, nbytes, index, 0, refused
+        if refused:
+            return
         flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
         with driver().on(index):
             self.refused = driver().attempt("cuMemHostRegister_v2", c_void_p(address), nbytes, flags)
@@ -35,13 +37,13 @@ _lock = threading.RLock()  # of the table; a finalizer may run inside
 
 class Pin:
     """Holds the registration of ``[address, address + nbytes)`` for all GPUs, made by way of device ``index`` if there is none.
-    ``keep`` is the mapping, which lives as long. Thread-safe."""
+    ``keep`` is the mapping, which lives as long. ``refused``: why it is not even to be tried. Thread-safe."""
 
-    def __init__(self, address: int, nbytes: int, index: int, keep: object) -> None:
+    def __init__(self, address: int, nbytes: int, index: int, keep: object, refused: str = "") -> None:
         with _lock:
             found = _registrations.get(address)
             if found is None:
-                found = _registrations[address] = _Registration(address, nbytes, index)
+                found = _registrations[address] = _Registration(address, nbytes, index, refused)
             found.holds += 1
         self._registration = found
         self._pointers: dict[int, int] = {}
@@ -84,9 +86,12 @@ def _drop(registration: _Registration, keep: object) -> None:
 
 def pin_segment(segment: Segment, index: int) -> Pin:
     """A segment of our arena, which has all its pages from then on."""
-    with contextlib.suppress(ArenaFull):  # then the driver will say so
+    refused = ""
+    try:
         segment.reserve(segment.nbytes)
-    return Pin(segment.address, segment.nbytes, index, segment.view)
+    except ArenaFull as error:
+        refused = error.message
+    return Pin(segment.address, segment.nbytes, index, segment.view, refused)
 
 
 class Pins:

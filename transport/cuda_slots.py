@@ -122,7 +122,9 @@ class Lent:
         with self._lock:
             for _ in range(len(self._held)):
                 slot, keep = self._held[0]
-                if reached(self._address + slot * SLOT_BYTES + DONE, self._generations[slot]):
+                at, generation = self._address + slot * SLOT_BYTES, self._generations[slot]
+                # Both: what was not fetched may be done before our stream has written that it is ready.
+                if reached(at + DONE, generation) and reached(at + READY, generation):
                     dead.append(keep)
                     self._free.append(slot)
                     self._held.popleft()
@@ -156,6 +158,7 @@ class Borrowed:
         """Before copies on the current stream of device ``index``. ``PeerLost`` where what is waited for will not come."""
         self._waiting[slot] = generation
         if self._released and not reached(self._address + slot * SLOT_BYTES + READY, generation):
+            del self._waiting[slot]
             raise PeerLost("it ended before its GPU had made what it sent", device="cuda")
         self._words.wait(slot * SLOT_BYTES + READY, generation, index)
 
@@ -164,7 +167,8 @@ class Borrowed:
         self._words.write(slot * SLOT_BYTES + DONE, generation, index)
 
     def decline(self, slot: int, generation: int) -> None:
-        """It will not be copied."""
+        """It is not copied: no stream of ours has it, or those of a GPU that has failed."""
+        self._waiting.pop(slot, None)
         kernels.store(self._address + slot * SLOT_BYTES + DONE, generation)
 
     def is_done(self, slot: int, generation: int) -> bool:
