@@ -500,3 +500,25 @@ def make_in_threads(state: State) -> None:
 
 def test_gpu_memory_is_made_by_several_threads(two: Two) -> None:
     two.here.call(make_in_threads)
+
+
+def number_of_landing(state: State) -> int:
+    from rdmarpc.transport.cuda_driver import driver
+
+    with driver().on(0):
+        return driver().allocation(state.kept["landing"].data_ptr())[2]
+
+
+def mapped(state: State) -> set[int]:
+    from rdmarpc.transport.cuda_ipc import imports_of
+
+    imports = imports_of(state.channel.peer_uid)  # type: ignore[attr-defined]
+    assert imports is state.channel.imports  # type: ignore[attr-defined]
+    return {number for number, _ in imports._mappings}
+
+
+def test_a_mapping_goes_by_the_number_that_the_driver_gave(two: Two) -> None:
+    """Whoever maps a peer's memory uses one table: other numbers of it mean other segments there."""
+    remote = two.landing(40_000, "gpu", S)
+    two.here.call(write, remote, "gpu", C, None)
+    assert two.there.call(number_of_landing) in two.here.call(mapped)
