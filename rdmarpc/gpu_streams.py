@@ -36,9 +36,9 @@ class _Own:
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
 
-    def __del__(self) -> None:
+    def __del__(self, spare: defaultdict[int, deque[int]] = _spare) -> None:
         for index, stream in self.streams.items():
-            _spare[index].append(stream)
+            spare[index].append(stream)
 
 
 class _Serving(threading.local):

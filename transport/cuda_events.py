@@ -30,9 +30,9 @@ class Event:
                 self._handle = cuda.new_event()
             cuda.call("cuEventRecord", self._handle, stream)
 
-    def __del__(self) -> None:
+    def __del__(self, spare: defaultdict[int, deque[int]] = _spare) -> None:
         if self._handle:
-            _spare[self.index].append(self._handle)  # a stream that waits for it does so for that recording
+            spare[self.index].append(self._handle)  # a stream that waits for it does so for that recording
 
     def follow(self) -> None:
         """Have this thread's current stream of the device wait for it."""
@@ -44,7 +44,7 @@ class Event:
         """Whether it has come, or never will, because the GPU has failed."""
         cuda = driver()
         try:
-            with cuda.relaxed():
+            with cuda.on(self.index):
                 return cuda.attempt("cuEventQuery", self._handle) != "CUDA_ERROR_NOT_READY"
         except RdmaError:
             return True
