@@ -262,32 +262,32 @@ class Gpus:
         if borrowed is None:
             raise PeerLost("GPU memory came from a worker that is lost, or had not asked whether it can be reached")
         cuda, found = cuda_driver.driver(), []
-        idle = partial(borrowed.is_done, slot, generation)
+        over = partial(borrowed.is_done, slot, generation)
         try:
             _not_captured()
             self.streams.use(target)
-            borrowed.wait(slot, generation, target)
+            with cuda.on(target):
+                borrowed.wait(slot, generation, target)
         except BaseException:
             borrowed.decline(slot, generation)
             raise
-        try:
-            for number, base, offset, handle, what in entries:
-                with cuda.relaxed():
+        with cuda.on(target):
+            try:
+                for number, base, offset, handle, what in entries:
                     run = torch.empty(what.nbytes // what.dtype.itemsize, dtype=what.dtype, device=self.streams.device(target))
-                if what.nbytes:
-                    if sender != self._me:
-                        assert peer.imports is not None
-                        base = peer.imports.base(number, handle, target, idle)
-                    with cuda.on(target):
+                    if what.nbytes:
+                        if sender != self._me:
+                            assert peer.imports is not None
+                            base = peer.imports.base(number, handle, target, over)
                         stream = cuda_driver.current_stream(target)
                         cuda.call("cuMemcpyAsync", run.data_ptr(), base + offset, what.nbytes, stream)
-                found.append(layout.rebuilt(run, what))
-        finally:
-            try:
-                borrowed.done(slot, generation, target)
-            except RdmaError:  # our GPU has failed
-                borrowed.decline(slot, generation)
-                raise
+                    found.append(layout.rebuilt(run, what))
+            finally:
+                try:
+                    borrowed.done(slot, generation, target)
+                except RdmaError:  # our GPU has failed
+                    borrowed.decline(slot, generation)
+                    raise
         self._device.count("gpu_bytes_direct", sum(entry[4].nbytes for entry in entries))
         return found
 

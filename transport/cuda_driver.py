@@ -307,9 +307,15 @@ def as_torch(index: int, stream: int) -> torch.Stream:
     return found
 
 
+@functools.cache
+def _is_capturing() -> Callable[[], bool]:
+    found: Callable[[], bool] = torch.get_device_module(kind()).is_current_stream_capturing
+    return found
+
+
 def capturing() -> bool:
     """Whether what this thread enqueues on its current stream goes into a CUDA graph, and is not done."""
-    return bool(torch.get_device_module(kind()).is_current_stream_capturing())
+    return bool(_is_capturing()())
 
 
 def current_stream(index: int) -> int:

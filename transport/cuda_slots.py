@@ -61,18 +61,14 @@ class _Words:
         pin.pointer(address, index)
 
     def write(self, offset: int, value: int, index: int) -> None:
-        """Have the current stream of a device write a word after all that it has been given."""
-        cuda = driver()
+        """Have the current stream of a device, whose context is current, write a word after all that it has been given."""
         at = self._pin.pointer(self._address + offset, index)
-        with cuda.on(index):
-            cuda.call("cuStreamWriteValue32_v2", current_stream(index), at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
+        driver().call("cuStreamWriteValue32_v2", current_stream(index), at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
 
     def wait(self, offset: int, value: int, index: int) -> None:
-        """Have the current stream of a device wait for a word before all that it will be given."""
-        cuda = driver()
+        """Have the current stream of a device, whose context is current, wait for a word before all that it will be given."""
         at = self._pin.pointer(self._address + offset, index)
-        with cuda.on(index):
-            cuda.call("cuStreamWaitValue32_v2", current_stream(index), at, value, CU_STREAM_WAIT_VALUE_GEQ)
+        driver().call("cuStreamWaitValue32_v2", current_stream(index), at, value, CU_STREAM_WAIT_VALUE_GEQ)
 
 
 class Lent:
@@ -102,7 +98,8 @@ class Lent:
             if slot >= 0:
                 generation = (self._generations[slot] + 1) & _WORD
                 try:  # without the lock: where a stream has been given very much, the driver has the caller wait
-                    self._words.write(slot * SLOT_BYTES + READY, generation, index)
+                    with driver().on(index):
+                        self._words.write(slot * SLOT_BYTES + READY, generation, index)
                 except BaseException:
                     self._free.append(slot)
                     raise
@@ -155,7 +152,8 @@ class Borrowed:
         self._released = False
 
     def wait(self, slot: int, generation: int, index: int) -> None:
-        """Before copies on the current stream of device ``index``. ``PeerLost`` where what is waited for will not come."""
+        """Before copies on the current stream of device ``index``, whose context is current. ``PeerLost`` where what is waited
+        for will not come."""
         self._waiting[slot] = generation
         if self._released and not reached(self._address + slot * SLOT_BYTES + READY, generation):
             del self._waiting[slot]
@@ -163,7 +161,7 @@ class Borrowed:
         self._words.wait(slot * SLOT_BYTES + READY, generation, index)
 
     def done(self, slot: int, generation: int, index: int) -> None:
-        """After them."""
+        """After them, likewise."""
         self._words.write(slot * SLOT_BYTES + DONE, generation, index)
 
     def decline(self, slot: int, generation: int) -> None:
