@@ -13,7 +13,8 @@ import gpu
 import torch
 import torch.nn.functional as F
 from group import results, run_group
-from test_wrap_gpu import batches, on_driver, places
+from test_wrap import on_driver
+from test_wrap_gpu import batches, places
 from test_wrap_gpu_streams import Lagging
 from torch import nn
 

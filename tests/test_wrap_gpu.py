@@ -4,43 +4,31 @@ from GPU to GPU (``cuda``)."""
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gpu
 import pytest
+import test_wrap
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from test_wrap import STEADY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import rdmarpc as rpc
 from rdmarpc import wrap
 
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import results, run_group
-
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["tcp", "cuda"]
-STEADY = ("registrations", "bytes_staged", "rpc_messages", "plans")
 CPU = torch.device("cpu")
 Data = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def on_driver(body: Callable[[], Any], rank: int) -> Any:
-    """``body`` runs at worker0; the others only serve."""
-    try:
-        return body() if rank == 0 else None
-    finally:
-        rpc.shutdown()
-
-
 def drive(body: Callable[[], Any], size: int = 3, **options: Any) -> Any:
-    return results(run_group(partial(on_driver, body), size, gpu=True, **options))[0]
+    return test_wrap.drive(body, size, gpu=True, **options)
 
 
 def all_of(*bodies: Callable[[], None]) -> None:
@@ -83,6 +71,15 @@ def direct() -> bool:
 
 
 # -- equal bits
+
+
+def both_backward(model: Any, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Of one batch, which the caller has on its GPU."""
+    home = gpu.device()
+    losses = [F.cross_entropy(network(x.to(home)), y.to(home)) for network in (model, twin)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == losses[1].item()
 
 
 def steps(model: Any, twin: nn.Module, data: Data, here: torch.device, make: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -176,10 +173,7 @@ def calls_beside() -> None:
     before = rpc.counters()
     kept = []
     for number, (x, y) in enumerate(batches(12, 8, 20)):
-        losses = [F.cross_entropy(network(x.to(home)).to(home), y.to(home)) for network in (model, twin)]
-        for loss in losses:
-            loss.backward()
-        assert losses[0].item() == losses[1].item()
+        both_backward(model, twin, x, y)
         # Of sizes that the allocator gets from the driver one by one.
         kept.append(torch.full(((3 + number) << 20,), 1.0, device=home))
         for worker in ("worker1", "worker2"):
@@ -193,10 +187,7 @@ def staged() -> None:
     """The ablation: every payload is copied into a registered buffer of host memory first."""
     model, twin = both(models.mlp, CHAIN, staging="always")
     for x, y in batches(3, 8, 20):
-        losses = [F.cross_entropy(network(x.to(gpu.device())), y.to(gpu.device())) for network in (model, twin)]
-        for loss in losses:
-            loss.backward()
-        assert losses[0].item() == losses[1].item()
+        both_backward(model, twin, x, y)
     assert model.counters()["bytes_staged"] > 0
     model.close()
 
@@ -280,13 +271,8 @@ def states() -> None:
 
 def sizes_that_vary() -> None:
     model, twin = both(models.mlp, CHAIN)
-    home = gpu.device()
     for size in (8, 5, 3, 5, 7, 8):
-        x, y = (tensor.to(home) for tensor in batches(1, size, 20)[0])
-        losses = [F.cross_entropy(network(x), y) for network in (model, twin)]
-        for loss in losses:
-            loss.backward()
-        assert losses[0].item() == losses[1].item()
+        both_backward(model, twin, *batches(1, size, 20)[0])
     assert model.counters()["dynamic_reads"] > 0
     model.close()
 

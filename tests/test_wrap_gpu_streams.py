@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from test_wrap import on_driver
 from test_wrap_gpu import (
     CHAIN,
     TRANSPORTS,
@@ -23,7 +24,6 @@ from test_wrap_gpu import (
     batches,
     both,
     drive,
-    on_driver,
     one_after_another,
     places,
 )

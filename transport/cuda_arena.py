@@ -27,7 +27,8 @@ from .cuda_driver import current_stream, driver
 from .cuda_ipc import Exports
 from .cuda_lane import busy
 from .cuda_pins import Pins
-from .errors import RdmaError, RegistrationError
+from .errors import RegistrationError
+from .memory import withdraw
 from .region import Region, local_bytes
 
 if TYPE_CHECKING:
@@ -156,18 +157,10 @@ class GpuArena:
             if not segment.regions and not segment.lasting:
                 gone.append(segment.number)
                 self._segments = {other: each for other, each in self._segments.items() if each is not segment}
-        failed: RdmaError | None = None
         try:
-            for device in self._listeners():
-                for each in gone:
-                    try:
-                        device._announce(each, 0, 0, 0)
-                    except RdmaError as error:
-                        failed = failed or error
+            withdraw(self._listeners(), gone)
         finally:
             self._pinned.pop(number, None)
-        if failed is not None:
-            raise failed
 
     def registered(self) -> tuple[list[GpuSegment], list[tuple[int, int, int, int, int]]]:
         """All segments, and all foreign regions as (number, key, segment, offset, bytes): what a new peer has to be told."""

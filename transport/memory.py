@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,17 +117,10 @@ class Memory:
         number = region.remote.region
         with self.lock:
             known = self.regions.pop(number, None)
-        failed = None
         try:
-            for device in self._newest_first() if known is not None else ():
-                try:
-                    device._announce(number, 0, 0, 0)
-                except RdmaError as error:
-                    failed = failed or error
+            withdraw(self._newest_first() if known is not None else (), [number])
         finally:
             self._pinned.pop(number, None)
-        if failed is not None:
-            raise failed
 
     def _new_segment(self, nbytes: int) -> Segment:
         memory, fd = self._allocate("rdmarpc-arena", nbytes)
@@ -218,3 +212,16 @@ def anonymous(nbytes: int) -> mmap.mmap:
 
 def address_of(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+
+
+def withdraw(devices: Iterable[Device], numbers: Sequence[int]) -> None:
+    """Tell all devices that these regions are gone. Raises the first error, when all were told."""
+    failed: RdmaError | None = None
+    for device in devices:
+        for number in numbers:
+            try:
+                device._announce(number, 0, 0, 0)
+            except RdmaError as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed

@@ -9,16 +9,9 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from group import Outcome, die, run_group
+from group import die, results, run_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-
-
-def check(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.error, outcome.text
-        assert outcome.exit_code == 0
-    return [outcome.result for outcome in outcomes]
 
 
 def counters() -> dict[str, int]:
@@ -87,7 +80,7 @@ def arguments_and_results(rank: int) -> Any:
 
 
 def test_arguments_and_results_go_from_gpu_to_gpu() -> None:
-    found = check(run_group(arguments_and_results, gpu=True))[0]
+    found = results(run_group(arguments_and_results, gpu=True))[0]
     assert found["gpu_bytes_direct"] > 0
     assert found["bytes_staged"] == 0
 
@@ -119,7 +112,7 @@ def no_waiting(rank: int) -> Any:
 
 
 def test_a_slow_kernel_is_waited_for_by_streams_alone() -> None:
-    assert check(run_group(no_waiting, gpu=True))[0] == 0
+    assert results(run_group(no_waiting, gpu=True))[0] == 0
 
 
 def bursts(rank: int) -> Any:
@@ -139,7 +132,7 @@ def bursts(rank: int) -> Any:
 
 
 def test_memory_of_arguments_is_not_used_again_before_it_is_read() -> None:
-    check(run_group(bursts, gpu=True))
+    results(run_group(bursts, gpu=True))
 
 
 def made(value: float, ms: float) -> torch.Tensor:
@@ -171,7 +164,7 @@ def unexpected(rank: int) -> Any:
 
 
 def test_futures_of_results_that_turn_out_to_be_on_a_gpu() -> None:
-    assert check(run_group(unexpected, gpu=True))[0] == 1
+    assert results(run_group(unexpected, gpu=True))[0] == 1
 
 
 # -- device maps
@@ -195,7 +188,7 @@ def mapped_devices(rank: int) -> Any:
 
 def test_maps_say_where_tensors_go_and_answers_come_back_the_other_way() -> None:
     maps = {"worker1": {0: 1, 1: 0}} if gpu.TYPE == "softgpu" else {"worker1": {0: 0}}
-    check(run_group(mapped_devices, 3, gpu=True, each={0: {"device_maps": maps}}))
+    results(run_group(mapped_devices, 3, gpu=True, each={0: {"device_maps": maps}}))
 
 
 def fewer_devices(rank: int) -> Any:
@@ -215,7 +208,7 @@ def fewer_devices(rank: int) -> Any:
 @pytest.mark.skipif(gpu.TYPE != "softgpu", reason="takes a host whose processes have different numbers of GPUs")
 def test_a_tensor_for_which_there_is_no_device_is_an_error_that_says_so() -> None:
     each: dict[int, dict[str, Any]] = {1: {"environment": {"SOFTCUDA_DEVICES": "1"}}, 2: {"gpu": False}}
-    check(run_group(fewer_devices, 3, gpu=True, each=each))
+    results(run_group(fewer_devices, 3, gpu=True, each=each))
 
 
 def wrong_maps(rank: int) -> Any:
@@ -248,7 +241,7 @@ def through_the_host(rank: int) -> Any:
 
 
 def test_where_no_memory_is_shared_tensors_go_through_the_host_and_that_is_counted() -> None:
-    found = check(run_group(through_the_host, gpu=True, transport="tcp"))[0]
+    found = results(run_group(through_the_host, gpu=True, transport="tcp"))[0]
     assert found["bytes_staged"] == 4 * 100 * 50 * 4  # out and in, two calls
     assert "gpu_bytes_direct" not in found
 
@@ -326,7 +319,7 @@ def beside_captures(rank: int) -> None:
 
 
 def test_calls_do_not_spoil_a_graph_that_is_captured() -> None:
-    check(run_group(beside_captures, gpu=True))
+    results(run_group(beside_captures, gpu=True))
 
 
 def in_a_capture(rank: int) -> None:
@@ -361,7 +354,7 @@ def all_read() -> bool:
 
 
 def test_a_thread_that_captures_is_told_that_it_cannot_call() -> None:
-    check(run_group(in_a_capture, gpu=True))
+    results(run_group(in_a_capture, gpu=True))
 
 
 # -- memory that goes round
@@ -418,7 +411,7 @@ def memory_is_reused(rank: int) -> None:
 
 
 def test_memory_that_a_function_lets_go_of_is_not_written_while_it_is_used() -> None:
-    check(run_group(memory_is_reused, gpu=True, num_worker_threads=2))
+    results(run_group(memory_is_reused, gpu=True, num_worker_threads=2))
 
 
 # -- a GPU that fails
@@ -465,7 +458,7 @@ def failing(rank: int) -> str:
 
 
 def test_a_gpu_that_fails_takes_no_answer_and_no_timeout_with_it() -> None:
-    assert check(run_group(failing, gpu=True)) == ["left", "left"]
+    assert results(run_group(failing, gpu=True)) == ["left", "left"]
 
 
 def empty_first(rank: int) -> None:
@@ -480,7 +473,7 @@ def empty_first(rank: int) -> None:
 
 
 def test_an_empty_tensor_may_be_the_first() -> None:
-    check(run_group(empty_first, gpu=True))
+    results(run_group(empty_first, gpu=True))
 
 
 def recycled(rank: int) -> int:
@@ -507,7 +500,7 @@ def recycled(rank: int) -> int:
 
 
 def test_an_address_is_used_again() -> None:
-    places = check(run_group(recycled, gpu=True))[0]
+    places = results(run_group(recycled, gpu=True))[0]
     assert gpu.TYPE == "cuda" or places < 4  # the case was met
 
 
