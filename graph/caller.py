@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..transport import NotSupported, RdmaError, TransferTimeout
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .analyze import TransferGraph
 from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
 from .header import CLEAR, DONE, ERROR, GRAD, Header
@@ -192,8 +192,9 @@ class Caller:
             run = self._begin(plan, torch.is_grad_enabled() and bool(plan.participants), mode)
             try:
                 result = self._run(run, dict(zip(plan.graph.inputs, tensors)))
-            except BaseException:
+            except BaseException as error:
                 self._abandon(run)
+                self._blame(error)
                 raise
             if not run.grad:
                 run.finished = True
@@ -301,9 +302,15 @@ class Caller:
                 )
             try:
                 return self._exchange_gradients(run, stage, grads)
-            except BaseException:
+            except BaseException as error:
                 self._abandon(run)
+                self._blame(error)
                 raise
+
+    def _blame(self, error: BaseException) -> None:
+        """A post fails with what its own peer did, which may have left because another one died: raise who was lost."""
+        if isinstance(error, PeerLost):
+            self.station.check()
 
     def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
