@@ -308,9 +308,14 @@ class Caller:
                 raise
 
     def _blame(self, error: BaseException) -> None:
-        """A post fails with what its own peer did, which may have left because another one died: raise who was lost."""
-        if isinstance(error, PeerLost):
+        """A post names its own peer, which may have left because another one died: raise who was lost, if it is another."""
+        if not isinstance(error, PeerLost):
+            return
+        try:
             self.station.check()
+        except PeerLost as lost:
+            if lost.peer != error.peer:
+                raise lost from error
 
     def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
