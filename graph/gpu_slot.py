@@ -1,10 +1,12 @@
 """Slots in the memory of an accelerator, and the writes into them: the words of ``slot`` and ``outlet``, in order with streams.
 
-Where the consumer computes on an accelerator, and both processes reach its memory (the ``cuda`` device, one host), header and
-credits are as ever, and the payload lies there. Invariants:
+Where the consumer computes on an accelerator, and its memory can be written into from outside, header and credits are as ever,
+and the payload lies there: within a host where both processes reach it (the ``cuda`` device), between hosts where the adapter
+does (``verbs``; if it does not, the slot is in host memory, and the reason is logged once). Invariants:
 
 1. A write waits, on a side stream, for what the sender's current stream had been given when it was sent; its notification comes
-   when header and payload are there. So whatever the consumer enqueues afterwards, on any stream, may read it.
+   when header and payload are there. So whatever the consumer enqueues afterwards, on any stream, may read it. (Where an
+   accelerator does not see by itself what an adapter wrote, the poller has it do so before it names the notification.)
 2. The credit is a notification behind what was enqueued, on the stream that was current when the slot was opened, until the
    credit was due: the death of the last tensor over the slot says that nothing more will be enqueued that reads it. Who uses
    it on another stream has to have the current one wait for that (``record_stream`` does nothing for memory that is not of
@@ -14,13 +16,13 @@ credits are as ever, and the payload lies there. Invariants:
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import transport
+from ..transport import RdmaError, Region, RegistrationError
 from .devices import find, on_streams
 from .layout import strides
 from .lent import lend
@@ -28,9 +30,15 @@ from .place import Edge
 from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
-    from ..transport import Channel, Device
+    from ..transport import Device
     from ..transport.cuda import CudaDevice
+    from ..transport.verbs import VerbsDevice
+    from .header import Header
+    from .place import Placement
     from .station import Station
+
+
+_log = logging.getLogger("rdmarpc")
 
 
 def reaches(device: Device) -> bool:
@@ -39,21 +47,31 @@ def reaches(device: Device) -> bool:
     return memory is not None and memory.gpu is not None
 
 
-def direct(channel: Channel) -> bool:
-    """Whether accelerators' memory, of this process or its peer, takes part in copies by this channel."""
-    # Compiled kernels stand behind it: it is imported by processes that have such a device, and by no others.
-    loaded = sys.modules.get(f"{transport.__name__}.cuda_channel")
-    return loaded is not None and isinstance(channel, loaded.CudaChannel)
+def inlet(station: Station, edge: Edge, placement: Placement, arrived: Callable[[Inlet, Slot, Header], None]) -> Inlet:
+    """The consumer's half of an edge of known shape: on the accelerator where it ends, if it ends on one, and if the sender can
+    write into it there."""
+    channel = station.channel(edge.source)
+    if edge.device and channel.gpus and (edge.source in placement.reaching or not channel.maps_gpus):
+        try:
+            return GpuInlet(station, edge, arrived)
+        except RegistrationError as error:
+            if (edge.source, edge.device) not in station.staged:
+                station.staged.add((edge.source, edge.device))
+                where = f"what comes from {edge.source} to {edge.device} goes through host memory"
+                _log.warning("%s: %s", where, error.message)
+    return Inlet(station, edge, arrived)
 
 
 class GpuSlot(Slot):
     """The header in the arena, the payload on the accelerator."""
 
-    __slots__ = ("stream", "there")
+    __slots__ = ("region", "stream", "there")
 
-    def __init__(self, device: CudaDevice, edge: Edge, freed: Callable[[Slot], None], gpu: torch.device) -> None:
+    def __init__(self, device: CudaDevice | VerbsDevice, edge: Edge, freed: Callable[[Slot], None], gpu: torch.device) -> None:
+        """``RegistrationError`` where peers cannot reach memory of this accelerator."""
         super().__init__(device, edge, freed, payload=False)
         self.there = device.empty(edge.nbytes, dtype=torch.uint8, device=gpu)
+        self.region: Region = device.register(self.there)
         self.stream: torch.Stream | None = None
 
     @property
@@ -73,14 +91,24 @@ class GpuSlot(Slot):
 class GpuInlet(Inlet):
     """The consumer's half."""
 
+    def __init__(self, station: Station, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
+        """``RegistrationError``: see ``GpuSlot``."""
+        self._made: list[GpuSlot] = []
+        try:
+            super().__init__(station, edge, arrived)
+        except RegistrationError:
+            self.remove()
+            raise
+
     def make_slot(self, station: Station) -> Slot:
         device: Any = self.channel.device
-        return GpuSlot(device, self.edge, station.freed, find(self.edge.device))
+        self._made.append(GpuSlot(device, self.edge, station.freed, find(self.edge.device)))
+        return self._made[-1]
 
     def offer(self) -> list[tuple[bytes, int]]:
         """As ever, but with a descriptor of the payload behind that of the header."""
-        payloads = [self.channel.device.register(slot.there) for slot in self.slots if isinstance(slot, GpuSlot)]
-        return [(head + there.export(), number) for (head, number), there in zip(super().offer(), payloads)]
+        payloads = [slot.region.export() for slot in self._made]
+        return [(head + there, number) for (head, number), there in zip(super().offer(), payloads)]
 
     def connect(self, credits: list[int]) -> None:
         self._numbers = dict(zip(self.slots, credits))
@@ -100,5 +128,12 @@ class GpuInlet(Inlet):
 
     def close(self) -> None:
         self._numbers.clear()
+
+    def remove(self) -> None:
+        for slot in self._made:
+            try:
+                slot.region.close()
+            except RdmaError as error:
+                _log.warning("a slot on %s could not be withdrawn: %s", slot.there.device, error.message)
 
     _numbers: dict[Slot, int]

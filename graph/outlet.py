@@ -18,7 +18,6 @@ import torch
 from ..transport import NotSupported, RdmaError, RemoteRegion
 from . import staging
 from .devices import find
-from .gpu_slot import direct
 from .header import HEADER_BYTES, NONE, SHARED, Header
 from .layout import dense
 from .place import Edge
@@ -241,7 +240,7 @@ class Outlet:
         self._station, self.staging = station, staging
         self.timeout = station.timeout
         self.channel: Channel = station.channel(edge.target)
-        self.direct = direct(self.channel)
+        self.direct = self.channel.gpus
         """Whether what lies on an accelerator is written from there."""
         self._targets: list[Any] = []  # of one kind, see ``connect``
         self._waiting: deque[tuple[Header, torch.Tensor | None]] = deque()

@@ -107,6 +107,9 @@ class Inlet:
         """No credit is sent afterwards. Open tensors keep their memory."""
         self._credits.clear()
 
+    def remove(self) -> None:
+        """The sender writes no more: what was registered for it is not any more."""
+
     def _landed_in(self, slot: Slot) -> Callable[[int], None]:
         def landed(count: int) -> None:
             header = Header.read(slot.head)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import PeerLost, Poller, RdmaError, TransferTimeout
+from . import gpu_slot
 from .dynamic import DynamicInlet, DynamicOutlet
-from .gpu_slot import GpuInlet, direct
 from .header import Header
 from .outlet import Outlet, Target
 from .place import Edge, Placement
@@ -77,6 +77,8 @@ class Station:
         self._kept: list[torch.Tensor] = []
         self._polling = 0
         self._lost: dict[str, RdmaError] = {}
+        self.staged: set[tuple[str, str]] = set()
+        """From whom to which accelerator things go through host memory although that need not be so: it was logged."""
         self.closed = False
         self.counts: Counter[str] = Counter()
         """``dynamic_reads``, and the bytes that dynamic edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
@@ -93,7 +95,8 @@ class Station:
         fittings, offer = Fittings(placement), Offer()
         for edge in placement.edges:
             if edge.target == self.name:
-                inlet = self._inlet_type(edge, placement)(self, edge, arrived(edge))
+                heard = arrived(edge)
+                inlet = gpu_slot.inlet(self, edge, placement, heard) if edge.static else DynamicInlet(self, edge, heard)
                 for slot in inlet.slots:
                     self._inlet_of[slot] = inlet
                 fittings.inlets[edge.number] = inlet
@@ -104,13 +107,6 @@ class Station:
                 offer.credits[edge.number] = outlet.numbers
         self._fitted.append(fittings)
         return fittings, offer
-
-    def _inlet_type(self, edge: Edge, placement: Placement) -> type[Inlet]:
-        if not edge.static:
-            return DynamicInlet
-        if edge.device and edge.source in placement.reaching and direct(self.channel(edge.source)):
-            return GpuInlet
-        return Inlet
 
     def connect(self, fittings: Fittings, offers: Offer) -> None:
         """``offers`` has those of all workers."""
@@ -134,6 +130,7 @@ class Station:
         where tensors of our peers lie (``leased``, of all workers): nobody would tell us of their end."""
         self._fitted.remove(fittings)
         for inlet in fittings.inlets.values():
+            inlet.remove()
             self._kept.extend(memory for at in leased.get(inlet.edge.number, ()) for memory in inlet.slots[at].memories)
             for slot, number in zip(inlet.slots, inlet.numbers):
                 self._inlet_of.pop(slot, None)
@@ -214,7 +211,7 @@ class Station:
         """Return when nothing that was sent is under way any more: what accelerators copy may be, long after it was posted.
         ``TransferTimeout``."""
         for channel in self.peers.values():
-            if direct(channel) and channel.error is None:
+            if channel.gpus and channel.error is None:
                 try:
                     channel.fence(self.timeout)
                 except TransferTimeout:
@@ -231,6 +228,7 @@ class Station:
         _kept.extend(self._kept)
         for fittings in self._fitted:
             for number, inlet in fittings.inlets.items():
+                inlet.remove()
                 slots = range(len(inlet.slots)) if leased is None else leased.get(number, ())
                 _kept.extend(memory for at in slots for memory in inlet.slots[at].memories)
 

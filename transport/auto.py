@@ -32,6 +32,7 @@ from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, RdmaError
 from .memory import Memory
+from .notify import Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
@@ -166,6 +167,19 @@ class AutoDevice(Device):
                 f"there is no memory of {place} here", device="auto", hint="torch has no GPU here, or shm was refused"
             )
         return found
+
+    def arrived(self) -> None:
+        """See ``VerbsDevice``."""
+        verbs: Any = self.devices.get("verbs")
+        if verbs is not None:
+            verbs.arrived()
+
+    def poller(self) -> Poller:
+        if "verbs" not in self.devices:
+            return super().poller()
+        from .verbs_gpu import FlushedPoller
+
+        return FlushedPoller(self)
 
     # -- choosing
 

@@ -153,6 +153,12 @@ class Channel(abc.ABC):
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         """A write-through window from an arena tensor to a remote range of the same size."""
 
+    gpus = False
+    """Whether the local side of a copy may be GPU memory here."""
+
+    maps_gpus = False
+    """Whether a peer that writes into our GPU memory has to map it, for which it needs a GPU's driver itself."""
+
     registered_only = False
     """Whether the local side of a copy has to lie in the arena, or is staged there: what is made there saves a copy."""
 
@@ -206,15 +212,18 @@ class Channel(abc.ABC):
 
     def notify(self, imm: int) -> None:
         """Send one notification without data."""
+        self._notifier(imm).post()
+
+    def _notifier(self, imm: int) -> Transfer:
         if imm not in self._notifiers:
             self._notifiers[imm] = self.prepare([], notify=imm)
-        self._notifiers[imm].post()
+        return self._notifiers[imm]
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         """Send one notification when what the caller's current stream of that GPU has been given so far is done; returns at
         once. So it is told that what a kernel reads may be written again. ``NotSupported`` where no GPU is reached."""
         raise NotSupported(
-            "this channel has no GPU streams", peer=self.peer, device=self.device.name, hint="open cuda, or auto"
+            "this channel has no GPU streams", peer=self.peer, device=self.device.name, hint="open cuda, verbs or auto"
         )
 
     def fence(self, timeout: float | None = None) -> None:

@@ -86,6 +86,7 @@ class PeerSegment:
 
 class CudaChannel(ShmChannel):
     device: CudaDevice
+    gpus = maps_gpus = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

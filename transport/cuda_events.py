@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from .cuda_driver import current_stream, driver
 from .errors import RdmaError
 
+NOT_READY = "CUDA_ERROR_NOT_READY"
 _spare: defaultdict[int, deque[int]] = defaultdict(deque)
 
 
@@ -34,17 +35,21 @@ class Event:
         if self._handle:
             spare[self.index].append(self._handle)  # a stream that waits for it does so for that recording
 
-    def follow(self) -> None:
-        """Have this thread's current stream of the device wait for it."""
+    def follow(self, stream: int | None = None) -> None:
+        """Have a stream wait for it, of any device; this thread's current one of this device, if none is named."""
         cuda = driver()
         with cuda.on(self.index):
-            cuda.call("cuStreamWaitEvent", current_stream(self.index), self._handle, 0)
+            cuda.call("cuStreamWaitEvent", current_stream(self.index) if stream is None else stream, self._handle, 0)
 
-    def over(self) -> bool:
-        """Whether it has come, or never will, because the GPU has failed."""
+    def status(self) -> str:
+        """Empty when it has come; ``NOT_READY``; or why it never will: the driver's word for how the GPU has failed."""
         cuda = driver()
         try:
             with cuda.on(self.index):
-                return cuda.attempt("cuEventQuery", self._handle) != "CUDA_ERROR_NOT_READY"
-        except RdmaError:
-            return True
+                return cuda.attempt("cuEventQuery", self._handle)
+        except RdmaError as error:
+            return error.status
+
+    def over(self) -> bool:
+        """Whether it has come, or never will."""
+        return self.status() != NOT_READY

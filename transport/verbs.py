@@ -20,11 +20,12 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from . import auth, cuda_driver, gpudirect, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import auth, cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
 from .arena import PINNED_SEGMENT_BYTES, Segment
 from .channel import Channel
@@ -196,6 +197,15 @@ class VerbsDevice(Device):
                 self._gpu = GpuMemory(self._context, self.count, arena.pins if arena is not None else None)
             return self._gpu
 
+    def empty(
+        self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """As for any device; with ``device`` an ordinary tensor on that GPU, which ``register`` shares."""
+        if device is None or torch.device(device).type == "cpu":
+            return super().empty(shape, dtype=dtype)
+        self._check()
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def register(self, tensor: torch.Tensor) -> Region:
         """As ``Device.register``; also GPU memory, for the peers of this device. It holds then what the current stream has been
         given to do until now. ``RegistrationError`` where the adapter cannot reach it, with the reasons."""
@@ -205,12 +215,8 @@ class VerbsDevice(Device):
         nbytes = local_bytes(tensor, self.gpu_kind)[1]
         if not nbytes:
             return Region(self, tensor, 0, 0, 0, foreign=False)
-        index = tensor.device.index
-        if self._whole is not self and self.gpu.decision(index).flush != gpudirect.NONE:
-            why = f"what arrives in GPU {index} has to be flushed, and a poller of a device around this one does not"
-            raise NotSupported(why, device="verbs", hint="open verbs alone")
         mr = self.gpu.share(tensor)
-        self.gpu.wait([index])
+        self.gpu.wait([tensor.device.index])
         number, key = self.memory.take_number()
         with self._lock:
             self._mrs[number], self._gpu_regions[number] = mr, (tensor, key)

@@ -41,6 +41,7 @@ from .verbs_transfer import Chain, Held, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
     from .verbs import VerbsDevice
+    from .verbs_behind import Later
 
 Place = tuple[int, int]
 """Address and rkey of remote memory."""
@@ -72,6 +73,9 @@ class VerbsChannel(Channel):
         self._acks: dict[tuple[int, int], threading.Event] = {}
         self._questions = itertools.count(1)
         self._left: deque[tuple[Lane, int, Held]] = deque()  # filled by finalizers: append only
+        self.gpus = bool(device.gpu_kind)
+        self.later: set[Later] = set()
+        """What waits for a GPU (``verbs_behind``)."""
         self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
         self._end_lock = threading.Lock()
         self._released = False
@@ -164,8 +168,23 @@ class VerbsChannel(Channel):
         else:
             raise self.ended()
 
+    def notify_after(self, imm: int, device: torch.device | str) -> Work:
+        self._check()
+        check_notify(imm)
+        place = torch.device(device)
+        if not self.gpus or place.type != self.device.gpu_kind:
+            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
+        index = torch.accelerator.current_device_index() if place.index is None else place.index
+        post = self._notifier(imm).post
+        return self.device.gpu.behind(self, (index,), post) or post()
+
     def fence(self, timeout: float | None = None) -> None:
         self._check()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for later in list(self.later):
+            later.leave(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        if deadline is not None:
+            timeout = max(deadline - time.monotonic(), 0.0)
         for lane, seq in [(lane, lane.posted) for lane in self.lanes]:
             lane.wait(seq, timeout)
             if lane.reached < seq:
@@ -351,7 +370,7 @@ class VerbsChannel(Channel):
             return
         deadline = self.device.close_deadline()
         while self.error is None and time.monotonic() < deadline:
-            if all(lane.posted <= lane.reached for lane in self.lanes):
+            if not self.later and all(lane.posted <= lane.reached for lane in self.lanes):
                 break
             kernels.progress(self.port)
             time.sleep(0.0005)

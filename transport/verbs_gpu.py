@@ -5,8 +5,8 @@ so that a tensor in a known one costs two questions to the driver. The driver's 
 memory that was freed, and another allocation at its address, are told from it. A registration holds the memory (a dma-buf does)
 until somebody notices that it was freed: the next registration, or a thread within half a second.
 
-The adapter knows no streams. So before memory is posted, what the current streams of the posting thread have been given must be
-done (``wait``); and where the GPU does not see arrived data in order by itself, it is made visible after each notification and
+The adapter knows no streams. So memory is posted when what the current streams of the posting thread have been given is done
+(``behind``); and where the GPU does not see arrived data in order by itself, it is made visible after each notification and
 each READ (``flush``, see ``gpudirect.NONE``).
 
 Never run on hardware: see ``gpudirect``.
@@ -17,15 +17,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from ctypes import byref, c_int, c_uint, c_uint64
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import cuda_driver, gpudirect
 from .arena import Block
+from .channel import Work
 from .cuda_driver import Driver
+from .cuda_events import NOT_READY, Event
 from .cuda_pins import Pins
 from .errors import NotSupported, RdmaError, RegistrationError, TransferTimeout
 from .gpudirect import Decision, Refused
@@ -33,12 +36,15 @@ from .notify import Expectation, Poller
 from .region import local_bytes
 from .verbs_provider import Context, MemoryRegion
 
+if TYPE_CHECKING:
+    from .verbs_behind import Behind
+    from .verbs_channel import VerbsChannel
+
 WAIT_LIMIT_S = 60.0
-"""How long a post waits for the work that a stream was given before it."""
+"""How long ``wait`` does."""
 _SPINS = 50  # looks at an event before the thread sleeps between them; one takes about a microsecond
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 _TEND_S, _JOIN_S = 0.5, 5.0
-_NOT_READY = "CUDA_ERROR_NOT_READY"
 _FOR_GOOD = ("EOPNOTSUPP", "EPROTONOSUPPORT", "ENOSYS", "CUDA_ERROR_NOT_SUPPORTED")
 """What refuses a way as such, and not this memory."""
 _WAIT_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
@@ -93,7 +99,7 @@ class GpuMemory:
         self._gpus: dict[int, gpudirect.Gpu] = {}
         self._adapter = gpudirect.adapter_of(context.name, root, context.dma_buf_status())
         self._module = gpudirect.peermem(root)
-        self._events: dict[int, list[int]] = {}
+        self._behind: dict[int, Behind] = {}
         self._notes: set[str] = set()
         self._flushers: dict[int, Callable[[], None]] = {}
         self._flushed: set[int] = set()  # GPUs that something can arrive in, and that need it
@@ -238,41 +244,55 @@ class GpuMemory:
 
     # -- order
 
+    def behind(self, channel: VerbsChannel, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+        """Have ``post`` called when what the current streams of these GPUs have been given is done, and what was posted from
+        the first of them before. ``None``: that is so now, and the caller posts. ``RdmaError`` where a GPU has failed."""
+        if cuda_driver.capturing():
+            why = "the current stream is being captured into a CUDA graph"
+            raise NotSupported(why, device="verbs", hint="post before or after that")
+        streams = [(index, cuda_driver.current_stream(index)) for index in indices]
+        streams = [(index, stream) for index, stream in streams if self._busy(index, stream)]
+        first = min(indices)
+        queue = self._behind.get(first)
+        if not streams and (queue is None or queue.idle):
+            return None
+        if queue is None:
+            from .verbs_behind import Behind  # a kernel stands behind it, which only who has a GPU needs
+
+            with self._lock:
+                if (queue := self._behind.get(first)) is None:
+                    queue = self._behind[first] = Behind(self._cuda, first)
+        self._count("gpu_posts_behind")
+        return queue.put(channel, streams, post)
+
+    def _busy(self, index: int, stream: int) -> bool:
+        with self._cuda.on(index):
+            status = self._cuda.attempt("cuStreamQuery", stream)
+        if status not in ("", NOT_READY):
+            raise RdmaError(f"work of the GPU failed before memory was posted: {status}", device="verbs", status=status)
+        return status == NOT_READY
+
     def wait(self, indices: Iterable[int]) -> None:
         """Until what the current streams of these GPUs have been given is done; others may run meanwhile. ``RdmaError`` with
         the driver's word if it failed, ``TransferTimeout`` after ``WAIT_LIMIT_S``."""
         for index in indices:
             stream = cuda_driver.current_stream(index)
-            with self._cuda.on(index):
-                if not self._busy("cuStreamQuery", stream):
-                    continue
-                self._count("gpu_waits")
-                with self._lock:
-                    event = (self._events.setdefault(index, []) or [self._cuda.new_event()]).pop()
-                try:
-                    # Not the stream: others may give it work for ever.
-                    self._cuda.call("cuEventRecord", event, stream)
-                    self._await(event, index)
-                finally:
-                    self._events[index].append(event)
-
-    def _await(self, event: int, index: int) -> None:
-        limit, looks, nap = time.monotonic() + WAIT_LIMIT_S, 0, _NAP_S
-        while self._busy("cuEventQuery", event):
-            looks += 1
-            if looks < _SPINS:
+            if not self._busy(index, stream):
                 continue
-            if time.monotonic() > limit:
-                why = f"GPU {index} is not done after {WAIT_LIMIT_S:g} s with what makes the memory to be sent"
-                raise TransferTimeout(why, device="verbs", hint="nothing was posted; is a kernel stuck?")
-            time.sleep(nap)
-            nap = min(nap * 2, _LONGEST_NAP_S)
-
-    def _busy(self, question: str, handle: int) -> bool:
-        status = self._cuda.attempt(question, handle)
-        if status and status != _NOT_READY:
-            raise RdmaError(f"work of the GPU failed before memory was posted: {status}", device="verbs", status=status)
-        return bool(status)
+            self._count("gpu_waits")
+            event = Event(index, stream)  # not the stream: others may give it work for ever
+            limit, looks, nap = time.monotonic() + WAIT_LIMIT_S, 0, _NAP_S
+            while (status := event.status()) == NOT_READY:
+                looks += 1
+                if looks < _SPINS:
+                    continue
+                if time.monotonic() > limit:
+                    why = f"GPU {index} is not done after {WAIT_LIMIT_S:g} s with what the current stream was given"
+                    raise TransferTimeout(why, device="verbs", hint="is a kernel stuck?")
+                time.sleep(nap)
+                nap = min(nap * 2, _LONGEST_NAP_S)
+            if status:
+                raise RdmaError(f"work of the GPU failed: {status}", device="verbs", status=status)
 
     @property
     def flushes(self) -> bool:
@@ -337,6 +357,8 @@ class GpuMemory:
     def close(self) -> None:
         """Deregister everything. Idempotent."""
         self._stopping.set()
+        for queue in self._behind.values():
+            queue.close()
         if self._tending is not None:
             self._tending.join(timeout=_JOIN_S)
         with self._lock:
@@ -347,10 +369,6 @@ class GpuMemory:
             try:
                 if self._own_pins:
                     self._pins.close()
-                for index, events in self._events.items():
-                    with self._cuda.on(index):
-                        while events:
-                            self._cuda.attempt("cuEventDestroy_v2", events.pop())
             except RdmaError:
                 pass  # the driver is gone already: the process ends
 

@@ -7,8 +7,8 @@ The local side must be registered. Memory of the arena is. Other memory is regis
 transfer lives; what ``rebind`` brings, and the source of a single ``memcpy``, is staged in the arena instead
 (``bytes_staged``), because to register costs more than to copy until it is very large.
 
-GPU memory is registered for good (``verbs_gpu``), or staged, whatever its size and in both directions. Before it is posted, the
-posting thread's current stream has to be done with what it was given (``gpu_waits``)."""
+GPU memory is registered for good (``verbs_gpu``), or staged, whatever its size and in both directions. It is posted when what
+the posting thread's current stream had been given is done (``verbs_behind``)."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class VerbsTransfer(Transfer):
             piece.gpu = -1
 
     def _fill(self) -> None:
-        """Copy what is staged, and have the GPUs be done with what is not."""
+        """Copy what is staged; GPUs do so on their current streams."""
         device = self._channel.device
         for piece in self._staging:
             if not piece.write:
@@ -267,8 +267,6 @@ class VerbsTransfer(Transfer):
             else:
                 kernels.copy(piece.source[0], *local_bytes(piece.tensor))
             device.count_staged(piece.remote.nbytes)
-        if self._gpus:
-            device.gpu.wait({piece.gpu for piece in self._gpus})
 
     def land(self) -> None:
         """The bytes of its READs are here: have them where they belong, and GPUs see them."""
@@ -282,9 +280,16 @@ class VerbsTransfer(Transfer):
         device.arrived()
 
     def post(self) -> Work:
-        channel = self._channel
-        if self._staging or self._gpus:
+        if self._staging:
             self._fill()
+        if self._gpus:
+            later = self._channel.device.gpu.behind(self._channel, {piece.gpu for piece in self._gpus}, self._post)
+            if later is not None:
+                return later
+        return self._post()
+
+    def _post(self) -> Work:
+        channel = self._channel
         lane, seq = self.lane, 0
         for chain in self._chains:
             while (seq := verbs_kernels.post(lane.address, chain.address)) <= 0:

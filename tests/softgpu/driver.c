@@ -250,7 +250,9 @@ static void perform(Op *op) {
                 else doze(i < 200 ? 20000 : 50000);
             }
             break;
-        case HOST: op->function(op->to); break;
+        case HOST:
+            if (!broken) op->function(op->to);  // "will not be called in the event of an error in the CUDA context"
+            break;
         case RECORD:
             pthread_mutex_lock(&records);
             clock_gettime(CLOCK_MONOTONIC, &op->record->at);

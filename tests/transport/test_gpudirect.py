@@ -6,20 +6,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from softverbs import PATH, compiled
 
 from rdmarpc import host_facts
 from rdmarpc.host_facts import LIMITS, MISSING, OK
 from rdmarpc.transport import RdmaError, cuda_driver, gpudirect, verbs_native
 from rdmarpc.transport.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Adapter, Gpu, Refused
 
-PATH = ("pci0000:16", "0000:16:02.0", "0000:17:00.0")
 GOOD = Gpu(0, "0000:17:00.0", dma_buf=True, pinnable=True, ordering=100, flush_options=1, path=PATH)
 NIC = Adapter("mlx5_0", (*PATH[:2], "0000:18:00.0"), "EBADF")
 MODULE = "nvidia_peermem"
@@ -205,16 +203,6 @@ struct ibv_mr *ibv_reg_dmabuf_mr(void *pd, uint64_t offset, size_t length, uint6
 }
 int ibv_dereg_mr(struct ibv_mr *which) { closed += which == &mr; return refusal; }
 """
-
-
-def compiled(folder: Path, name: str, source: str) -> Path:
-    if not shutil.which("gcc"):
-        pytest.skip("no gcc")
-    (folder / f"{name}.c").write_text(source)
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / f"{name}.so", folder / f"{name}.c", "-ldl"], check=True, timeout=120
-    )
-    return folder / f"{name}.so"
 
 
 def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

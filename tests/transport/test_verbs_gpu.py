@@ -1,8 +1,7 @@
 """GPU memory on ``verbs`` without hardware: the order of what is asked of the driver and of libibverbs, in a process with a
 software GPU; and over Soft-RoCE that the addresses of such registrations are the right ones.
 
-What an adapter's driver would do with GPU memory is played by ``SOFTVERBS`` below: it finds the host's memory behind a dma-buf
-or a device pointer of the software GPU, and registers that."""
+What an adapter's driver would do with GPU memory is played by ``softverbs``."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ from typing import Any
 
 import pytest
 import softgpu
+import softverbs
 import torch
-from test_gpudirect import MODULE, PATH, compiled
+from softverbs import PATH
+from test_gpudirect import MODULE
 
 from rdmarpc.transport import (
     Device,
@@ -371,38 +372,6 @@ def test_what_arrives_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- over Soft-RoCE, with memory of the software GPU
 
 
-SOFTVERBS = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdint.h>
-#include <sys/mman.h>
-
-struct ibv_pd;
-struct ibv_mr { void *context, *pd, *addr; uint64_t length; uint32_t handle, lkey, rkey; };
-typedef struct ibv_mr *(*Reg)(struct ibv_pd *, void *, size_t, uint64_t, int);
-
-static struct ibv_mr *reg(struct ibv_pd *pd, void *at, size_t length, uint64_t iova, int access) {
-    Reg real = (Reg)dlsym(dlopen("libibverbs.so.1", RTLD_NOW), "ibv_reg_mr_iova2");
-    return real(pd, at, length, iova, access);
-}
-
-struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
-    if (fd < 0) { errno = EBADF; return 0; }
-    char *at = mmap(0, offset + length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return at == MAP_FAILED ? 0 : reg(pd, at + offset, length, iova, access);
-}
-
-struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned access) {
-    void *driver = dlopen("libsoftcuda.so", RTLD_NOW | RTLD_NOLOAD);
-    void *(*shadow)(unsigned long long) = driver ? dlsym(driver, "softcuda_shadow") : 0;
-    void *behind = shadow ? shadow((uintptr_t)addr) : 0;
-    return reg(pd, behind ? behind : addr, length, iova, access);
-}
-"""
-"""Preloaded, it takes GPU memory as a real adapter's driver would. (``ibv_reg_mr`` is a macro: pyverbs calls the other one.)"""
-
-
 def couple() -> tuple[Device, Device, Any, Any]:
     a, b = open_device("verbs"), open_device("verbs")
     ab = a.connect(b.address)
@@ -439,7 +408,7 @@ def all_directions(way: str) -> int:
         transfer.post().wait(30.0)
         arrived.wait(30.0)
         assert (host == 3.0).all()
-        assert a.counters()["gpu_waits"] == 1
+        assert a.counters()["gpu_posts_behind"] == 1
         # A READ into it.
         host.fill_(4.0)
         ab.memcpy(source, RemoteRegion.load(b.export(host))).wait(30.0)
@@ -494,14 +463,64 @@ def all_directions(way: str) -> int:
                     channel.memcpy(remote, ours).wait(30.0)
         ab.memcpy(RemoteRegion.load(b.export(host)), ours, notify=17).wait(30.0)
         arrived.wait(30.0)
-    return 5 * nbytes + 4 * nbytes + 4 * 60_000
+        behind_streams(ab, ba, b.export(host), host, source)
+    return 5 * nbytes + 4 * nbytes + 4 * 60_000 + nbytes
+
+
+def behind_streams(ab: Any, ba: Any, remote: bytes, host: torch.Tensor, source: torch.Tensor) -> None:
+    """Nobody waits who posts, and all who wait for what was posted."""
+    module, arrived, told = softgpu.load(), ba.expect(17), ba.expect(18)
+    module.drain()
+    host.zero_()
+    module.fill_later(source, 9.0, 1500)
+    work = ab.memcpy(RemoteRegion.load(remote), source, notify=17)
+    ab.notify_after(18, source.device)
+    assert not work.done() and not arrived.done() and not told.done()
+    with pytest.raises(TransferTimeout, match="the GPU has not made"):
+        ab.fence(0.01)
+    ab.fence(30.0)
+    assert (host == 9.0).all()
+    arrived.wait(30.0)
+    told.wait(30.0)
+    with pytest.raises(NotSupported, match="cpu is no GPU"):
+        ab.notify_after(18, "cpu")
+    # The end, with something under way.
+    module.fill_later(source, 10.0, 3000)
+    work = ab.memcpy(RemoteRegion.load(remote), source, notify=17)
+    ab.abort()
+    with pytest.raises(RdmaError, match="aborted"):
+        work.wait(30.0)
+    assert (host == 9.0).all()
+
+
+def within_auto() -> int:
+    """A GPU that has to be flushed, on a device behind another one, whose poller says what has come."""
+    module, real = softgpu.load(), gpudirect.gpu_of
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(gpudirect, "pci_path", lambda device: PATH)
+        patches.setattr(gpudirect, "gpu_of", lambda *args: replace(real(*args), ordering=0, flush_options=2))
+        with open_device("auto") as a, open_device("verbs") as b:
+            ab = a.connect(b.address)
+            ba = b.accept(timeout=10.0)
+            there, ours = torch.zeros(70_000, device="softgpu"), b.empty(70_000, dtype=torch.float32)
+            ours.fill_(8.0)
+            poller = a.poller()
+            row = poller.add(ab, 30)
+            with ab.device.register(there) as region:
+                ba.memcpy(RemoteRegion.load(region.export()), ours, notify=30).wait(30.0)
+                assert poller.wait(30.0) == (row, 1)
+                assert a.counters()["gpu_flushes"] == 1
+                assert (module.peek(there) == 8.0).all()
+            poller.close()
+            return int(ours.nbytes)
 
 
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[softgpu.Process]:
     """A process in which an adapter's driver takes GPU memory. To import torch alone may take a minute and a half there."""
+    library = softverbs.compiled(tmp_path_factory.mktemp("softverbs"), "softverbs", softverbs.SOURCE)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setenv("LD_PRELOAD", str(compiled(tmp_path_factory.mktemp("softverbs"), "softverbs", SOFTVERBS)))
+        patches.setenv("LD_PRELOAD", str(library))
         process = softgpu.Process(SOFTCUDA_DMABUF="1")
     with process:
         process.result(timeout=300.0)
@@ -514,6 +533,13 @@ def helped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[softgpu.Process
 @pytest.mark.parametrize("way", WAYS)
 def test_over_the_wire(way: str, helped: softgpu.Process, record_property: Callable[[str, object], None]) -> None:
     record_property("bytes_direct", helped.run(over_the_wire, way, timeout=120.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.rdma
+@pytest.mark.timeout(600)
+def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, object], None]) -> None:
+    record_property("bytes_direct", helped.run(within_auto, timeout=120.0))
 
 
 @pytest.mark.rdma

@@ -1,0 +1,84 @@
+"""What an adapter's driver would do with GPU memory, for Soft-RoCE, whose own takes none: it finds the host's memory behind a
+dma-buf or a device pointer of the software GPU (``softgpu``), and registers that."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdint.h>
+#include <sys/mman.h>
+
+struct ibv_pd;
+struct ibv_mr { void *context, *pd, *addr; uint64_t length; uint32_t handle, lkey, rkey; };
+typedef struct ibv_mr *(*Reg)(struct ibv_pd *, void *, size_t, uint64_t, int);
+
+static struct ibv_mr *reg(struct ibv_pd *pd, void *at, size_t length, uint64_t iova, int access) {
+    Reg real = (Reg)dlsym(dlopen("libibverbs.so.1", RTLD_NOW), "ibv_reg_mr_iova2");
+    return real(pd, at, length, iova, access);
+}
+
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+    if (fd < 0) { errno = EBADF; return 0; }
+    char *at = mmap(0, offset + length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return at == MAP_FAILED ? 0 : reg(pd, at + offset, length, iova, access);
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned access) {
+    void *driver = dlopen("libsoftcuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void *(*shadow)(unsigned long long) = driver ? dlsym(driver, "softcuda_shadow") : 0;
+    void *behind = shadow ? shadow((uintptr_t)addr) : 0;
+    return reg(pd, behind ? behind : addr, length, iova, access);
+}
+"""
+"""Preloaded it is all of that, for every package. (``ibv_reg_mr`` is a macro: pyverbs calls the other one.)"""
+PATH = ("pci0000:16", "0000:16:02.0", "0000:17:00.0")
+"""Where on the bus an adapter and a GPU may be."""
+
+
+def compiled(folder: Path, name: str, source: str) -> Path:
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc")
+    (folder / f"{name}.c").write_text(source)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / f"{name}.so", folder / f"{name}.c", "-ldl"], check=True, timeout=120
+    )
+    return folder / f"{name}.so"
+
+
+played = False
+"""Whether ``play`` was called in this process."""
+
+
+def play(library: str) -> None:
+    """Have the adapters of this process, which cannot preload any more, take dma-bufs by that library."""
+    global played
+    played = True
+    from rdmarpc.transport import gpudirect, verbs_native
+    from rdmarpc.transport.verbs_ibverbs import IbverbsContext
+    from rdmarpc.transport.verbs_pyverbs import PyverbsContext
+
+    real, ours = verbs_native.library(), ctypes.CDLL(library, use_errno=True)
+    ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
+    ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
+    ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
+
+    def new_dma_buf_region(self: Any, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        try:
+            return verbs_native.DmaBufMR(ours, self.pd_address, nbytes, access, fd, offset)
+        except OSError as error:
+            error.error_code = error.errno  # type: ignore[attr-defined]  # as pyverbs names it
+            raise
+
+    for context in (IbverbsContext, PyverbsContext):
+        context.new_dma_buf_region = new_dma_buf_region  # type: ignore[method-assign]
+    gpudirect.pci_path = lambda device: PATH
