@@ -192,4 +192,4 @@ def why_not() -> str:
     kind = cuda_driver.kind()
     if not kind:
         return "torch has no GPU's driver here"
-    return "" if cuda_driver.count() else f"there is no {kind} device"
+    return "" if cuda_driver.count() else f"there is no GPU of type {kind}"

@@ -264,10 +264,10 @@ class _On:
 def kind() -> str:
     """The type of the devices that this process's driver serves, as torch names it: ``"cuda"``, or that of an accelerator from
     outside torch with a driver of this interface; empty without one. Does not initialise a GPU."""
-    if torch.version.cuda is not None:
-        return "cuda"
     found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and hasattr(torch.get_device_module(found), "driver_library") else ""
+    if found is None or found.type == "cuda":
+        return "cuda" if torch.version.cuda is not None else ""
+    return found.type if hasattr(torch.get_device_module(found), "driver_library") else ""
 
 
 def count() -> int:

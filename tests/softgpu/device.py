@@ -48,6 +48,10 @@ def _check(code: int) -> None:
         raise RuntimeError(f"softgpu: CUDA error {code}")
 
 
+def _lazy_init() -> None:
+    """Nothing is left to do; but torch 2.11 waits only for devices of which it was called."""
+
+
 def is_available() -> bool:
     return device_count() > 0
 
