@@ -11,13 +11,14 @@ Invariants:
    waits behind that, wherever its own stream stands.
 3. all comes to an end: a post on a channel that has ended fails, and whoever waits for it hears that at once. A GPU that has
    failed makes nothing any more: the channels that something waits for fail, or their peers would wait for ever.
-4. the count outlives the side stream: the driver's thread writes to it.
+4. the count outlives the side stream, and the interpreter: the driver's thread writes to it. It is never freed.
 
 Never run on hardware: see ``gpudirect``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -119,8 +120,9 @@ class Behind:
         self._cuda, self.index = cuda, index
         with cuda.on(index):
             self._stream = cuda.new_stream()
-        self._memory = np.zeros(2, np.int64)
-        self._count = int(self._memory.ctypes.data)
+        memory = np.zeros(2, np.int64)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        self._count = int(memory.ctypes.data)
         self._spin = np.zeros(1, np.int64)
         self._waiting: deque[Later] = deque()
         self._gone = 0  # how many of all were posted
@@ -164,7 +166,6 @@ class Behind:
                 self._waiting.popleft()  # now, so that nothing from this GPU went before it
             elif status := self._failed():
                 self._fail(status)
-                return
 
     def _failed(self) -> str:
         """The driver's word, if the GPU has failed."""
@@ -194,12 +195,5 @@ class Behind:
             self._thread.join(timeout=_JOIN_S)
         for later in list(self._waiting):
             later.fail(later.channel.error or RdmaError("the device was closed", device="verbs"))
-        try:
-            with self._cuda.on(self.index):
-                if self._cuda.attempt("cuStreamQuery", self._stream):
-                    # The driver's thread may still count: that memory must then outlive even the interpreter.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-                else:
-                    self._cuda.attempt("cuStreamDestroy_v2", self._stream)
-        except RdmaError:
-            pass  # the driver is gone already: the process ends
+        with contextlib.suppress(RdmaError), self._cuda.on(self.index):  # the driver may be gone already: the process ends
+            self._cuda.attempt("cuStreamDestroy_v2", self._stream)  # when it is idle

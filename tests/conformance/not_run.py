@@ -79,6 +79,7 @@ _LEGACY = (
         for threads in ("", "_single_threaded")
     ),
     *("profiler_with_autograd_context", "profiler_with_autograd_context_single_threaded", "dist_autograd_profiling"),
+    "profiler_rpc_key_names",
     *("async_record_function_cbs_jit_call", "rref_type_blocking", "rref_type_non_blocking"),
 )
 TESTS |= {f"test_{name}": LEGACY for name in _LEGACY}

@@ -99,7 +99,7 @@ class Mapping:
 class SlowChannel:
     """One end. Numbers are given out by the end where they arrive."""
 
-    registered_only = False
+    registered_only = gpus = False
 
     error = None
 
