@@ -157,7 +157,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside = False
         node = make(known)
-        check_result(node.format_node() or "", result)
+        check_result(f"{node.op} {node.name}", result)
         self.define(node, result)
         return result
 

@@ -18,7 +18,6 @@ import torch
 SMALL_STORAGE = 8192
 CONJUGATE, NEGATIVE = 1, 2
 _MAX_CACHE = 4096
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
 
@@ -76,7 +75,7 @@ def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], re
     kept = None if row_major or gathered else strides
     nbytes = (count if gathered else elements) * dtype.itemsize
     text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes, kept is None and count > 0))
-    lone = not gathered and count > 0 and dtype not in _COMPLEX
+    lone = not gathered and count > 0 and not dtype.is_complex
     found = _outlines[dtype, shape, strides, requires_grad] = Outline(text, nbytes, kept, gathered, lone)
     return found
 

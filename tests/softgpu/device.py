@@ -48,8 +48,11 @@ def _check(code: int) -> None:
         raise RuntimeError(f"softgpu: CUDA error {code}")
 
 
-def _lazy_init() -> None:
-    """Nothing is left to do; but torch 2.11 waits only for devices of which it was called."""
+def init() -> None:
+    """Nothing is left to do. torch 2.15 calls it, and 2.11 the other, or it waits for no device."""
+
+
+_lazy_init = init
 
 
 def is_available() -> bool:
