@@ -208,7 +208,10 @@ class GpuMemory:
     def share(self, tensor: torch.Tensor) -> MemoryRegion:
         """For peers. ``RegistrationError`` says why it cannot be, for each way."""
         pointer, nbytes = local_bytes(tensor, self.kind)
-        segment = self.segment(pointer, nbytes, tensor.device.index)
+        try:
+            segment = self.segment(pointer, nbytes, tensor.device.index)
+        except RdmaError as error:  # as in ``reach``
+            raise RegistrationError(error.message, device="verbs", status=error.status, hint=error.hint) from error
         if segment.mr is None:
             why = "; ".join(map(str, segment.refused))
             hint = next((each.hint for each in segment.refused if each.hint), "")

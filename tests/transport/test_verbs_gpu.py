@@ -182,6 +182,11 @@ def stages_what_cannot_be_reached() -> None:
         value = tensor(1.0)
         with pytest.raises(NotSupported, match="several allocations"):
             bench.memory.segment(value.data_ptr(), 1 << 40, 0)
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(cuda_driver.Driver, "allocation", lambda self, pointer: (pointer, 16, 1 << 40))
+            assert bench.memory.reach(value) is None
+            with pytest.raises(RegistrationError, match="several allocations"):
+                bench.memory.share(value)
 
 
 def notices_freed_memory() -> None:
