@@ -57,7 +57,9 @@ def test_it_measures_every_part(tmp_path: Path) -> None:
             (part, "torch_rpc") for part in ("grid", "small", "recipe")
         ]
         for each in found["failed"]:
-            assert each["reason"]  # TensorPipe knows no such device; its words differ from version to version
+            # TensorPipe knows no such device; from torch 2.15 on it aborts there.
+            aborts = torch.__version__ >= (2, 15)
+            assert ("was killed by SIGABRT" if aborts else "device count = 0") in each["reason"]
             assert f"not measured: {each['part']} of torch RPC: {each['reason']}" in done.stdout
         assert [target["met"] for target in found["targets"]] == [True, None, None, None]
 

@@ -137,7 +137,7 @@ def rank_changes_hands(meeting, name):
         del fresh, passed
         reference = before = None
         held = len(old)
-        deadline = time.monotonic() + 30  # longer than a call may take: one that was cut off may hold what it was given
+        deadline = time.monotonic() + 10
         while (found := tables())["values"] or found["forks"] > held:
             assert time.monotonic() < deadline, (life, held, found, holders())
             time.sleep(0.02)
