@@ -55,6 +55,10 @@ def compiled(folder: Path, name: str, source: str) -> Path:
     return folder / f"{name}.so"
 
 
+def library(folder: Path) -> str:
+    return str(compiled(folder, "softverbs", SOURCE))
+
+
 played = False
 """Whether ``play`` was called in this process."""
 

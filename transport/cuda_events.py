@@ -15,6 +15,17 @@ NOT_READY = "CUDA_ERROR_NOT_READY"
 _spare: defaultdict[int, deque[int]] = defaultdict(deque)
 
 
+def status(index: int, question: str, handle: int) -> str:
+    """The driver's answer to ``cuStreamQuery`` or ``cuEventQuery`` about something of device ``index``: empty when it is done,
+    ``NOT_READY``, or its word for how the GPU has failed."""
+    cuda = driver()
+    try:
+        with cuda.on(index):
+            return cuda.attempt(question, handle)
+    except RdmaError as error:  # a context that is lost cannot even be entered
+        return error.status
+
+
 class Event:
     """What a stream of device ``index`` (its handle) has been given until now. Any thread may use it. ``RdmaError`` where the
     GPU has failed."""
@@ -43,12 +54,7 @@ class Event:
 
     def status(self) -> str:
         """Empty when it has come; ``NOT_READY``; or why it never will: the driver's word for how the GPU has failed."""
-        cuda = driver()
-        try:
-            with cuda.on(self.index):
-                return cuda.attempt("cuEventQuery", self._handle)
-        except RdmaError as error:
-            return error.status
+        return status(self.index, "cuEventQuery", self._handle)
 
     def over(self) -> bool:
         """Whether it has come, or never will."""

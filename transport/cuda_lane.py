@@ -21,6 +21,7 @@ import torch
 
 from . import kernels
 from .cuda_driver import active, current_stream, driver, kind
+from .cuda_events import NOT_READY, status
 from .errors import RdmaError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 GRACE_S = 0.5
 """How long a wait goes on for the end of a copy after the channel has broken: its memory should not be used again before."""
 _EXIT_S = 2.0
-_NOT_READY = "CUDA_ERROR_NOT_READY"
 
 
 class Lane:
@@ -118,14 +118,10 @@ class Lane:
         try:
             if self.status or not self.stream:
                 return True
-            try:
-                with driver().on(self.index):
-                    status = driver().attempt("cuStreamQuery", self.stream)
-            except RdmaError as error:  # a context that is lost cannot even be entered
-                status = error.status
-            if status in ("", _NOT_READY) or "CAPTURE" in status:  # of a graph that somebody captures: that says nothing of us
-                return not status
-            self.status = status
+            found = status(self.index, "cuStreamQuery", self.stream)
+            if found in ("", NOT_READY) or "CAPTURE" in found:  # of a graph that somebody captures: that says nothing of us
+                return not found
+            self.status = found
             count = kernels.load(self.done)
             for ticket, job, _ in self._pending:
                 if ticket > count:
@@ -133,7 +129,7 @@ class Lane:
             kernels.store(self.done, self.sent)
         finally:
             self.lock.release()
-        self.channel.fail(RdmaError("a GPU failed", peer=self.channel.peer, device="cuda", status=status))
+        self.channel.fail(RdmaError("a GPU failed", peer=self.channel.peer, device="cuda", status=found))
         return True
 
     def idle(self, deadline: float) -> bool:

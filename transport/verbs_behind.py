@@ -32,7 +32,7 @@ from numba import cfunc, types
 from . import kernels
 from .channel import Work
 from .cuda_driver import Driver
-from .cuda_events import NOT_READY, Event
+from .cuda_events import NOT_READY, Event, status
 from .errors import RdmaError, TransferTimeout
 from .signals import signal
 
@@ -164,25 +164,21 @@ class Behind:
                 self._waiting[0].go()
                 self._gone += 1
                 self._waiting.popleft()  # now, so that nothing from this GPU went before it
-            elif status := self._failed():
-                self._fail(status)
+            elif word := self._failed():
+                self._fail(word)
 
     def _failed(self) -> str:
         """The driver's word, if the GPU has failed."""
-        try:
-            with self._cuda.on(self.index):
-                status = self._cuda.attempt("cuStreamQuery", self._stream)
-        except RdmaError as error:  # a context that is lost cannot even be entered
-            status = error.status
-        return "" if status == NOT_READY or "CAPTURE" in status else status
+        found = status(self.index, "cuStreamQuery", self._stream)
+        return "" if found == NOT_READY or "CAPTURE" in found else found
 
-    def _fail(self, status: str) -> None:
+    def _fail(self, word: str) -> None:
         with self._given:
             waiting = list(self._waiting)
             self._waiting.clear()
         for later in waiting:
             channel = later.channel
-            error = RdmaError("a GPU failed", peer=channel.peer, device="verbs", status=status)
+            error = RdmaError("a GPU failed", peer=channel.peer, device="verbs", status=word)
             later.fail(error)
             channel.device.lost(channel, error)
 

@@ -523,9 +523,9 @@ def within_auto() -> int:
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[softgpu.Process]:
     """A process in which an adapter's driver takes GPU memory. To import torch alone may take a minute and a half there."""
-    library = softverbs.compiled(tmp_path_factory.mktemp("softverbs"), "softverbs", softverbs.SOURCE)
+    library = softverbs.library(tmp_path_factory.mktemp("softverbs"))
     with pytest.MonkeyPatch.context() as patches:
-        patches.setenv("LD_PRELOAD", str(library))
+        patches.setenv("LD_PRELOAD", library)
         process = softgpu.Process(SOFTCUDA_DMABUF="1")
     with process:
         process.result(timeout=300.0)

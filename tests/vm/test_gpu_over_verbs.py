@@ -45,7 +45,7 @@ def run(library: str, scenario: Callable[[int], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(softverbs.compiled(tmp_path_factory.mktemp("softverbs"), "softverbs", softverbs.SOURCE))
+    return softverbs.library(tmp_path_factory.mktemp("softverbs"))
 
 
 def counters() -> list[dict[str, int]]:
