@@ -16,7 +16,6 @@ sender no system call. ``let_go`` looks at the records after it counted, so noth
 
 from __future__ import annotations
 
-from numba import njit
 from numba.types import int64 as i64
 
 from .transport.atomics import (
@@ -33,11 +32,12 @@ from .transport.atomics import (
     sched_yield,
     store_release,
 )
+from .transport.compiled import compiled
 
 POLLING, HOLDING, RUNNING, WAITER = 0, 1, 2, 4
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def take(token: int, mine: int, bell: int) -> int:
     """Try to become the poller (``mine``: the token's new value). 1 if it worked."""
     held = load_acquire(token)
@@ -52,7 +52,7 @@ def take(token: int, mine: int, bell: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
     """Free the token if it still is ``mine``: 1 if it was."""
     if compare_exchange(token, mine, 0) == 0:
@@ -68,7 +68,7 @@ def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
     return 1
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
     """Sleep until the token is free or the word ``jobs`` differs from ``seen``, or ``limit_ns`` have passed. For one thread:
     every message that finds the token free wakes all who stand by. The others wait in ``spare``."""
@@ -89,7 +89,7 @@ def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def spare(jobs: int, seen: int, limit_ns: int) -> int:
     """Sleep until the word ``jobs`` differs from ``seen`` (one is woken for each ``call_one``), or ``limit_ns`` have passed."""
     if load_acquire(jobs) == seen:
@@ -97,7 +97,7 @@ def spare(jobs: int, seen: int, limit_ns: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def call_out(jobs: int, bell: int) -> int:
     """Announce a job to all who stand by."""
     fetch_add(jobs, 1)
@@ -107,7 +107,7 @@ def call_out(jobs: int, bell: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def call_one(jobs: int, bell: int) -> int:
     """As ``call_out``, to one. Only by the poller itself: nobody else sleeps on the bell then than who stands by."""
     fetch_add(jobs, 1)
@@ -117,7 +117,7 @@ def call_one(jobs: int, bell: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def leave_to_watchdog(backlog: int, asleep: int) -> int:
     """Jobs wait for a thread that is at work: have the watchdog call another if that one takes none within a tick."""
     store_release(backlog, 1)
@@ -128,7 +128,7 @@ def leave_to_watchdog(backlog: int, asleep: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def follow(token: int, events: int, seen: int, spin_ns: int, limit_ns: int) -> int:
     """Wait until the polling role can be taken by a waiter, or ``events`` differs from ``seen``."""
     start = now()
@@ -146,7 +146,7 @@ def follow(token: int, events: int, seen: int, spin_ns: int, limit_ns: int) -> i
         sched_yield()
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def event(events: int) -> int:
     """Wake everybody who follows."""
     fetch_add(events, 1)
@@ -154,7 +154,7 @@ def event(events: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64))
 def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: int, idle_ticks: int) -> int:
     """The watchdog: take the role from a pool thread whose user function has run for more than a tick, and see to it that
     jobs left to a busy thread (``backlog``) do not wait for longer than that.
@@ -203,7 +203,7 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def show(runs: int, asleep: int) -> int:
     """Let the watchdog see that the holder of the role is at work; wake it if it sleeps."""
     fetch_add(runs, 1)
@@ -213,7 +213,7 @@ def show(runs: int, asleep: int) -> int:
     return 1
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def start_run(token: int, mine: int, running: int, runs: int, asleep: int) -> int:
     """HOLDING -> RUNNING. Wakes the watchdog if it sleeps. 0 if the role was lost."""
     if compare_exchange(token, mine, running) == 0:
@@ -221,7 +221,7 @@ def start_run(token: int, mine: int, running: int, runs: int, asleep: int) -> in
     return show(runs, asleep)
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def linger(token: int, running: int, bell: int, runs: int, asleep: int) -> int:
     """Take the role in state RUNNING unless somebody is busy with it. 1 if we have it."""
     held = load_acquire(token)

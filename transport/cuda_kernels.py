@@ -28,11 +28,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.types import int64 as i64
 
 from .atomics import fetch_add, load_acquire, store_release
+from .compiled import compiled, compiled_callback
 from .cuda_driver import CU_STREAM_CAPTURE_MODE_RELAXED
 from .kernels import CLOSED, OK, enter
 from .kernels import post as finish_host
@@ -77,12 +78,12 @@ def _call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return i64(i64, i64, i64, i64, i64), codegen
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def _word(block: int, at: int) -> int:
     return load_acquire(block + 8 * at)
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def _group(job: int, group: int, table: int, status: int) -> int:
     """Enqueue one group's wait and copies in its context, which is current then; the first error."""
     stream, event, scratch = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
@@ -104,7 +105,7 @@ def _group(job: int, group: int, table: int, status: int) -> int:
     return status
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def post(job: int) -> int:
     """Enqueue a job whose last post is done (one without copies: any). ``OK``; ``CLOSED``; or the driver's error, with
     ``NOT_STARTED`` or else ``FINISH`` runs all the same. The caller holds the locks of all its lanes."""
@@ -150,7 +151,7 @@ def post(job: int) -> int:
     return status
 
 
-@njit(types.void(i64), nogil=True, cache=True)
+@compiled(types.void(i64))
 def _finish(job: int) -> None:
     inflight, done = _word(job, JOB_INFLIGHT), _word(job, JOB_DONE)
     if _word(job, JOB_RESULT) == OK:
@@ -162,7 +163,7 @@ def _finish(job: int) -> None:
     signal(done, 0)
 
 
-@cfunc(types.void(i64), nopython=True, cache=True)
+@compiled_callback(types.void(i64))
 def finish(job: int) -> None:
     """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
     _finish(job)

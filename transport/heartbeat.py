@@ -18,11 +18,11 @@ import time
 from functools import partial
 
 import numpy as np
-from numba import njit
 from numba.types import int64 as i64
 
 from . import kernels
 from .atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
+from .compiled import compiled
 from .errors import RdmaError
 from .pulse import ROW_WORDS, Pulse, beat
 
@@ -31,7 +31,7 @@ MIN_TIMEOUT_S = 1.0
 MAX_PULSES = 4096
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64))
 def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, tick_ns: int) -> int:
     """Beat until ``stop`` is not 0. ``rows``: address of the number of pulses in ``table``; ``frame``: what a beat is."""
     while load_acquire(stop) == 0:

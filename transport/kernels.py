@@ -32,7 +32,6 @@ A core that was given away and did not come back within ``_CROWDED_NS`` is wante
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.types import int64 as i64
 
 from .atomics import (
@@ -53,6 +52,7 @@ from .atomics import (
     store_release,
     stream,
 )
+from .compiled import compiled
 from .signals import signal
 from .verbs_kernels import asleep, awake, poll
 
@@ -76,48 +76,48 @@ OK, TIMEOUT, CLOSED, CHANGED = 0, -1, -2, -3
 WR_COUNT, WR_RECORD, WR_BELLS, WR_CLOSED, WR_INFLIGHT, WR_STATS, WR_BYTES, WR_HEAD = 0, 1, 2, 3, 4, 5, 6, 7
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def copy(dst: int, src: int, nbytes: int) -> int:
     """One memcpy on the calling thread."""
     memcpy(dst, src, nbytes)
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def load(address: int) -> int:
     return load_acquire(address)
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def store(address: int, value: int) -> int:
     store_release(address, value)
     fence()
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def add(address: int, value: int) -> int:
     return fetch_add(address, value)
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def swap_if(address: int, expected: int, desired: int) -> int:
     return compare_exchange(address, expected, desired)
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def progress(port: int) -> int:
     """Before a look at a record without a wait: take what a port has for us (``port`` 0: there is none)."""
     return poll(port) if port != 0 else 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def wake(word: int) -> int:
     """Wake everybody who sleeps on this word."""
     return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def copy_past_caches(dst: int, src: int, nbytes: int) -> int:
     """As ``copy``, with stores that do not bring the destination into this core's cache."""
     head = min(nbytes, -dst & (STREAM_ALIGN - 1))
@@ -131,7 +131,7 @@ def copy_past_caches(dst: int, src: int, nbytes: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def _move(dst: int, src: int, nbytes: int, state: int) -> int:
     """Copy as the channel's recent copies advise. ``state`` (private): how many more go past the caches; -1 after one slow
     plain copy. A hint only: threads may overwrite each other's."""
@@ -153,7 +153,7 @@ def _move(dst: int, src: int, nbytes: int, state: int) -> int:
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def enter(block: int) -> int:
     """First half of invariant 3: the address of ``inflight``, which counts us now, or 0 if no copy may start. Whoever entered
     adds -1 there when it has written."""
@@ -167,7 +167,7 @@ def enter(block: int) -> int:
     return inflight
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def _leave(block: int, inflight: int, stats: int, nbytes: int) -> int:
     """The copies are made: announce them, and count."""
     record = load_acquire(block + 8 * WR_RECORD)
@@ -179,7 +179,7 @@ def _leave(block: int, inflight: int, stats: int, nbytes: int) -> int:
     return OK
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def post(block: int) -> int:
     """Run a prepared list of copies, then its notification. ``block`` is laid out as ``WR_*``; after the head come
     (destination, source, bytes) per copy. ``OK`` or ``CLOSED``."""
@@ -199,7 +199,7 @@ def post(block: int) -> int:
     return _leave(block, inflight, stats, load_acquire(block + 8 * WR_BYTES))
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def put(block: int, dst: int, src: int, nbytes: int) -> int:
     """As ``post``, for one copy whose place is given now. The block is only read: threads may share it."""
     inflight = enter(block)
@@ -210,7 +210,7 @@ def put(block: int, dst: int, src: int, nbytes: int) -> int:
     return _leave(block, inflight, stats, nbytes)
 
 
-@njit(i64(i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64))
 def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) -> int:
     """Wait until ``count`` of this record has reached ``target``: ``OK``, or ``TIMEOUT`` after ``slice_ns`` (or earlier, on
     a signal). One waiter a record at a time may be relied on to see every change. ``port``: what the waiter polls meanwhile
@@ -250,7 +250,7 @@ def wait_count(record: int, target: int, budget: int, slice_ns: int, port: int) 
     return OK if load_acquire(record) >= target else TIMEOUT
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def _scan(table: int, rows: int) -> int:
     """First row with news: ``row << 32 | number of new notifications``, or -1."""
     for row in range(rows):
@@ -262,7 +262,7 @@ def _scan(table: int, rows: int) -> int:
     return -1
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def _claim(table: int, found: int, word: int, expected: int) -> int:
     # The word says whether the caller may still take something; +1 marks that it did.
     if word != 0 and compare_exchange(word, expected, expected + 1) == 0:
@@ -272,7 +272,7 @@ def _claim(table: int, found: int, word: int, expected: int) -> int:
     return found
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def take_any(table: int, rows: int, port: int) -> int:
     """As ``wait_any`` for news that are here already: ``row << 32 | fresh``, taken, or -1."""
     if port != 0:
@@ -281,7 +281,7 @@ def take_any(table: int, rows: int, port: int) -> int:
     return found if found < 0 else _claim(table, found, 0, 0)
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64, i64))
 def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget: int, slice_ns: int, port: int) -> int:
     """Wait until any record of a table has news. ``table`` holds rows (record address, notifications seen); ``port`` as for
     ``wait_count``.
@@ -334,7 +334,7 @@ def wait_any(table: int, rows: int, bell: int, word: int, expected: int, budget:
     return TIMEOUT if word == 0 or load_acquire(word) == expected else CHANGED
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def quiesce(inflight: int, timeout_ns: int) -> int:
     """Wait until a peer that has been told to stop (``closed``) has no copy under way: ``OK`` or ``TIMEOUT``."""
     start = now()
@@ -345,7 +345,7 @@ def quiesce(inflight: int, timeout_ns: int) -> int:
     return OK
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def ping_pong(mine: int, theirs: int, rounds: int, first: int) -> int:
     """The floor of every latency here: two processes hand a flag to and fro ``rounds`` times. Both call it with the two
     words swapped; returns the nanoseconds for all rounds. Spins without bound: for benchmarks only."""

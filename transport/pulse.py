@@ -34,6 +34,7 @@ from numba.types import int64 as i64
 
 from . import kernels
 from .atomics import compare_exchange, errno, load_acquire, sched_yield, store_release
+from .compiled import compiled
 
 ROW_WORDS = 16
 MAX_BUFFERS = 512
@@ -78,7 +79,7 @@ def _send_some(row: int) -> int:
     return sent
 
 
-@njit(i64(i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64))
 def beat(row: int, time_now: int, frame: int, nbytes: int) -> int:
     """What the heart does with a row that is due: push what is left, or send the ``nbytes`` of a beat at ``frame``."""
     rest = FREE
@@ -102,7 +103,7 @@ def beat(row: int, time_now: int, frame: int, nbytes: int) -> int:
     return 1
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64))
 def push(row: int, count: int, whole: int, room: int, drop: int, frame: int, nbytes: int) -> int:
     """Send up to about ``room`` bytes of the buffers: ``count`` new ones, 0: those that are left. ``drop``: forget them then.
     Returns how many bytes went out since the last return, or a negative errno if the stream is broken."""

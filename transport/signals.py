@@ -3,13 +3,13 @@ words and their invariants: ``kernels``."""
 
 from __future__ import annotations
 
-from numba import njit
 from numba.types import int64 as i64
 
 from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
+from .compiled import compiled
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def ring_bell(bell: int) -> int:
     """Wake everybody who sleeps on this bell; no system call if nobody does."""
     fence()
@@ -19,7 +19,7 @@ def ring_bell(bell: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def signal(record: int, bells: int) -> int:
     """Count one notification and wake whoever sleeps for it."""
     fetch_add(record, 1)

@@ -27,10 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 
 from . import kernels
 from .channel import Work
+from .compiled import compiled_callback
 from .cuda_driver import Driver
 from .cuda_events import NOT_READY, Event, status
 from .errors import RdmaError, TransferTimeout
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _SLICE_S, _JOIN_S = 0.05, 5.0
 
 
-@cfunc(types.void(types.int64), nopython=True, cache=True)
+@compiled_callback(types.void(types.int64))
 def count(record: int) -> None:
     """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
     signal(record, 0)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.types import int64 as i64
 
@@ -48,6 +48,7 @@ from .atomics import (
     sched_yield,
     store_release,
 )
+from .compiled import compiled
 from .signals import signal
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -179,7 +180,7 @@ def _set_u32(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(i64, i64), codegen
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def lock(word: int) -> int:
     while compare_exchange(word, 0, 1) == 0:
         for _ in range(64):
@@ -191,13 +192,13 @@ def lock(word: int) -> int:
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def unlock(word: int) -> int:
     store_release(word, 0)
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def _find_slot(port: int, qp_num: int) -> int:
     """Where the table has a queue pair, or where it may be entered. The table is one of (number, lane) with open addressing:
     number 0, nobody was ever here; lane 0, somebody was."""
@@ -215,7 +216,7 @@ def _find_slot(port: int, qp_num: int) -> int:
         slot = (slot + 1) & mask
 
 
-@njit(i64(i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64))
 def enter_lane(port: int, qp_num: int, lane: int) -> int:
     """Have completions of a queue pair go to this lane."""
     lock(port + 8 * PORT_LOCK)
@@ -226,7 +227,7 @@ def enter_lane(port: int, qp_num: int, lane: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def drop_lane(port: int, qp_num: int) -> int:
     """Completions of this queue pair concern nobody from now on."""
     lock(port + 8 * PORT_LOCK)
@@ -243,13 +244,13 @@ def drop_lane(port: int, qp_num: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def _find_lane(port: int, qp_num: int) -> int:
     entry = _find_slot(port, qp_num)
     return load_acquire(entry + 8) if load_acquire(entry) == qp_num else 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def _complete(lane: int, count: int) -> int:
     """Invariant 4. Wakes who waits for it, as ``signal`` does for a notification."""
     if count < ENDED:
@@ -262,7 +263,7 @@ def _complete(lane: int, count: int) -> int:
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def end_lane(lane: int) -> int:
     """No post any more, and every wait for one returns."""
     lock(lane + 8 * LANE_LOCK)
@@ -271,7 +272,7 @@ def end_lane(lane: int) -> int:
     return _complete(lane, ENDED)
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def _poll_held(port: int) -> int:
     """Take what the completion queue has, with ``PORT_LOCK`` held. Returns how many completions."""
     if load_acquire(port + 8 * PORT_CQ) == 0:
@@ -314,7 +315,7 @@ def _poll_held(port: int) -> int:
             return total
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def poll(port: int) -> int:
     """Take what the completion queue has, unless another thread is at it."""
     if compare_exchange(port + 8 * PORT_LOCK, 0, 1) == 0:
@@ -324,7 +325,7 @@ def poll(port: int) -> int:
     return found
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def _arm(port: int) -> int:
     """Invariant 3: have the next completion raise an event, and take what came before."""
     lock(port + 8 * PORT_LOCK)
@@ -337,7 +338,7 @@ def _arm(port: int) -> int:
     return found
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def asleep(port: int) -> int:
     """The caller, counted in its record, is about to look at it for the last time and sleep."""
     fetch_add(port + 8 * PORT_SLEEPERS, 1)
@@ -346,13 +347,13 @@ def asleep(port: int) -> int:
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def awake(port: int) -> int:
     fetch_add(port + 8 * PORT_SLEEPERS, -1)
     return 0
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def shut(port: int) -> int:
     """The completion queue is about to be destroyed: nobody polls it any more after the return."""
     lock(port + 8 * PORT_LOCK)
@@ -361,7 +362,7 @@ def shut(port: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def post(lane: int, chain: int) -> int:
     """Post a chain: what ``LANE_COMPLETED`` will reach when it is done (> 0), or ``CLOSED``, ``FULL``, ``REVOKED``,
     ``REFUSED``."""
@@ -395,7 +396,7 @@ def post(lane: int, chain: int) -> int:
     return result
 
 
-@njit(i64(i64, i64, i64, i64, i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64, i64, i64, i64, i64))
 def put(lane: int, chain: int, local: int, remote: int, nbytes: int, inline: int) -> int:
     """As ``post``, for a chain of one request whose range is given now (``nbytes`` > 0). ``inline``: up to so many bytes are
     taken along by the post itself. The caller serialises the use of the chain."""
@@ -409,7 +410,7 @@ def put(lane: int, chain: int, local: int, remote: int, nbytes: int, inline: int
     return post(lane, chain)
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def revoke(lane: int, chain: int) -> int:
     """No post of this chain begins any more. Returns what ``LANE_COMPLETED`` has reached when those before are done."""
     lock(lane + 8 * LANE_LOCK)
@@ -419,7 +420,7 @@ def revoke(lane: int, chain: int) -> int:
     return posted
 
 
-@njit(i64(i64), nogil=True, cache=True)
+@compiled(i64(i64))
 def _take_events(port: int) -> int:
     """Read and acknowledge what the completion channel (non-blocking) has to say. By libibverbs' own function: providers count
     their arming in it."""
@@ -433,7 +434,7 @@ def _take_events(port: int) -> int:
     return 0
 
 
-@njit(i64(i64, i64), nogil=True, cache=True)
+@compiled(i64(i64, i64))
 def serve(port: int, limit_ns: int) -> int:
     """The device's thread: sleep until the armed queue has news, an asynchronous event came, or it is woken, and take it.
     Returns when there is something for Python to do, or after ``limit_ns``. ``PORT_FDS``: three ``struct pollfd`` (completion
