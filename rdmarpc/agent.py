@@ -69,7 +69,8 @@ class Agent:
             peer_timeout=options.peer_timeout,
         )
         try:
-            self.group.join(self.device.address.decode(), secret, options, partial(listens, self.device))
+            key = self.device.memory.identity.public.hex()
+            self.group.join(self.device.address.decode(), key, secret, options, partial(listens, self.device))
             if options.require:
                 self._check_ways()
         except BaseException:

@@ -39,11 +39,15 @@ class Group:
         alone = options.transport == "auto" and len(set(hosts)) == 1
         return secret, "shm" if alone else options.transport
 
-    def join(self, address: str, secret: bytes, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
-        """Enter as a worker that is reached at ``address``; sets ``workers`` and ``number``. ``listens``: whether a worker of
-        that record still runs. Raises what ``Rendezvous.meet``, ``Registry.join`` and ``device_maps.check`` raise."""
+    def join(
+        self, address: str, key: str, secret: bytes, options: RpcBackendOptions, listens: Callable[[Record], bool]
+    ) -> None:
+        """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.
+        ``listens``: whether a worker of that record still runs.
+
+        Raises what ``Rendezvous.meet``, ``Registry.join`` and ``device_maps.check`` raise."""
         devices = device_maps.dump(options.device_maps, options.devices)
-        self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices)
+        self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
         try:
             if self._meeting is not None:
                 records = self._meeting.meet(self._mine, secret)

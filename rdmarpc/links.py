@@ -111,7 +111,8 @@ class Links:
                     self._connecting.discard(number)
                 raise
             link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
-            if channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+            known = channel.peer_key.hex() == record.key
+            if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
                 self._supersede(record)
                 with self._lock:
                     self._connecting.discard(number)
@@ -134,6 +135,8 @@ class Links:
         record = self._group.record(number) if magic == _HELLO_MAGIC else None
         if record is None or number in self.lost:
             raise PeerLost("the peer's hello is not one of this group")
+        if channel.peer_key.hex() != record.key:
+            raise AuthenticationError(f"the peer calls itself {record.name}, but does not hold its key")
         mine = self._group.number
         self._supersede(record)
         with self._lock:

@@ -23,10 +23,12 @@ class Record:
     number: int
     devices: str = ""
     """See ``device_maps.dump``."""
+    key: str = ""
+    """The public key (hexadecimal) that whoever has this number proves to hold on each connection."""
 
     @property
     def _text(self) -> str:
-        return json.dumps([self.name, self.rank, self.host, self.address, self.number, self.devices])
+        return json.dumps([self.name, self.rank, self.host, self.address, self.number, self.devices, self.key])
 
     def proof(self, secret: bytes) -> str:
         """HMAC over the record: whoever wrote it knows the job secret."""

@@ -128,6 +128,8 @@ class Channel(abc.ABC):
     """Who is at the other end, for people."""
     peer_hello: bytes
     """What the peer gave to ``connect``, or its ``on_connect`` returned."""
+    peer_key: bytes
+    """The public key whose private half the other end has proved to hold (``identity``)."""
     port = 0
     """Address of what has to be polled for news of this channel (``verbs_kernels``); 0: nothing."""
 

@@ -16,8 +16,9 @@ import torch
 
 from .arena import Block, Segment
 from .channel import Channel
-from .errors import RdmaError, RegistrationError, TransferTimeout
+from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
+from .identity import uid_of
 from .memory import Memory
 from .notify import Poller
 from .region import Region, RemoteRegion, local_bytes
@@ -210,6 +211,12 @@ class Device(abc.ABC):
     def _announce_segment(self, segment: Segment) -> None:  # noqa: B027
         """Tell every connected peer of a segment, from the thread that allocates. Raises ``RegistrationError`` where it cannot
         be: then there is no such segment. May name one that ``Memory.attach`` or ``registered`` has named already."""
+
+    def _know(self, channel: Channel, uid: int, key: bytes) -> None:
+        """The other end of a new channel has proved to hold this key. ``AuthenticationError`` if it gives another's uid."""
+        if uid != uid_of(key):
+            raise AuthenticationError("the peer shows the uid of another one", device=self.name, status="PROTOCOL")
+        channel.peer_key = key
 
     def _welcomed(self, channel: Channel) -> None:
         """The handshake of a channel that a peer opened is complete."""

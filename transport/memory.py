@@ -17,6 +17,7 @@ import torch
 
 from .arena import Arena, Segment
 from .errors import RdmaError
+from .identity import Identity, uid_of
 from .notify import BELL_BYTES, BELLS
 from .region import Region, local_bytes
 
@@ -35,8 +36,10 @@ class Memory:
 
     def __init__(self, limit: int | None = None, *, shared: bool) -> None:
         self.shared = shared
-        self.uid = secrets.randbits(64)
-        """64 random bits, and ``epoch`` 32 more: this life of our memory, as descriptors name it."""
+        self.identity = Identity()
+        """What peers know us by, over each of the devices."""
+        self.uid = uid_of(self.identity.public)
+        """64 bits, and ``epoch`` 32 more: this life of our memory, as descriptors name it."""
         self.epoch = secrets.randbits(32)
         self.arena = Arena(self._new_segment, limit)
         self.regions: dict[int, tuple[int, int, int]] = {}

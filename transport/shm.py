@@ -122,10 +122,11 @@ class ShmDevice(Device):
                 sock.connect(f"\0rdmarpc-{uid}")
             except ConnectionRefusedError:
                 raise PeerLost("nobody listens there", peer=peer.decode(), device="shm", status="NOBODY") from None
-            auth.authenticate(sock, self.secret, initiator=True)
+            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
             inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
             self._send_setup(sock, fd, hello)
             channel = self._receive_setup(sock, inbox)
+            self._know(channel, channel.peer_uid, key)
             self._adopt(channel)
         except TimeoutError:
             sock.close()
@@ -143,9 +144,10 @@ class ShmDevice(Device):
         channel = None
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
-            auth.authenticate(sock, self.secret, initiator=False)
+            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
             inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
             channel = self._receive_setup(sock, inbox)
+            self._know(channel, channel.peer_uid, key)
             # on_connect may publish the channel: what other threads send on it waits until the answer is out.
             with channel._send_lock:
                 self._send_setup(sock, fd, self._on_connect(channel))

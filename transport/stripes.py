@@ -25,7 +25,7 @@ import torch
 
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .device import Device, OnConnect
-from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
 from .verbs import VerbsDevice
@@ -129,6 +129,8 @@ class StripedDevice(Device):
         return self._on_connect(striped)
 
     def _bind(self, main: VerbsChannel, sides: Sequence[VerbsChannel], hello: bytes) -> StripedChannel:
+        if any(side.peer_key != main.peer_key for side in sides):
+            raise AuthenticationError("the channels of one connection are of several peers", device="verbs", status="PROTOCOL")
         striped = StripedChannel(self, [main, *sides], hello)
         with self._lock:
             self._striped.update(dict.fromkeys(striped.rails, striped))
@@ -180,7 +182,7 @@ class StripedChannel(Channel):
 
     def __init__(self, device: StripedDevice, rails: Sequence[VerbsChannel], hello: bytes) -> None:
         super().__init__(device)
-        self.rails, self.peer_hello = rails, hello
+        self.rails, self.peer_hello, self.peer_key = rails, hello, rails[0].peer_key
         self.peer, self.port = rails[0].peer, rails[0].port
         self._device = device
         self._owed: queue.SimpleQueue[tuple[Sequence[Work], int] | None] = queue.SimpleQueue()

@@ -156,11 +156,10 @@ class TcpDevice(Device):
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
         try:
             with self._patience(sock, deadline):
-                auth.authenticate(sock, self.secret, initiator=True)
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
                 self._send_setup(sock, hello)
                 channel = self._receive_setup(sock)
-            if f"{channel.peer_uid:016x}" != uid:
-                raise PeerLost("another device listens there now", peer=where, device="tcp", status="STALE_ADDRESS")
+            self._know(channel, channel.peer_uid, key)
             if not self._adopt(channel):
                 raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
         except (OSError, RdmaError, ValueError) as error:
@@ -177,8 +176,9 @@ class TcpDevice(Device):
         channel, adopted = None, False
         try:
             with self._patience(sock, time.monotonic() + _HANDSHAKE_TIMEOUT):
-                auth.authenticate(sock, self.secret, initiator=False)
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
                 channel = self._receive_setup(sock)
+                self._know(channel, channel.peer_uid, key)
                 # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
                 self._send_setup(sock, self._on_connect(channel))
             adopted = self._adopt(channel)

@@ -290,13 +290,12 @@ class VerbsDevice(Device):
         qps: list[QueuePair] = []
         try:
             sock.settimeout(timeout)
-            auth.authenticate(sock, self.secret, initiator=True)
+            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
             qps, ours = self._queue_pairs(self._qps)
             verbs_control.send_setup(sock, ours)
             theirs = verbs_control.receive_setup(sock)
-            if f"{theirs.uid:016x}" != uid:
-                raise PeerLost("another device listens there now", peer=where, device="verbs", status="STALE_ADDRESS")
             channel = self._channel(sock, qps, ours, theirs)
+            self._know(channel, theirs.uid, key)
             channel.prove(timeout)
             verbs_control.send_hello(sock, hello)
             channel.peer_hello = verbs_control.receive_hello(sock)
@@ -321,7 +320,7 @@ class VerbsDevice(Device):
         qps: list[QueuePair] = []
         try:
             sock.settimeout(_HANDSHAKE_TIMEOUT)
-            auth.authenticate(sock, self.secret, initiator=False)
+            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
             theirs = verbs_control.receive_setup(sock)
             try:
                 qps, ours = self._queue_pairs(len(theirs.queue_pairs))
@@ -329,6 +328,7 @@ class VerbsDevice(Device):
                 verbs_control.send_refusal(sock, error.message)
                 raise
             channel = self._channel(sock, qps, ours, theirs)
+            self._know(channel, theirs.uid, key)
             verbs_control.send_setup(sock, ours)
             channel.peer_hello = verbs_control.receive_hello(sock)
             channel.known = True

@@ -59,7 +59,7 @@ def test_a_wrong_secret_is_refused_and_the_acceptor_lives_on(kind: str, open_dev
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"rdmarpc\x01", os.urandom(500)])
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"rdmarpc\x02", os.urandom(500)])
 def test_garbage_and_silence_disturb_nobody(kind: str, open_device: Open, noise: bytes) -> None:
     a, b = open_device(kind), open_device(kind)
     strangers = [raw_socket(b.address) for _ in range(5)]

@@ -266,7 +266,7 @@ def test_a_server_of_another_kind(open_device: Open, listen: Callable[[bytes], L
     with pytest.raises(TransferTimeout, match=r"0\.3 s"):
         a.connect(listen(b"").address, timeout=0.3)
     with pytest.raises(TransferTimeout, match=r"0\.3 s"):
-        a.connect(listen(b"rdmarpc\x01").address, timeout=0.3)
+        a.connect(listen(b"rdmarpc\x02").address, timeout=0.3)
 
 
 def test_the_port_of_a_dead_device_taken_by_another(open_device: Open) -> None:
