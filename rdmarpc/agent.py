@@ -28,7 +28,7 @@ from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
 from .rref_context import RRefContext
-from .rref_mail import Carrier
+from .rref_mail import Carrier, NotTheirs
 from .rref_store import LOCAL_BITS
 from .tensors import NOTHING
 from .termination import Termination
@@ -85,7 +85,8 @@ class Agent:
             new_id=self.new_id,
             transmit=self._carrier.transmit,
             run=lambda job: self.progress.owe(job),
-            under_way=lambda rref: self.caller.creates(rref),
+            under_way=lambda rref, worker: self.caller.creates(rref, worker),
+            knows=lambda worker: self.workers.ever(worker) is not None,
         )
         self.garbage = self.rrefs.garbage
         self._lost_callbacks: list[PeerLostCallback] = []
@@ -100,7 +101,7 @@ class Agent:
             self.links.at_once = gpu.current.let_go
         self.caller = Caller(self.device, self.progress, self.rrefs)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
-        self.caller.on_tick = self._look_after
+        self.caller.on_tick, self.caller.distrust = self._look_after, self.links.distrust
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.timeline = timeline.for_run(self)
@@ -173,7 +174,8 @@ class Agent:
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
         (messages received of which something large had to be READ, for want of a landing place), ``rrefs``,
-        ``autograd_contexts``, ``autograd_surveys`` (backward passes that had to find out which calls take part)."""
+        ``autograd_contexts``, ``autograd_surveys`` (backward passes that had to find out which calls take part), and what
+        came and was not its sender's to say, which has had no effect: see ``refused``."""
         sent, requests, _, reads = self.links.counts
         return {
             **self.device.counters(),
@@ -184,6 +186,19 @@ class Agent:
             "rrefs": len(self.rrefs),
             "autograd_contexts": len(self.contexts.live),
             "autograd_surveys": self.contexts.surveys,
+            **self.refused(),
+        }
+
+    def refused(self) -> dict[str, int]:
+        """What came from peers and was not theirs to say (docs/protocols.md, 13): answers to calls that were made to others,
+        words about references that others hold, ends of others' autograd contexts, gradients of tensors that others got, and
+        landing places that others hold."""
+        return {
+            "refused_answers": self.caller.refused,
+            "refused_references": self.rrefs.refused,
+            "refused_ends": self.contexts.refused,
+            "refused_gradients": self.contexts.refused_gradients,
+            "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
         }
 
     def new_id(self) -> int:
@@ -279,7 +294,7 @@ class Agent:
                 if kind == REQUEST:
                     self.callee.accept(link, frame)
                 elif kind == RESPONSE or kind == ERROR:
-                    self.caller.answer(frame)
+                    self.caller.answer(link, frame)
                 elif kind == RELEASE:
                     self.callee.release(link, frame.call)
                 elif kind == FORGO:
@@ -288,6 +303,9 @@ class Agent:
                     self.rrefs.receive(link.worker, frame.body)
                 elif kind == ENDED:
                     self.progress.jobs.append(partial(self.contexts.end, frame.call, link.worker))
+            except NotTheirs as error:
+                self.links.refuse(link, error)
+                return
             except struct.error as reason:
                 text = f"what came is no message (frame of kind {kind}: {reason})"
                 self.links.refuse(link, RdmaError(text, peer=link.name))

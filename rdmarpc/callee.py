@@ -29,7 +29,7 @@ from .caller import (
     Kept,
     fetch_bulk,
 )
-from .functions import MAY_DEFER
+from .functions import MAY_DEFER, TOLD_WHO
 from .future import Value, known
 from .grad_context import Context, Contexts, current
 from .grad_record import attach, unbound
@@ -38,6 +38,7 @@ from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
 from .options import WorkerInfo
 from .rref_context import RRefContext
 from .rref_forks import Fork
+from .rref_mail import NotTheirs
 from .tensors import (
     NOTHING,
     Landing,
@@ -51,9 +52,11 @@ from .tensors import (
     unpack,
     unpack_lone,
 )
-from .transport import ArenaFull, Device, PeerLost
+from .transport import ArenaFull, Device, PeerLost, RdmaError
 from .transport.arena import Block
 
+_MAX_KEPT = 1 << 16
+"""Results that one worker has still to read: an honest one has at most as many as calls under way."""
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
 
@@ -69,11 +72,14 @@ class Callee:
         self._sources: dict[tuple[Link, int], Kept] = {}
         self._lock = threading.Lock()
         self.handovers = Handovers(device)
+        self.refused_grants = 0
+        """Landing places given back by a worker that does not hold them."""
 
     # -- frames
 
     def accept(self, link: Link, frame: Frame) -> None:
-        """A request arrived (called by the holder of the polling role): leave it to the pool."""
+        """A request arrived (called by the holder of the polling role): leave it to the pool. ``NotTheirs`` if it creates a
+        value under another worker's number."""
         if frame.flags & REMOTE and not frame.flags & BULK:
             self._introduce(link, frame)
         self.caller.progress.jobs.append(partial(self._serve, link, frame))
@@ -82,10 +88,17 @@ class Callee:
         """The peer has read what a response left in our memory."""
         self._sources.pop((link, call), None)
 
+    def _keep(self, link: Link, call: int, what: Any) -> Kept:
+        kept = self._sources[link, call] = Kept(what)
+        if len(self._sources) > _MAX_KEPT and sum(owner is link for owner, _ in list(self._sources)) > _MAX_KEPT:
+            self.caller.distrust(link, RdmaError(f"it has not read {_MAX_KEPT} results that are kept for it", peer=link.name))
+        return kept
+
     def forgo(self, link: Link, frame: Frame) -> None:
         """The peer gives back landing places it will not use."""
         for (grant,) in struct.iter_unpack("<Q", frame.body):
-            self._take_landing(link, grant)
+            if self._take_landing(link, grant) is None:
+                self.refused_grants += 1
 
     def lost(self, link: Link) -> list[Any]:
         """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
@@ -136,6 +149,8 @@ class Callee:
             if references:
                 references.clear()  # the arguments hold them now
             inner = getattr(function, "_wrapped_async_rpc_function", None)
+            if inner is TOLD_WHO:
+                args = (link.worker, *args)
             if torch_profiler._is_profiler_enabled and not control:
                 function = profiling.serving(function, args, link.name, self.me.name)
             if context is None:
@@ -149,7 +164,7 @@ class Callee:
                     later = partial(self._reply_later, link, call, control, sizes, places, rref, context, known(answer[0]))
                     answer.pop().add_done_callback(later)
                     return
-                if inner is not MAY_DEFER:
+                if inner is not MAY_DEFER and inner is not TOLD_WHO:
                     raise RuntimeError(f"{_ASYNC_HINT} but got {type(answer[0])}")
             del args, kwargs
         except BaseException as error:
@@ -158,6 +173,8 @@ class Callee:
                 references.clear()
             if streams is not None:
                 streams.ended()
+            if isinstance(error, NotTheirs):
+                self.caller.distrust(link, error)
             self._fail(link, call, control, error, rref)
             return
         self._reply(link, call, control, answer, sizes, places, rref, context)
@@ -311,7 +328,7 @@ class Callee:
             kept = None
             if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
                 # Before it is sent: the caller may have read it, and say so, before we are back.
-                kept = self._sources[link, call] = Kept(out.lent)
+                kept = self._keep(link, call, out.lent)
             self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept)
         except PeerLost:
             self._sources.pop((link, call), None)
@@ -350,7 +367,7 @@ class Callee:
         try:
             kept = None
             if len(payload) > MAX_BODY:
-                kept = self._sources[link, call] = Kept(None)
+                kept = self._keep(link, call, None)
             self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             pass

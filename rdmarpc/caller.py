@@ -29,6 +29,7 @@ from .grad_record import attach, unbound
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
 from .progress import Progress
 from .rref_context import RRefContext
+from .rref_mail import NotTheirs
 from .tensors import (
     HANDED,
     NOTHING,
@@ -89,6 +90,11 @@ class Caller:
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
         self._expired: dict[int, Pending] = {}
+        self.refused = 0
+        """Answers to calls that were made to another worker, and (``refused_grants``) landing places for no call of ours."""
+        self.refused_grants = 0
+        self.distrust: Callable[[Link, RdmaError], None] = lambda link, error: None
+        """Ends a link (from any thread, without waiting) by which something came that its peer had no right to say."""
         self._calls = itertools.count(1)
         self._ticking = threading.Event()
         self.on_tick: Callable[[], None] = lambda: None
@@ -248,15 +254,26 @@ class Caller:
 
     # -- in
 
-    def answer(self, frame: Frame) -> None:
-        """A response arrived (called by the holder of the polling role)."""
-        pending = self.pending.pop(frame.call, None)
+    def answer(self, link: Link, frame: Frame) -> None:
+        """A response arrived (called by the holder of the polling role). ``NotTheirs`` if that call was made to another worker:
+        answers count by the link that they come by. What nobody waits for any more has no effect."""
+        pending = self.pending.get(frame.call)
         if pending is not None:
-            self._answer(pending, frame)
-            return
-        late = self._expired.pop(frame.call, None)
+            if pending.link is not link:
+                self._refuse_answer()
+            if self.pending.pop(frame.call, None) is not None:
+                self._answer(pending, frame)
+                return
+        late = self._expired.get(frame.call)
         if late is not None:
-            self.progress.jobs.append(partial(self._bury, late, frame))
+            if late.link is not link:
+                self._refuse_answer()
+            if self._expired.pop(frame.call, None) is not None:
+                self.progress.jobs.append(partial(self._bury, late, frame))
+
+    def _refuse_answer(self) -> None:
+        self.refused += 1
+        raise NotTheirs("it answered a call that was made to another worker")
 
     def _answer(self, pending: Pending, answer: Frame | Exception) -> None:
         future = pending.future
@@ -395,7 +412,14 @@ class Caller:
         payload = frame.body[start + places_bytes : payload_end]
         references = None
         if not frame.flags & FLAT and payload[0] == serialize.MARK:
-            references = self.rrefs.adopt(link.worker, payload)
+            try:
+                references = self.rrefs.adopt(link.worker, payload)
+            except NotTheirs as error:
+                self.distrust(link, error)
+                raise
+        if grant and not 0 < places_bytes == RemoteRegion.WIRE_SIZE * len(pending.key[1]):
+            self.refused_grants += 1
+            grant = 0
         if grant:
             forgone = link.grants.put(size_classes(pending.key[1]), grant, load_places(places, link.places))
         else:
@@ -487,10 +511,10 @@ class Caller:
         finally:
             self.rrefs.collect()
 
-    def creates(self, rref: int) -> bool:
-        """Whether a call that creates this reference elsewhere is unanswered, given up or not."""
+    def creates(self, rref: int, worker: int) -> bool:
+        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
         calls = list(self.pending.values()) + list(self._expired.values())
-        return any(pending.rref == rref for pending in calls)
+        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
 
     def _expire(self) -> None:
         """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""

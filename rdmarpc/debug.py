@@ -61,6 +61,7 @@ def debug_info() -> dict[str, int]:
         "agent.num_workers": len(agent.workers),
         "agent.num_lost": len(agent.links.lost),
         "agent.uptime_ms": round((time.monotonic() - agent.since) * 1000),
+        **{f"agent.{name}": count for name, count in agent.refused().items()},
         **agent.rrefs.debug_info(),
     }
     for link in list(agent.links.by_worker.values()):

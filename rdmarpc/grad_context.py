@@ -8,6 +8,11 @@ With a worker end those that it entered, and those that nobody else brought: the
 Its end may overtake calls that carry it, if these wait for a thread: numbers that ended are remembered, and who comes late
 finds no context; nor does a call that was left by a worker which is lost. A thread that was about to send while the context
 ended tells the end itself (``send``). Numbers are never used twice.
+
+Who may end a context here: the worker that entered it, and the first that brought it here (``Context.by``). The first bringers
+form a tree with the entering worker as its root, so the end reaches everybody. The word of any other worker counts for that
+worker's own calls only: those that come late find no context. Were it to count for all, any member could end any context by
+its number, also one that is still to be entered.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +34,10 @@ if TYPE_CHECKING:
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096
+_MAX_BROUGHT = 1 << 16
+"""Contexts that one worker may have brought here and not ended."""
+MAX_PASSES = 4096
+"""Backward passes of one context that may be under way here."""
 # References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
 _UNSHARED = 2
 # References to a gradient that is only kept here: the table's, a variable's, and getrefcount's own.
@@ -41,7 +50,10 @@ class Context:
     def __init__(self, number: int, brought_by: int, messages: itertools.count[int], tell: Callable[[int, int], None]) -> None:
         self.number = number
         self.brought_by = {brought_by}
-        """Numbers of the workers whose calls carried it here (ours, if it was entered here), as far as they are not lost."""
+        """Numbers of the workers whose calls carried it here (ours, if it was entered here), as far as they are not lost, and
+        have not said that it is over."""
+        self.by: int | None = brought_by
+        """The first of these: its word ends the context here. ``None`` once it is lost: then the word of any of them does."""
         self.sent: dict[int, Sent] = {}
         """By the number of the message."""
         self.received: dict[tuple[int, int], Any] = {}
@@ -132,6 +144,21 @@ current = _Current()
 """The context that this thread is in."""
 
 
+class _Recent:
+    """The numbers that were added last. Guarded by its owner's lock."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def add(self, number: int) -> None:
+        self._numbers[number] = None
+        if len(self._numbers) > _REMEMBERED:
+            self._numbers.popitem(last=False)
+
+
 class Contexts:
     """Those that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not raise."""
 
@@ -142,9 +169,14 @@ class Contexts:
         """Numbers of the workers that are lost."""
         self._count = itertools.count(me << WORKER_SHIFT)
         self._messages = itertools.count(1)
-        self._past: set[int] = set()
-        self._past_order: deque[int] = deque()
+        self._past = _Recent()
+        self._said: dict[int, _Recent] = {}
+        """By worker: contexts that it says are over, which it has no right to end for others."""
         self._lock = threading.Lock()
+        self.refused = 0
+        """Ends that did not count for others, and (``refused_gradients``) gradients that did not come from the worker that had
+        the tensors."""
+        self.refused_gradients = 0
         self.surveys = 0
         """Backward passes that had to ask which calls take part (``grad_flow``)."""
 
@@ -157,15 +189,18 @@ class Contexts:
         return made
 
     def join(self, number: int, worker: int) -> Context | None:
-        """The context that a call of a worker carries, made if need be; ``None`` if it has ended, or the worker has."""
+        """The context that a call of a worker carries, made if need be; ``None`` if it has ended, or the worker has.
+        ``RuntimeError`` where that worker has brought too many."""
         found = self.live.get(number)
         if found is not None and worker in found.brought_by:
             return found
         with self._lock:
-            if number in self._past or worker in self._gone:
+            if number in self._past or worker in self._gone or number in self._said.get(worker, ()):
                 return None
             found = self.live.get(number)
             if found is None:
+                if len(self.live) >= _MAX_BROUGHT and sum(each.by == worker for each in self.live.values()) >= _MAX_BROUGHT:
+                    raise RuntimeError(f"worker number {worker} has {_MAX_BROUGHT} autograd contexts here that have not ended")
                 return self._enter(number, worker)
             found.brought_by.add(worker)
             return found
@@ -178,20 +213,37 @@ class Contexts:
         return found
 
     def end(self, number: int, heard_from: int | None = None) -> None:
-        """It ends here, and everywhere that we brought it to."""
+        """It ends here, and everywhere that we brought it to. ``heard_from``: the worker that says so, if it is not our own
+        decision."""
         with self._lock:
+            if heard_from is not None and not self._believed(number, heard_from):
+                return
             context = self._take_out(number)
         if context is not None:
             self._finish(context, heard_from)
+
+    def _believed(self, number: int, worker: int) -> bool:
+        """With the lock held: whether a worker that says that a context is over ends it for everybody. If not, its own calls
+        that come late will find none."""
+        if number in self._past or worker in self._gone:
+            return False
+        found = self.live.get(number)
+        if number >> WORKER_SHIFT == worker or (found is not None and found.by == worker):
+            return True
+        if found is not None and worker in found.brought_by:
+            if found.by is None:
+                return True
+            found.brought_by.discard(worker)
+        else:
+            self.refused += 1
+        self._said.setdefault(worker, _Recent()).add(number)
+        return False
 
     def _take_out(self, number: int) -> Context | None:
         """With the lock held."""
         if number in self._past:
             return None
         self._past.add(number)
-        self._past_order.append(number)
-        if len(self._past_order) > _REMEMBERED:
-            self._past.discard(self._past_order.popleft())
         return self.live.pop(number, None)
 
     def _finish(self, context: Context, heard_from: int | None) -> None:
@@ -205,8 +257,11 @@ class Contexts:
         ended = []
         with self._lock:
             self._gone.add(worker)
+            self._said.pop(worker, None)
             for context in list(self.live.values()):
                 context.brought_by.discard(worker)
+                if context.by == worker:
+                    context.by = None
                 if context.number >> WORKER_SHIFT == worker or not context.brought_by:
                     self._take_out(context.number)
                     ended.append(context)

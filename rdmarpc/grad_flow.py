@@ -14,6 +14,10 @@ finds that out. In most programs nothing is ever held when the waves are over, a
 Invariants: (1) a message's gradients are delivered at most once a pass; (2) a wave is answered once, when nothing that it
 started is under way, or at its first error; (3) work left to another thread that runs the pass belongs to that thread's wave,
 which somebody waits for.
+
+Who may say what: gradients of a message come from the worker that the message went to (``Pass.arrive``), which its link tells
+(``functions.TOLD_WHO``); what a pass can reach is asked, and what it expects is told, by the worker that began it. Within a
+context its workers trust each other's account of which passes are over.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ import torch
 
 from . import agent as _agent
 from . import grad_error
-from .functions import MAY_DEFER
-from .grad_context import Context
+from .functions import TOLD_WHO
+from .grad_context import MAX_PASSES, Context
 from .grad_graph import reach
-from .grad_pass import Emitted, Gradients, Pass
+from .grad_pass import Emitted, Gradients, NotTheirs, Pass
 from .grad_record import RECEIVED, edge
 from .link import CONTROL
 
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from .agent import Agent
     from .future import Pending
 
-_PASS = struct.Struct("<QQQQ?Q")  # the fields of Name, and the number of the sender
+_PASS = struct.Struct("<QQQQ?")  # the fields of Name
 _ENTRY = struct.Struct("<QI")  # message, number of gradients
 _counts = itertools.count(1)
 _HOLDER = struct.Struct("<Q")
@@ -102,6 +106,8 @@ def _open(agent: Agent, context: Context, name: Name) -> Pass:
     key = name.worker, name.serial
     with context.lock:
         context.check()
+        if len(context.oldest) >= MAX_PASSES and name.worker not in context.oldest:
+            raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {name.context}")
         oldest = context.oldest[name.worker] = max(name.oldest, context.oldest.get(name.worker, 0))
         for other in [other for other in context.passes if other[0] == name.worker and other[1] < oldest]:
             context.passes.pop(other).end()
@@ -109,8 +115,19 @@ def _open(agent: Agent, context: Context, name: Name) -> Pass:
         if found is None:
             if name.worker == agent.number or name.serial < oldest:
                 raise RuntimeError("this backward pass is over")
+            if len(context.passes) >= MAX_PASSES:
+                raise RuntimeError(f"{MAX_PASSES} backward passes of autograd context {name.context} are under way")
             found = context.passes[key] = Pass(context, name.retain_graph)
     return found
+
+
+def _arrive(agent: Agent, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
+    try:
+        for message, gradients in entries:
+            run.arrive(worker, message, gradients)
+    except NotTheirs:
+        agent.contexts.refused_gradients += 1
+        raise
 
 
 class Wave:
@@ -119,7 +136,7 @@ class Wave:
 
     def __init__(self, agent: Agent, name: Name, run: Pass, asker: int | None) -> None:
         self.agent, self.name, self.run_, self.asker = agent, name, run, asker
-        self.header = _PASS.pack(*name, agent.number)
+        self.header = _PASS.pack(*name)
         self.holders: set[int] = set()
         self._back: list[tuple[int, Gradients]] = []
         self._open = 1
@@ -148,7 +165,7 @@ class Wave:
         for worker, entries in groups.items():
             if worker == self.agent.number:
                 for message, gradients in entries:
-                    self.run_.arrive(message, gradients)
+                    self.run_.arrive(worker, message, gradients)
             elif worker == self.asker:
                 back += entries
             else:
@@ -160,12 +177,11 @@ class Wave:
         heads, gradients = _pack(entries)
         self.call(worker, _deliver, (self.header, heads, *gradients))
 
-    def heard(self, answer: tuple[Any, ...]) -> None:
-        """An answer to one of our calls came. Raises what ended the pass."""
+    def heard(self, worker: int, answer: tuple[Any, ...]) -> None:
+        """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
         reply = _load_reply(answer)
         self.holders |= reply.holders
-        for message, gradients in reply.arrivals:
-            self.run_.arrive(message, gradients)
+        _arrive(self.agent, self.run_, worker, reply.arrivals)
         self.go_on()
 
     def close_one(self) -> bool:
@@ -217,11 +233,11 @@ class Sprung(Wave):
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
         to = self.agent.group.worker(worker)
-        self.agent.call_async(to, function, args, None, -1.0, control=True).add_done_callback(self._answered)
+        self.agent.call_async(to, function, args, None, -1.0, control=True).add_done_callback(partial(self._answered, worker))
 
-    def _answered(self, future: torch.futures.Future[Any]) -> None:
+    def _answered(self, worker: int, future: torch.futures.Future[Any]) -> None:
         try:
-            self.heard(future.value())
+            self.heard(worker, future.value())
         except BaseException as error:
             self._fail(error)
         self._close()
@@ -280,7 +296,8 @@ class Driven(Wave):
                     self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
                 call = next((call for call in self._calls if call.done), self._calls[0])
                 self._calls.remove(call)
-                self.heard(self.agent.caller.result(call))
+                answer = self.agent.caller.result(call)
+                self.heard(call.link.worker, answer)
                 self.close_one()
             return self.reply()
         finally:
@@ -383,7 +400,7 @@ def _settlement(agent: Agent, name: Name, run: Pass, holders: set[int]) -> Calls
     """Find out which messages can still get a gradient. Tells our own part; returns the calls that tell the other holders, and
     set off what can run there."""
     agent.contexts.surveys += 1
-    header = _PASS.pack(*name, agent.number)
+    header = _PASS.pack(*name)
     expected: dict[int, set[int]] = {}
     asking = [(worker, b"", True) for worker in holders]
     while asking:
@@ -416,38 +433,48 @@ def _unpacked(packed: bytes) -> set[int]:
 
 def _ask(agent: Agent, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
     if worker == agent.number:
-        return _survey(*args)
+        return _survey(worker, *args)
     return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
 
 
-# What other workers call here.
+# What other workers call here; the first argument is the number of the one that does.
 
 
-def _load(header: bytes) -> tuple[Agent, Context, Name, int]:
-    *fields, sender = _PASS.unpack(header)
-    name = Name(*fields)
+def _load(header: bytes) -> tuple[Agent, Context, Name]:
+    name = Name(*_PASS.unpack(header))
     agent = _agent.current()
-    return agent, agent.contexts.find(name.context), name, sender
+    return agent, agent.contexts.find(name.context), name
 
 
-def _deliver(header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
+def _load_own(sender: int, header: bytes) -> tuple[Agent, Context, Name]:
+    """Of a pass that the sender must have begun."""
+    agent, context, name = _load(header)
+    if name.worker != sender:
+        agent.contexts.refused_gradients += 1
+        raise NotTheirs(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
+    return agent, context, name
+
+
+def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Gradients of messages that this worker sent."""
     agent = _agent.current()
     try:
-        agent, context, name, sender = _load(header)
+        agent, context, name = _load(header)
+        if sender not in context.workers:
+            agent.contexts.refused_gradients += 1
+            raise NotTheirs(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = _open(agent, context, name)
-        for message, some in _unpack(heads, gradients):
-            run.arrive(message, some)
+        _arrive(agent, run, sender, _unpack(heads, gradients))
         return _answered(Sprung(agent, name, run, sender).start([]))
     except Exception as error:
         return _dump_reply(_located(agent, error))
 
 
-def _settle(header: bytes, messages: bytes) -> Any:
+def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Of the messages that this worker sent and that had no gradient yet, only these will get one."""
     agent = _agent.current()
     try:
-        agent, context, name, sender = _load(header)
+        agent, context, name = _load_own(sender, header)
         run = _open(agent, context, name)
         run.expect(_unpacked(messages))
         return _answered(Sprung(agent, name, run, sender).start([]))
@@ -455,12 +482,9 @@ def _settle(header: bytes, messages: bytes) -> Any:
         return _dump_reply(_located(agent, error))
 
 
-_deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
-
-
-def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
+def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     """Which messages that this worker received are reached from these that it sent, and from what is held here."""
-    agent, context, name, _ = _load(header)
+    agent, context, name = _load_own(sender, header)
     starts = _open(agent, context, name).starts() if held else []
     for message in _unpacked(messages):
         sent = context.sent.get(message)
@@ -468,6 +492,10 @@ def _survey(header: bytes, messages: bytes, held: bool) -> bytes:
             starts += [each.node for each in sent.edges()]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
+
+
+_deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
+_survey._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
 
 
 def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:

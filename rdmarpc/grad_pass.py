@@ -58,6 +58,10 @@ _ordered: set[Node] = set()
 """Nodes whose sequence numbers are set for a run. Passes over one graph (``retain_graph``) that share some take turns."""
 
 
+class NotTheirs(RuntimeError):
+    """Gradients came from a worker that never had the tensors."""
+
+
 class Emitted(NamedTuple):
     """Gradients of received tensors: to be sent to whoever had sent these."""
 
@@ -101,11 +105,15 @@ class Pass:
                 self._hold(edge.node, edge.output_nr, gradient)
             self._joint.leave()
 
-    def arrive(self, message: int, gradients: Gradients) -> None:
-        """Gradients of the tensors of a message that left here; ``None`` for those that had no part in the roots."""
+    def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
+        """Gradients of the tensors of a message that left here, from the worker that they went to (nobody else has them to
+        say: ``RuntimeError``); ``None`` for those that had no part in the roots."""
         with self._lock:
             if self._over:
                 return
+            known = self.context.sent.get(message)
+            if known is not None and known.to != worker:
+                raise NotTheirs(f"worker number {worker} brings gradients of tensors that went to worker number {known.to}")
             sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
             if sent is None:
                 self.context.check()

@@ -188,6 +188,10 @@ class Links:
         self.forget_row(link)
         self._progress.jobs.append(partial(self.cut_off, link, error))
 
+    def distrust(self, link: Link, error: RdmaError) -> None:
+        """``refuse``, from any thread."""
+        self._progress.submit(partial(self.cut_off, link, error))
+
     def cut_off(self, link: Link, error: RdmaError) -> None:
         """End a connection whose other end does not keep to the protocol."""
         try:

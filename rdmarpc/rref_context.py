@@ -33,8 +33,22 @@ Who sends what (``rref_mail``: each entry takes effect once):
     owner -> user                       nothing: the owner has entered the fork before it sends it
     user -> user                        FORK, ACCEPT, CHILD
 
+Who may say what. What a message says is looked at beside the link that it came by (``sender``):
+
+    a fork in front of a pickle     its number was drawn by the sender, and stands for no other    else the link ends
+    FORK                            anybody, for itself; a fork that is known already is REFUSEd
+    ACCEPT, REFUSE                  the owner of the fork                                           else the link ends
+    CHILD                           who got the child                                              else no effect, counted
+    DELETE                          who holds the fork                                             else no effect, counted
+    PROBE                           the callee of the creating call; anybody else hears GONE
+    GONE                            who drew the id                                                else the link ends
+
+A word that has no effect, where a link could have been ended, may come from a worker that was itself deceived by whoever
+passed it the reference. References are no secrets: any member may fetch a value by its number, which can be guessed.
+
 Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``RRefStore._early``) and annuls it; a
-refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way. A creating call that its
+refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way, and bounded for each
+worker (``MAX_OPEN``): one that fills them does not keep to the protocol, and its link ends. A creating call that its
 caller has given up still runs once; if the caller's handle died meanwhile its value is dropped as soon as it is made.
 
 Lost workers: the owner drops all forks that a lost worker held, parents forget the children it got, forks of values it owned
@@ -52,8 +66,11 @@ from typing import Any
 
 from . import gpu_streams, serialize
 from .rref_forks import Fork, Forks, Resume
-from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
-from .rref_store import Job, RRefStore
+from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail, NotTheirs
+from .rref_store import Job, RRefStore, created_on
+
+MAX_STRANGERS = 1024
+"""Workers of which nothing is known here that one worker may name: such as joined since we looked."""
 
 
 class RRefContext:
@@ -62,8 +79,10 @@ class RRefContext:
 
     Workers are known by their numbers (``members.Record``), which are never used twice: whoever takes over the rank of another
     is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``transmit(worker, message)`` carries a message to
-    ``receive`` there; ``run(job)`` runs a job on another thread; ``under_way(rref)``: whether a call of ours that creates
-    ``rref`` is unanswered.
+    ``receive`` there; ``run(job)`` runs a job on another thread; ``under_way(rref, worker)``: whether a call of ours to that
+    worker that creates ``rref`` is unanswered; ``knows(worker)``: whether it is, or was, in the group as far as is known here.
+
+    What comes from a peer and names what is not its to name is a ``NotTheirs``: whoever handed it in ends that link.
     """
 
     def __init__(
@@ -74,15 +93,19 @@ class RRefContext:
         new_id: Callable[[], int],
         transmit: Callable[[int, bytes], None],
         run: Callable[[Job], None],
-        under_way: Callable[[int], bool],
+        under_way: Callable[[int, int], bool],
+        knows: Callable[[int], bool] = lambda worker: True,
     ) -> None:
-        self._me, self._new_id, self._run, self._under_way = me, new_id, run, under_way
+        self._me, self._new_id, self._run, self._under_way, self._knows = me, new_id, run, under_way, knows
         self._jobs: deque[Job] = deque()
         self.mail = Mail(transmit)
         self.store = RRefStore(me, self.mail.put, self._jobs)
         self.forks = Forks(me, names, new_id, self.store, self.mail.put, self._jobs)
         self.garbage = self.forks.garbage
-        self._probes: deque[tuple[int, int]] = deque()
+        self._probes: set[tuple[int, int]] = set()
+        self._strangers: dict[int, set[int]] = {}
+        """By sender: workers that it named and of which nothing is known."""
+        self._refused = 0
         self.closed = False
         """After shutdown: every handle is deleted, whoever still has it."""
 
@@ -97,8 +120,15 @@ class RRefContext:
     # -- messages with forks in them
 
     def adopt(self, sender: int, payload: bytes) -> list[Fork]:
-        """The forks in front of a pickle that came from ``sender``."""
-        forks = self.forks.adopt(sender, serialize.enclosed(payload))
+        """The forks in front of a pickle that came from ``sender``. ``NotTheirs`` if it cannot have made them."""
+        entries = list(serialize.enclosed(payload))
+        try:
+            for owner, _, _ in entries:
+                self._meet(sender, owner)
+            forks = self.forks.adopt(sender, entries)
+        except NotTheirs:
+            self._refused += 1
+            raise
         self._act()
         return forks
 
@@ -120,6 +150,10 @@ class RRefContext:
         self._act()
 
     def introduce(self, rref: int, fork: int, creator: int) -> None:
+        """A creating call arrived. ``NotTheirs`` if its caller did not draw the numbers."""
+        if created_on(rref) != creator or created_on(fork) != creator:
+            self._refused += 1
+            raise NotTheirs("it creates a value under a number that it did not draw")
         self.store.introduce(rref, fork, creator)
         self._act()
 
@@ -132,35 +166,52 @@ class RRefContext:
     # -- control messages
 
     def receive(self, sender: int, message: bytes) -> None:
-        """A control message came (on whatever thread read it)."""
-        store, forks = self.store, self.forks
-        for kind, rref, fork in self.mail.open(sender, message):
-            if kind == DELETE:
-                store.delete(rref, fork, sender)
-            elif kind == FORK:
-                store.request(rref, fork, sender)
-            elif kind == ACCEPT or kind == REFUSE:
-                forks.accepted(fork, refused=kind == REFUSE)
-            elif kind == CHILD:
-                forks.child_accepted(fork)
-            elif kind == PROBE:
-                self._probes.append((sender, rref))
-            elif kind == GONE:
-                store.gone(rref)
+        """A control message came (on whatever thread read it). ``NotTheirs``: its sender had no right to say that."""
+        try:
+            for kind, rref, fork in self.mail.open(sender, message):
+                self._take(sender, kind, rref, fork)
+        except NotTheirs:
+            self._refused += 1
+            raise
         if self._probes:
             self._answer_probes()
         self._act()
 
+    def _take(self, sender: int, kind: int, rref: int, fork: int) -> None:
+        if kind == DELETE:
+            self.store.delete(rref, fork, sender)
+        elif kind == FORK:
+            self._meet(sender, created_on(rref))
+            self.store.request(rref, fork, sender)
+        elif kind == ACCEPT or kind == REFUSE:
+            self.forks.accepted(fork, sender, refused=kind == REFUSE)
+        elif kind == CHILD:
+            self.forks.child_accepted(fork, sender)
+        elif kind == PROBE:
+            self._probes.add((sender, rref))
+        elif created_on(rref) == sender:
+            self.store.gone(rref)
+        else:
+            raise NotTheirs("it speaks for the creator of a reference, and is not the creator")
+
+    def _meet(self, sender: int, worker: int) -> None:
+        """``sender`` names a worker. Each that nobody knows costs a look at the store, and an entry for ever."""
+        if self._knows(worker):
+            return
+        named = self._strangers.setdefault(sender, set())
+        named.add(worker)
+        if len(named) > MAX_STRANGERS:
+            raise NotTheirs(f"it names {len(named)} workers that are not in the group")
+
     def _answer_probes(self) -> None:
-        for _ in range(len(self._probes)):
+        for owner, rref in list(self._probes):
+            if self._under_way(rref, owner):
+                continue
             try:
-                owner, rref = self._probes.popleft()
-            except IndexError:
-                return  # another thread answers, too
-            if self._under_way(rref):
-                self._probes.append((owner, rref))
-            else:
-                self.mail.put(owner, GONE, rref, 0)
+                self._probes.remove((owner, rref))
+            except KeyError:
+                continue  # another thread answers, too
+            self.mail.put(owner, GONE, rref, 0)
 
     def collect(self) -> None:
         """Tell the owners of the forks that died here. Called from time to time."""
@@ -181,6 +232,8 @@ class RRefContext:
 
     def lost(self, worker: int, error: Exception) -> None:
         """A worker was lost, or has left. For good."""
+        self._strangers.pop(worker, None)
+        self._probes.difference_update([probe for probe in list(self._probes) if probe[0] == worker])
         self.mail.lost(worker)
         self.store.lost(worker)
         self.forks.lost(worker, error)
@@ -218,6 +271,11 @@ class RRefContext:
     def __len__(self) -> int:
         """Values that live here."""
         return len(self.store)
+
+    @property
+    def refused(self) -> int:
+        """Words about references that were not their sender's to say."""
+        return self._refused + self.store.refused + self.forks.refused
 
     def debug_info(self) -> dict[str, int]:
         owners, forks = self.store.counts()

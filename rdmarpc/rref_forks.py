@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .rref_mail import CHILD, FORK
-from .rref_store import Job, RRefStore, Send, id_text
+from .rref_mail import CHILD, FORK, NotTheirs
+from .rref_store import Job, RRefStore, Send, created_on, id_text
 from .transport import PeerLost, RdmaError
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Forks:
         """By child: the fork of ours that it was made of, and who got the child."""
         self.lost_owners: dict[int, PeerLost] = {}
         """Workers that were lost, and what is raised where a value of theirs is wanted."""
+        self.refused = 0
+        """Words about children that had another holder."""
         self._lock = threading.Lock()
 
     def own(self, rref: int) -> Fork:
@@ -100,11 +102,17 @@ class Forks:
             if owner == self._me:
                 self._store.delete(rref, number, to)
             else:
-                self.child_accepted(number)
+                self.child_accepted(number, to)
 
     def adopt(self, sender: int, entries: Iterable[Entry]) -> list[Fork]:
-        """Forks that came in a message, whether or not anybody will want them: those that nobody holds die at once."""
-        return [self._adopt(sender, *entry) for entry in entries]
+        """Forks that came in a message, whether or not anybody will want them: those that nobody holds die at once.
+        ``NotTheirs`` if the sender cannot have made one of them: then none is taken."""
+        found = list(entries)
+        with self._lock:
+            for _, _, number in found:
+                if created_on(number) != sender or number in self.pending_users:
+                    raise NotTheirs("it passes on a reference under a number that it did not draw, or drew before")
+        return [self._adopt(sender, *entry) for entry in found]
 
     def _adopt(self, sender: int, owner: int, rref: int, number: int) -> Fork:
         if owner == sender:
@@ -145,12 +153,15 @@ class Forks:
                 self._jobs.append(partial(resume, held.error))
         return True
 
-    def accepted(self, number: int, *, refused: bool = False) -> None:
-        """ACCEPT, REFUSE: the owner has answered a FORK of ours."""
+    def accepted(self, number: int, owner: int, *, refused: bool = False) -> None:
+        """ACCEPT, REFUSE: the owner has answered a FORK of ours. ``NotTheirs`` if it is not the owner."""
         with self._lock:
-            fork = self.pending_users.pop(number, None)
+            fork = self.pending_users.get(number)
             if fork is None:
                 return  # its owner was thought to be lost
+            if fork.owner != owner:
+                raise NotTheirs("it answers for the owner of a reference, and is not the owner")
+            del self.pending_users[number]
             error = None
             if refused:
                 error = PeerLost(
@@ -171,11 +182,16 @@ class Forks:
                 self._jobs.append(partial(held.resume, held.error))
         fork.waiting = None
 
-    def child_accepted(self, number: int) -> None:
-        """CHILD: a child that we passed on needs its parent no longer."""
+    def child_accepted(self, number: int, holder: int) -> None:
+        """CHILD: a child that we passed on needs its parent no longer. Its holder says so; where we do not know who that is
+        (``RRef._serialize``), whoever claims it."""
         with self._lock:
-            parent = self.pending_children.pop(number, None)
-        del parent
+            found = self.pending_children.get(number)
+            if found is not None and found[1] is not None and found[1] != holder:
+                self.refused += 1
+                return
+            self.pending_children.pop(number, None)
+        del found
 
     def lost(self, worker: int, error: Exception) -> None:
         """A worker was lost: nobody needs to be kept for its children, and what it owned is not confirmed any more."""

@@ -28,8 +28,15 @@ FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
 
 _NUMBER = struct.Struct("<Q")
 _ENTRY = struct.Struct("<BQQ")
+MAX_AHEAD = 1 << 16
+"""Numbers of one sender taken before one of its earlier ones."""
 _BATCH = 1024  # the reader of the rings takes a whole message at once
 _PAUSE_S = 0.001  # between attempts to write to a ring that is full
+
+
+class NotTheirs(RdmaError):
+    """What came names something that its sender has no say in, where only malice or a bug can be the reason: the link that it
+    came by ends."""
 
 
 class Taken:
@@ -42,9 +49,11 @@ class Taken:
         self.above: set[int] = set()
 
     def take(self, number: int) -> bool:
-        """``False`` for a number that was taken before."""
+        """``False`` for a number that was taken before. ``NotTheirs`` for a sender that leaves out numbers."""
         if number < self.watermark or number in self.above:
             return False
+        if len(self.above) >= MAX_AHEAD:
+            raise NotTheirs(f"message {self.watermark} about references never came, but {MAX_AHEAD} after it")
         self.above.add(number)
         while self.watermark in self.above:
             self.above.discard(self.watermark)

@@ -4,6 +4,10 @@ States of a fork as the owner sees it (``rref_context`` has the protocol): unkno
 deleted. Messages may come in any order, so a fork may also be *early* (deleted first: its introduction is still to come), and
 one that was refused is remembered until its deletion has come. Each fork is introduced once (by the call that creates the
 value, by a FORK, or by the owner itself) and deleted once; both are then forgotten.
+
+A fork is deleted at its holder's word, and nobody else's: that of another is counted (``refused``) and has no effect. What
+waits for the rest of its story (early, parked, refused forks; values that are still to be created) is bounded, for each
+worker that it is owed to.
 """
 
 from __future__ import annotations
@@ -18,10 +22,13 @@ import torch
 
 from . import gpu_streams
 from .future import Value, fail
-from .rref_mail import ACCEPT, PROBE, REFUSE
-from .transport import PeerLost
+from .rref_mail import ACCEPT, PROBE, REFUSE, NotTheirs
+from .transport import PeerLost, RdmaError
 
 LOCAL_BITS = 40
+MAX_OPEN = 1 << 18
+"""Forks of one worker whose story is half told, and values that one worker is still to create: an honest one has at most as
+many as it has calls and messages under way."""
 
 Send = Callable[[int, int, int, int], None]
 Job = Callable[[], None]
@@ -67,9 +74,16 @@ class RRefStore:
     def __init__(self, me: int, send: Send, jobs: deque[Job]) -> None:
         self._me, self._send, self._jobs = me, send, jobs
         self._slots: dict[int, Slot] = {}
-        self._early: dict[int, int] = {}
-        self._refused: dict[int, int] = {}
+        self._early: set[tuple[int, int]] = set()
+        """Fork and holder, and so in ``_refused``."""
+        self._refused: set[tuple[int, int]] = set()
+        self._open: dict[int, int] = {}
+        """By holder: how many of its forks are early, parked or refused."""
+        self._awaited: dict[int, int] = {}
+        """By creator: how many values are wanted whose creating call has not come."""
         self._lost: set[int] = set()
+        self.refused = 0
+        """Words about forks that had another holder."""
         self._lock = threading.Lock()
         self.dead: deque[Slot] = deque()
 
@@ -87,17 +101,19 @@ class RRefStore:
     def introduce(self, rref: int, fork: int, creator: int) -> None:
         """The call that creates a value has arrived."""
         with self._lock:
-            wanted = self._early.pop(fork, None) is None and creator not in self._lost
+            wanted = not self._forget(self._early, fork, creator) and creator not in self._lost
             slot = self._slots.get(rref)
             if slot is None:
                 if not wanted:
                     return  # the function runs all the same; its result is dropped
                 slot = self._slots[rref] = Slot()
-            slot.known = True
+                slot.known = True
+            self._learn(rref, slot)
             if wanted:
                 slot.forks[fork] = creator
             slot.forks.update(slot.parked)
             for number, holder in slot.parked.items():
+                self._count(holder, -1)
                 self._send(holder, ACCEPT, rref, number)
             slot.parked.clear()
             self._drop_if_unused(rref, slot)
@@ -143,34 +159,95 @@ class RRefStore:
         with self._lock:
             if holder in self._lost:
                 return
-            if self._early.pop(fork, None) is not None:
+            if self._forget(self._early, fork, holder):
                 self._send(holder, ACCEPT, rref, fork)
+                return
+            slot = self._slots.get(rref)
+            # Who passed it on may have given two workers, or one worker twice, the same fork.
+            twice = slot is not None and (fork in slot.forks or fork in slot.parked)
+            if twice or (slot is None and self._crowded(rref)):
+                self.refused += 1
+                self._refuse(rref, fork, holder)
                 return
             slot = self._slot(rref)
             if slot.known:
                 slot.forks[fork] = holder
                 self._send(holder, ACCEPT, rref, fork)
             else:
+                self._count(holder, 1)
                 slot.parked[fork] = holder
 
     def delete(self, rref: int, fork: int, holder: int) -> None:
         """DELETE: a fork died at its holder."""
         with self._lock:
-            if holder in self._lost:
+            if holder in self._lost or self._forget(self._refused, fork, holder):
                 return
             slot = self._slots.get(rref)
-            if slot is not None and slot.forks.pop(fork, None) is not None:
+            known = None if slot is None else slot.forks.get(fork, slot.parked.get(fork))
+            if slot is None or known is None:
+                if (fork, holder) not in self._early:
+                    self._count(holder, 1)
+                    self._early.add((fork, holder))
+            elif known != holder:
+                self.refused += 1
+            elif slot.forks.pop(fork, None) is not None:
                 self._drop_if_unused(rref, slot)
-            elif slot is not None and slot.parked.pop(fork, None) is not None:
+            else:
+                del slot.parked[fork]
+                self._count(holder, -1)
                 self._send(holder, ACCEPT, rref, fork)
-            elif self._refused.pop(fork, None) is None:
-                self._early[fork] = holder
+
+    # -- with the lock held
+
+    def _count(self, holder: int, more: int) -> None:
+        """``NotTheirs`` for more than an honest worker can have."""
+        count = self._open.get(holder, 0) + more
+        if more > 0 and count > MAX_OPEN and holder != self._me:
+            raise NotTheirs(f"it deletes, or asks for, {MAX_OPEN} references that nobody gave it")
+        if count:
+            self._open[holder] = count
+        else:
+            self._open.pop(holder, None)
+
+    def _forget(self, table: set[tuple[int, int]], fork: int, holder: int) -> bool:
+        """Whether that fork was in the table; it is not any more."""
+        if (fork, holder) not in table:
+            return False
+        table.discard((fork, holder))
+        self._count(holder, -1)
+        return True
+
+    def _refuse(self, rref: int, fork: int, holder: int) -> None:
+        if (fork, holder) not in self._refused:
+            self._count(holder, 1)
+            self._refused.add((fork, holder))
+        self._send(holder, REFUSE, rref, fork)
+
+    def _learn(self, rref: int, slot: Slot) -> None:
+        """Whether the value will be is known from here on."""
+        if not slot.known:
+            slot.known = True
+            self._await(created_on(rref), -1)
+
+    def _crowded(self, rref: int) -> bool:
+        return self._awaited.get(created_on(rref), 0) >= MAX_OPEN and created_on(rref) != self._me
+
+    def _await(self, creator: int, more: int) -> None:
+        count = self._awaited.get(creator, 0) + more
+        if count:
+            self._awaited[creator] = count
+        else:
+            self._awaited.pop(creator, None)
 
     def _slot(self, rref: int) -> Slot:
-        """With the lock held: the slot, made on demand; then the creator is asked whether the value is really to come."""
+        """The slot, made on demand; then the creator is asked whether the value is really to come. ``RdmaError`` where too many
+        are asked for already."""
         slot = self._slots.get(rref)
         if slot is None:
+            if self._crowded(rref):
+                raise RdmaError(f"{MAX_OPEN} values are awaited that worker number {created_on(rref)} is still to create")
             slot = self._slots[rref] = Slot()
+            self._await(created_on(rref), 1)
             if created_on(rref) in self._lost:
                 self._jobs.append(partial(self.gone, rref))
             else:
@@ -192,11 +269,12 @@ class RRefStore:
         slot = self._slots.get(rref)
         if slot is None or slot.known:
             return
-        slot.known = slot.settled = True
-        for number, holder in slot.parked.items():
-            self._refused[number] = holder
-            self._send(holder, REFUSE, rref, number)
-        slot.parked.clear()
+        self._learn(rref, slot)
+        slot.settled = True
+        parked, slot.parked = slot.parked, {}
+        for number, holder in parked.items():
+            self._count(holder, -1)
+            self._refuse(rref, number, holder)
         error = PeerLost(f"the value of RRef {id_text(rref)} does not exist: a worker that had the reference was lost")
         self._jobs.append(partial(fail, slot.future, error))
         self._drop_if_unused(rref, slot)
@@ -205,13 +283,13 @@ class RRefStore:
         """A worker was lost, and with it all forks that it held."""
         with self._lock:
             self._lost.add(worker)
+            self._open.pop(worker, None)
             for table in (self._early, self._refused):
-                for fork in [fork for fork, holder in table.items() if holder == worker]:
-                    del table[fork]
+                table.difference_update([item for item in table if item[1] == worker])
             for rref, slot in list(self._slots.items()):
-                for table in (slot.forks, slot.parked):
-                    for fork in [fork for fork, holder in table.items() if holder == worker]:
-                        del table[fork]
+                for forks in (slot.forks, slot.parked):
+                    for fork in [fork for fork, holder in forks.items() if holder == worker]:
+                        del forks[fork]
                 if slot.known:
                     self._drop_if_unused(rref, slot)
                 elif created_on(rref) == worker:

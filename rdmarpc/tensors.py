@@ -29,6 +29,8 @@ _TINY_BYTES = 256
 """So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
 INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
 _MAX_CACHE = 4096
+_MAX_KNOWN = 4096
+"""Bytes of places that are remembered: a peer may send any number of places with each call."""
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
@@ -94,10 +96,12 @@ def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[Rem
     parsed place refers to its channel, and with it to all memory of the peer: it must not outlive the link.)"""
     found = known.get(blob)
     if found is None:
-        if len(known) >= _MAX_CACHE:
-            known.clear()
         size = RemoteRegion.WIRE_SIZE
-        found = known[blob] = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+        found = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+        if len(blob) <= _MAX_KNOWN:
+            if len(known) >= _MAX_CACHE:
+                known.clear()
+            known[blob] = found
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .functions import async_execution
+from .functions import TOLD_WHO
 from .transport import RdmaError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Termination:
     def __init__(self, agent: Agent) -> None:
         self._agent = weakref.proxy(agent)
         self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
+        self._round = 0
         self._last: tuple[int, int] | None = None
         self._error: RdmaError | None = None
         self._waiting: threading.Event | None = None
@@ -40,11 +41,14 @@ class Termination:
             if self._error is not None:
                 future.set_exception(self._error)  # type: ignore[arg-type]
                 return future
+            if number != self._round:
+                raise RuntimeError(f"round {number} of the shutdown is reported in round {self._round}")
             reports = self._reports.setdefault(number, {})
             reports[rank] = (sent, answered, future)
             if len(reports) < len(self._agent.workers):
                 return future
             del self._reports[number]
+            self._round += 1
             totals = sum(item[0] for item in reports.values()), sum(item[1] for item in reports.values())
             done = totals[0] == totals[1] and totals == self._last
             self._last = totals
@@ -76,7 +80,7 @@ class Termination:
                 self._sleep(threading.Event(), deadline, 0.001)
             arrived = threading.Event()
             self._waiting = arrived
-            arguments = (number, agent.me.id, *agent.counts)
+            arguments = (number, *agent.counts)
             future = agent.call_async(leader, _report, arguments, None, 0, control=True)
             future.add_done_callback(lambda _, arrived=arrived: arrived.set())
             if self._error is not None:
@@ -97,8 +101,11 @@ class Termination:
             )
 
 
-@async_execution
-def _report(number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:
     from . import agent
 
-    return agent.current().termination.report(number, rank, sent, answered)
+    me = agent.current()
+    return me.termination.report(number, me.group.worker(sender).id, sent, answered)
+
+
+_report._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]

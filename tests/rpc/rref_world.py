@@ -42,7 +42,7 @@ class Worker:
             new_id=self.new_id,
             transmit=lambda to, message: world.transmit(rank, to, message),
             run=lambda job: job(),
-            under_way=self.unanswered.__contains__,
+            under_way=lambda rref, worker: rref in self.unanswered and world.owners[rref] == worker,
         )
 
     def new_id(self):

@@ -42,7 +42,7 @@ class Late:
         me = agent.current()
         self.accept, self.answer, self.end = me.callee.accept, me.caller.answer, me.contexts.end
         me.callee.accept = lambda link, frame: self.later(self.accept, link, frame)
-        me.caller.answer = lambda frame: self.later(self.answer, frame)
+        me.caller.answer = lambda link, frame: self.later(self.answer, link, frame)
         me.contexts.end = lambda *args: self.later(self.end, *args)
         threading.Thread(target=self.run, daemon=True).start()
 
