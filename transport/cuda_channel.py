@@ -32,10 +32,11 @@ from .cuda_ipc import imports_of
 from .cuda_lane import Lane
 from .cuda_pins import Pins
 from .cuda_transfer import Copies, CudaJob, CudaTransfer, Side
-from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .errors import NotSupported, RdmaError, TransferTimeout
+from .handed import check
 from .memory import memfd
 from .region import RemoteRegion, local_bytes
-from .shm_channel import BYE, GONE_ACK, INFLIGHT_AT, LENT, ShmChannel, ShmMapped
+from .shm_channel import GONE_ACK, INFLIGHT_AT, LENT, ShmChannel, ShmMapped
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -267,10 +268,8 @@ class CudaChannel(ShmChannel):
 
     def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
         if kind == GPU_SEGMENT and fds and number not in self._segments:  # which may be told twice
-            card = os.pread(fds[0], _PASS.size, 0)
-            if len(card) != _PASS.size:
-                return
-            uuid, handle, allocation = _PASS.unpack(card)
+            check(fds[0], _PASS.size)
+            uuid, handle, allocation = _PASS.unpack(os.pread(fds[0], _PASS.size, 0))
             segment = PeerSegment(self, address, uuid.decode("ascii", "replace"), handle, allocation)
             self._segments[number] = self._places[number] = segment
             self._parts[number] = (0, nbytes, key)
@@ -348,12 +347,7 @@ class CudaChannel(ShmChannel):
 
     def fail(self, error: RdmaError) -> None:
         """``lose``, and tell the peer: our GPU failed."""
-        self.lose(error)
-        if self.error is error:
-            with contextlib.suppress(PeerLost):
-                self.send(BYE)
-            self.device.forget(self)
-            self.device._tell_lost(self)
+        self.device._break(self, error)
 
     def _settle(self, deadline: float) -> bool:
         idle = [lane.idle(deadline) for lane in list(self._lanes.values())]

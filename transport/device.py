@@ -238,10 +238,17 @@ class Device(abc.ABC):
             while not self._accepted.empty():
                 whole._arrived(self._accepted.get())
 
+    def _give_back(self) -> None:
+        """In the constructor of a device that does not open: let go of what ours has set up."""
+        self.closed = True
+        self.memory.detach(self)
+        if self._own_memory:
+            self.memory.close()
+
     def _tell_lost(self, channel: Channel) -> None:
         try:
             self._whole._gone(channel)
-        except Exception:
+        except BaseException:
             # The thread that calls serves all channels: it must survive.
             logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
 

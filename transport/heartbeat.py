@@ -114,4 +114,17 @@ class Looks:
         return f"it has not been seen running for {self.timeout:g} s: stopped, frozen or cut off?"
 
 
-GIVEN_UP = "the peer gave this worker up, which had not been seen running for a while: it was stopped, frozen or cut off"
+GOODBYES = (
+    ("CLOSED", "the peer closed the channel"),
+    (
+        "GIVEN_UP",
+        "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off",
+    ),
+    ("BROKEN", "the peer could not go on with this connection: its log says why"),
+)
+"""Status and text of what a peer says last, by the number that travels with it."""
+
+
+def goodbye(number: int) -> tuple[str, str]:
+    """See ``GOODBYES``."""
+    return GOODBYES[number if number < len(GOODBYES) else 0]

@@ -6,6 +6,8 @@ peers of each of them. Locks: a device may take ours while it holds its own, nev
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .arena import Arena, Segment
-from .errors import RdmaError
+from .errors import NotSupported, RdmaError
 from .identity import Identity, uid_of
 from .notify import BELL_BYTES, BELLS
 from .region import Region, local_bytes
@@ -24,6 +26,9 @@ from .region import Region, local_bytes
 if TYPE_CHECKING:
     from .cuda_arena import GpuArena
     from .device import Device
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of shared memory: its size is what it is, for good."""
 
 
 class Memory:
@@ -202,10 +207,21 @@ class Memory:
 
 
 def memfd(name: str, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
-    return mmap.mmap(fd, nbytes), fd
+    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people. Sealed, so that nobody
+    who has the descriptor can take pages away that somebody has mapped. ``NotSupported`` where the kernel cannot."""
+    fd = -1
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return mmap.mmap(fd, nbytes), fd
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
+            why = f"this system gives no sealed shared memory: {error}"
+            raise NotSupported(why, device="shm", hint='use tcp (transport="tcp")') from error
+        raise
 
 
 def anonymous(nbytes: int) -> mmap.mmap:

@@ -10,10 +10,14 @@ nobody.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
 import struct
+import time
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,16 +27,23 @@ from .arena import Segment
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .guard import Guard, broken_by
+from .handed import credentials, mapped, received
+from .handshakes import EXPECTED, HANDSHAKE_S, reach
 from .heartbeat import Heart
 from .memory import Memory, memfd
 from .notify import BELL_BYTES, BELLS
 from .region import RemoteRegion, local_bytes
 from .service import Service
-from .shm_channel import INBOX_BYTES, LENT, REGION, SEGMENT, ShmChannel
+from .shm_channel import BROKEN, INBOX_BYTES, LENT, REGION, SEGMENT, SILENT, ShmChannel
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
 _MAX_HELLO = 64 << 10
-_HANDSHAKE_TIMEOUT = 5.0
+_QUEUE_PAUSE_S = 0.005
+
+
+def _same_user(sock: socket.socket) -> bool:
+    return credentials(sock)[1] == os.geteuid()
 
 
 class ShmDevice(Device):
@@ -62,13 +73,27 @@ class ShmDevice(Device):
             memory=memory,
             shared=True,
         )
-        self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
         self._probe = np.ones(1, np.int64)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"\0rdmarpc-{self.uid:016x}")
-        listener.listen(128)
-        self._attach()
-        self._service = Service("shm", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
+            self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
+            undo.callback(self._heart.stop)
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0rdmarpc-{self.uid:016x}")
+            listener.listen(128)
+            self._attach()
+            self._service = Service(
+                self.kind,
+                listener,
+                self._looks,
+                welcome=self._welcome,
+                hear=self._hear,
+                look=self._look,
+                lost=self._break,
+                guard=Guard(f"rdmarpc-{self.kind}"),
+                admits=_same_user,
+            )
+            undo.pop_all()
 
     def _attach(self) -> None:
         """Before peers are let in."""
@@ -114,67 +139,101 @@ class ShmDevice(Device):
         self._check()
         if why := self.why_not(peer):
             raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
+        deadline = time.monotonic() + timeout
         uid = peer.decode("ascii", "replace").split(":")[2]
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(timeout)
         try:
+            sock, key = reach(partial(self._dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
-                sock.connect(f"\0rdmarpc-{uid}")
-            except ConnectionRefusedError:
-                raise PeerLost("nobody listens there", peer=peer.decode(), device="shm", status="NOBODY") from None
-            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
-            inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
-            self._send_setup(sock, fd, hello)
-            channel = self._receive_setup(sock, inbox)
-            self._know(channel, channel.peer_uid, key)
-            self._adopt(channel)
-        except TimeoutError:
-            sock.close()
-            raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
-        except OSError as error:
-            sock.close()
-            raise PeerLost(f"the connection broke: {error}", peer=peer.decode(), device="shm") from None
-        except RdmaError:
-            sock.close()
+                with self._service.handshakes.limited(sock, deadline), self._inbox() as (inbox, fd):
+                    self._send_setup(sock, fd, hello)
+                    channel = self._receive_setup(sock, inbox)
+                self._know(channel, channel.peer_uid, key)
+                self._adopt(channel)
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, RdmaError) as error:
+            if isinstance(error, TimeoutError) or (time.monotonic() >= deadline and not isinstance(error, NotSupported)):
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
+            if isinstance(error, OSError):
+                raise broken_by(error, "connecting", peer=peer.decode(), device="shm") from error
             raise
         return channel
 
+    def _dial(self, uid: str, timeout: float) -> socket.socket:
+        """To the listener of that device. ``NotSupported`` if another user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                try:
+                    sock.connect(f"\0rdmarpc-{uid}")
+                    break
+                except BlockingIOError:  # too many are waiting to be accepted
+                    if time.monotonic() > deadline:
+                        raise TimeoutError from None
+                    time.sleep(_QUEUE_PAUSE_S)
+            if not _same_user(sock):
+                why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
+                raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
+            return sock
+        except ConnectionRefusedError:
+            sock.close()
+            raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
+        except BaseException:
+            sock.close()
+            raise
+
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+        with self._service.handshakes.limited(sock, deadline):
+            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel = None
+        channel, handshakes = None, self._service.handshakes
+        deadline = time.monotonic() + HANDSHAKE_S
         try:
-            sock.settimeout(_HANDSHAKE_TIMEOUT)
-            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
-            inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
-            channel = self._receive_setup(sock, inbox)
-            self._know(channel, channel.peer_uid, key)
-            # on_connect may publish the channel: what other threads send on it waits until the answer is out.
-            with channel._send_lock:
-                self._send_setup(sock, fd, self._on_connect(channel))
+            with handshakes.limited(sock, deadline):
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
+            handshakes.proven(sock)
+            with self._inbox() as (inbox, fd):
+                with handshakes.limited(sock, deadline):
+                    channel = self._receive_setup(sock, inbox)
+                self._know(channel, channel.peer_uid, key)
+                # on_connect may publish the channel: what other threads send on it waits until the answer is out.
+                with channel._send_lock:
+                    self._send_setup(sock, fd, self._on_connect(channel))
             self._adopt(channel)
             self._welcomed(channel)
-        except (RdmaError, OSError) as error:
-            sock.close()
+        except BaseException as error:
             if channel is not None:  # which on_connect may have published
-                channel.lose(PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="shm"))
-                if channel.broke:
-                    self._tell_lost(channel)
+                why = f"the connection broke as it was made: {error}"
+                self._break(channel, PeerLost(why, peer=channel.peer, device=self.kind))
+            sock.close()
+            if not isinstance(error, EXPECTED):
+                raise
+
+    @contextlib.contextmanager
+    def _inbox(self) -> Iterator[tuple[mmap.mmap, int]]:
+        """Memory for an inbox, and its descriptor, which is closed when the peer has one."""
+        inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
+        try:
+            yield inbox, fd
+        finally:
+            os.close(fd)
 
     def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
             raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
         setup = _SETUP.pack(self.uid, self.epoch, self._probe.ctypes.data, len(hello))
         socket.send_fds(sock, [setup + hello], [inbox_fd, self.memory.bells_fd])
-        os.close(inbox_fd)
 
     def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap) -> ShmChannel:
-        data, fds, _, _ = socket.recv_fds(sock, _SETUP.size + _MAX_HELLO, 2)
-        if len(data) < _SETUP.size or len(fds) != 2:
-            raise PeerLost("the peer broke off the handshake", device="shm")
-        uid, epoch, probe, _ = _SETUP.unpack_from(data)
-        peer_inbox, peer_bells = mmap.mmap(fds[0], INBOX_BYTES), mmap.mmap(fds[1], BELLS * BELL_BYTES)
-        for fd in fds:
-            os.close(fd)
+        with received(sock, _SETUP.size + _MAX_HELLO, 2) as (data, fds):
+            if len(data) < _SETUP.size or len(fds) != 2:
+                raise PeerLost("the peer broke off the handshake", device="shm")
+            uid, epoch, probe, _ = _SETUP.unpack_from(data)
+            peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
         return self.channel_type(self, sock, inbox, peer_inbox, peer_bells, (uid, epoch, probe), data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
@@ -223,25 +282,29 @@ class ShmDevice(Device):
 
     # -- on the service thread
 
-    def _look(self, seconds: float) -> None:
-        """Give up the peers that have not been seen running for too long."""
-        for channel in self._shm_channels():
-            if channel.socket_open and self._looks.too_long(channel.look(seconds)):
-                channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"))
-                self.forget(channel)
-                if channel.broke:
-                    self._tell_lost(channel)
+    def _look(self, channel: ShmChannel, seconds: float) -> None:
+        """Give the peer up if it has not been seen running for too long."""
+        if channel.error is None and self._looks.too_long(channel.look(seconds)):
+            channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"), SILENT)
+        if channel.broke:  # just now, or as somebody sent
+            self._finish(channel)
 
     def _hear(self, channel: ShmChannel) -> None:
-        try:
-            alive = channel.receive()
-        except RdmaError as error:
-            channel.lose(error)
-            alive = False
-        if not alive:
-            self.forget(channel)
-            if channel.broke:
-                self._tell_lost(channel)
+        if not channel.receive():
+            self._finish(channel)
+
+    def _break(self, channel: ShmChannel, error: RdmaError) -> None:
+        """End a channel because serving it failed: the peer is told, and whoever listens here. Any thread."""
+        channel.give_up(error, BROKEN)
+        self._finish(channel)
+
+    def _finish(self, channel: ShmChannel) -> None:
+        """What is left to do for a channel that has ended: nobody watches it any more, and a loss is told, once."""
+        self.forget(channel)
+        with self._lock:
+            told, channel.told = channel.told, True
+        if channel.broke and not told:
+            self._tell_lost(channel)
 
     def forget(self, channel: ShmChannel) -> None:
         """Stop watching a channel that has ended, and close its socket."""

@@ -23,7 +23,8 @@ import torch
 from . import cma, kernels
 from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
-from .heartbeat import GIVEN_UP
+from .handed import credentials, mapped, received
+from .heartbeat import goodbye
 from .memory import address_of
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion, local_bytes
@@ -38,6 +39,8 @@ CLOSED_AT, INFLIGHT_AT = 0, 64
 # Control messages on the Unix socket, all of one size; SEGMENT carries a file descriptor.
 MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
+# The number of a BYE says why (``heartbeat.GOODBYES``).
+CLOSED, SILENT, BROKEN = range(3)
 _SEND_TIMEOUT = 5.0
 _LAST_COPY_NS = 200_000_000
 _LOOK_NS = 50_000_000
@@ -223,7 +226,7 @@ class ShmChannel(Channel):
     ) -> None:
         super().__init__(device)
         self.sock = sock
-        self.pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.pid, _ = credentials(sock)
         self.peer, self.peer_hello = f"process {self.pid}", hello
         self.peer_uid, self.peer_epoch, probe = identity
         self.no_cma = cma.why_not(self.pid, probe)
@@ -241,7 +244,7 @@ class ShmChannel(Channel):
         self._questions = itertools.count()
         self._end_lock = threading.Lock()
         self.socket_open = True
-        self.broke = False
+        self.broke = self.told = False
         self._beats, self._silence = -1, 0.0
         self._single = _Closable(self, None, ())
 
@@ -395,20 +398,21 @@ class ShmChannel(Channel):
     def receive(self) -> bool:
         """Handle one control message (device's service thread). ``False`` when the connection has ended."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, MESSAGE.size, 1, socket.MSG_DONTWAIT)
+            with received(self.sock, MESSAGE.size, 1, socket.MSG_DONTWAIT) as (data, fds):
+                if len(data) == MESSAGE.size:
+                    return self._heed(data, fds)
         except BlockingIOError:
             return True
-        except OSError as error:
+        except ConnectionError as error:
             self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
             return False
-        if len(data) != MESSAGE.size:
-            self.lose(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
-            return False
+        self.lose(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
+        return False
+
+    def _heed(self, data: bytes, fds: list[int]) -> bool:
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
-        if kind == SEGMENT and fds and number not in self._mapped:  # which may be told twice
-            memory = mmap.mmap(fds[0], nbytes)
-            self._maps[number] = memoryview(memory)
-            self._mapped[number] = (address_of(memory), nbytes, key)
+        if kind == SEGMENT:
+            self._map(fds, number, key, nbytes)
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)
         elif kind == GONE:
@@ -418,17 +422,22 @@ class ShmChannel(Channel):
         elif kind in (GONE_ACK, SYNC_ACK):
             if event := self._acks.get((kind, number)):
                 event.set()
-        elif kind == BYE and number:
-            self.lose(PeerLost(GIVEN_UP, peer=self.peer, device="shm", status="GIVEN_UP"))
-            return False
         elif kind == BYE:
-            self.lose(PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED"))
+            status, why = goodbye(number)
+            self.lose(PeerLost(why, peer=self.peer, device="shm", status=status))
             return False
         else:
             self._hear_more(kind, number, key, address, nbytes, fds)
-        for fd in fds:
-            os.close(fd)
         return True
+
+    def _map(self, fds: list[int], number: int, key: int, nbytes: int) -> None:
+        if number in self._mapped:  # a segment may be told twice
+            return
+        if not fds:
+            raise PeerLost("the peer told of memory without handing it over", peer=self.peer, device="shm", status="PROTOCOL")
+        memory = mapped(fds[0], nbytes)
+        self._maps[number] = memoryview(memory)
+        self._mapped[number] = (address_of(memory), nbytes, key)
 
     def _gone(self, number: int) -> None:
         """A region of the peer is to be used no more: answer when no copy of ours on it is under way."""
@@ -477,11 +486,11 @@ class ShmChannel(Channel):
         self._beats = beats
         return self._silence
 
-    def give_up(self, error: RdmaError) -> None:
-        """End a channel whose peer does not run. Should it ever run again, it finds our goodbye."""
+    def give_up(self, error: RdmaError, why: int) -> None:
+        """End a channel, and say goodbye for that reason: a peer that does not run finds it when it runs again."""
         self.lose(error)
         try:
-            self.sock.send(MESSAGE.pack(BYE, 1, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.sock.send(MESSAGE.pack(BYE, why, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             pass  # it finds the end of the stream
 

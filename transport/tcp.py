@@ -17,23 +17,27 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from . import auth, kernels
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .guard import Guard, broken_by, hint_for
+from .handshakes import EXPECTED, HANDSHAKE_S, Handshakes, reach
 from .heartbeat import Heart
 from .memory import Memory
-from .service import Acceptor
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
-from .tcp_wire import BEAT, HEADER
+from .tcp_wire import BEAT, END_BROKEN, END_SILENT, HEADER
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
 _NO_TIMEOUT = 24 * 3600.0
-_HANDSHAKE_TIMEOUT = 5.0
 _LINGER = 1.0  # for the peers to hang up too
+_END_PAUSE_S, _RETRY_S = 0.05, 0.05
 _IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -58,18 +62,24 @@ class TcpDevice(Device):
         super().__init__(
             "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
-        self._listener = self._listen(place)
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._listener, _IN)
-        self._epoll.register(self._woken, _IN)
         self._by_fd: dict[int, TcpChannel] = {}
-        self._handshakes: dict[socket.socket, float] = {}  # with the time when patience ends
         self._stop_at = 0.0
-        self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
-        self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
-        self.memory.attach(self)
-        self._io.start()
+        self._guard = Guard("rdmarpc-tcp")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
+            listener = undo.enter_context(self._listen(place))
+            self._handshakes = Handshakes(listener, self._welcome, wake=self._wake, guard=self._guard)
+            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._woken)
+            self._epoll = undo.enter_context(select.epoll())
+            self._epoll.register(listener, _IN)
+            self._epoll.register(self._woken, _IN)
+            self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
+            undo.callback(self.heart.stop)
+            self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
+            self.memory.attach(self)
+            self._io.start()
+            undo.pop_all()
 
     def _listen(self, place: str) -> socket.socket:
         host, port = split_place(place)
@@ -145,46 +155,58 @@ class TcpDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        host, _, port = where.rpartition(":")
         deadline = time.monotonic() + timeout
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
-        except TimeoutError:
-            raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="tcp") from None
-        except OSError as error:
-            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
-            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
-        try:
-            with self._patience(sock, deadline):
-                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
-                self._send_setup(sock, hello)
-                channel = self._receive_setup(sock)
-            self._know(channel, channel.peer_uid, key)
-            if not self._adopt(channel):
-                raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
-        except (OSError, RdmaError, ValueError) as error:
-            sock.close()
-            if time.monotonic() >= deadline:
+            sock, key = reach(partial(self._dial, where), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            try:
+                with self._handshakes.limited(sock, deadline):
+                    self._send_setup(sock, hello)
+                    channel = self._receive_setup(sock)
+                self._know(channel, channel.peer_uid, key)
+                if not self._adopt(channel):
+                    raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, RdmaError) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
                 raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="tcp") from None
             if isinstance(error, OSError):
-                raise PeerLost(f"the connection broke: {error}", peer=where, device="tcp") from None
+                raise broken_by(error, "connecting", peer=where, device="tcp") from error
             raise
         return channel
+
+    @staticmethod
+    def _dial(where: str, timeout: float) -> socket.socket:
+        host, _, port = where.rpartition(":")
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout)
+        except OSError as error:
+            if isinstance(error, TimeoutError) or hint_for(error):
+                raise
+            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
+
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+        with self._handshakes.limited(sock, deadline):
+            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
         channel, adopted = None, False
+        deadline = time.monotonic() + HANDSHAKE_S
         try:
-            with self._patience(sock, time.monotonic() + _HANDSHAKE_TIMEOUT):
+            with self._handshakes.limited(sock, deadline):
                 key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
+                self._handshakes.proven(sock)
                 channel = self._receive_setup(sock)
-                self._know(channel, channel.peer_uid, key)
-                # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
-                self._send_setup(sock, self._on_connect(channel))
+            self._know(channel, channel.peer_uid, key)
+            # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
+            self._send_setup(sock, self._on_connect(channel))
             adopted = self._adopt(channel)
             if adopted:
                 self._welcomed(channel)
-        except (RdmaError, OSError):
+        except EXPECTED:
             pass
         finally:
             if not adopted:
@@ -192,19 +214,6 @@ class TcpDevice(Device):
             broken = PeerLost("the connection broke as it was made", device="tcp")
             if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
                 self._tell_lost(channel)
-
-    @contextlib.contextmanager
-    def _patience(self, sock: socket.socket, deadline: float):  # type: ignore[no-untyped-def]
-        """The I/O thread hangs up when the deadline passes, however slowly the peer trickles."""
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        with self._lock:
-            self._handshakes[sock] = deadline
-        self._wake()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._handshakes.pop(sock, None)
 
     def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
@@ -266,77 +275,84 @@ class TcpDevice(Device):
                 os.eventfd_write(self._woken, 1)
 
     def _serve(self) -> None:
-        listener, acceptor = self._listener.fileno(), Acceptor(self._listener, self._welcome)
         while not self._stop_at or (self._by_fd and time.monotonic() < self._stop_at):
-            pause = 0.05 if self._stop_at else 0.5 if self._handshakes else self._looks.interval
-            for fd, events in self._epoll.poll(pause):
-                if fd == listener:
-                    acceptor.accept()
-                elif fd == self._woken:
-                    os.eventfd_read(self._woken)
-                elif (channel := self._by_fd.get(fd)) is not None:
-                    self._hear(channel, events)
-            self._hang_up_on_the_slow()
-            if seconds := self._looks.due():
-                self._look(seconds)
+            try:
+                self._serve_once()
+            except BaseException as error:
+                self._guard.note(error, "serving peers")
+                time.sleep(_RETRY_S)
         for channel in list(self._by_fd.values()):
             self._drop(channel)
         with self._lock:
             self._epoll.close()
-            self._listener.close()
+            self._handshakes.listener.close()
             os.close(self._woken)
             self._woken = -1
 
-    def _look(self, seconds: float) -> None:
-        """Give up the peers of which nothing came for too long: what came until now has been received before."""
-        for channel in list(self._by_fd.values()):
-            if channel.error is None and self._looks.too_long(channel.look(seconds)):
-                broke = channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT"))
-                self._drop(channel)
-                if broke:
-                    self._tell_lost(channel)
+    def _serve_once(self) -> None:
+        pauses = (self._looks.interval, self._handshakes.pause, _END_PAUSE_S if self._stop_at else None)
+        listener = self._handshakes.listener.fileno()
+        for fd, events in self._epoll.poll(min((pause for pause in pauses if pause is not None), default=None)):
+            if fd == listener:
+                self._handshakes.accept()
+            elif fd == self._woken:
+                os.eventfd_read(self._woken)
+            elif (channel := self._by_fd.get(fd)) is not None:
+                self._attend(channel, "hearing a peer", self._hear, channel, events)
+        self._handshakes.hang_up_on_the_slow()
+        if seconds := self._looks.due():
+            # What came until now has been received before.
+            for channel in list(self._by_fd.values()):
+                self._attend(channel, "looking after a peer", self._look, channel, seconds)
+
+    def _attend(self, channel: TcpChannel, doing: str, step: Callable[..., None], *args: Any) -> None:
+        """Whatever goes wrong with one peer ends its channel and nothing else."""
+        try:
+            step(*args)
+        except BaseException as error:
+            if not isinstance(error, RdmaError):
+                self._guard.note(error, doing)
+            broke = channel.give_up(broken_by(error, doing, peer=channel.peer, device="tcp"), END_BROKEN)
+            self._lose(channel, broke)
+
+    def _look(self, channel: TcpChannel, seconds: float) -> None:
+        """Give the peer up if nothing came of it for too long."""
+        if channel.error is None and self._looks.too_long(channel.look(seconds)):
+            error = PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT")
+            self._lose(channel, channel.give_up(error, END_SILENT))
 
     def _hear(self, channel: TcpChannel, events: int) -> None:
         if events & select.EPOLLOUT:
             channel.flush()
         if events & ~select.EPOLLOUT and (error := channel.receive()) is not None:
-            broke = channel.end(error)
+            self._lose(channel, channel.end(error))
+
+    def _lose(self, channel: TcpChannel, broke: bool) -> None:
+        """What is left to do for a channel that has ended. ``broke``: just now, not because somebody here wanted it."""
+        try:
             self._drop(channel)
+        finally:
             if broke:
                 self._tell_lost(channel)
 
     def _drop(self, channel: TcpChannel) -> None:
         with self._lock:
-            del self._by_fd[channel.sock.fileno()]
+            if self._by_fd.pop(channel.sock.fileno(), None) is None:
+                return
             self._retire(channel)
             self._inlined_before += channel.inlined
-            self._epoll.unregister(channel.sock)
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(channel.sock)
         channel.release()
-
-    def _hang_up_on_the_slow(self) -> None:
-        if not self._handshakes:
-            return
-        now = time.monotonic()
-        with self._lock:
-            for sock, deadline in self._handshakes.items():
-                if now > deadline:
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
 
     def _forked(self) -> None:
         for channel in self._by_fd.values():
             channel.sock.close()
-        for sock in self._handshakes:
-            sock.close()
         self._epoll.close()
-        self._listener.close()
+        self._handshakes.drop()
 
     def _shut(self) -> None:
-        with self._lock:
-            strangers = list(self._handshakes)
-        for sock in strangers:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._handshakes.hang_up()
         self._stop_at = time.monotonic() + _LINGER
         self._wake()
         if not self.on_io_thread():

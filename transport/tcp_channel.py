@@ -9,6 +9,7 @@ Locks: ``_receiving`` (held by the I/O thread while it handles what came) before
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -23,7 +24,7 @@ import torch
 from . import kernels
 from .channel import ANSWER_TIMEOUT_S, Channel, Pair, Transfer, Window, check_notify, sort_pair
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
-from .heartbeat import GIVEN_UP
+from .heartbeat import goodbye
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .pulse import MAX_BUFFERS, Pulse
@@ -35,6 +36,7 @@ from .tcp_wire import (
     BYE,
     CHECK,
     DATA,
+    END_CLOSED,
     HEADER,
     LAST,
     MAX_COPIES,
@@ -360,10 +362,9 @@ class TcpChannel(Channel):
             self._answer_came(seq)
         elif op == REFUSED:
             self._refusal_came(seq, self._refused(self._reason[:nbytes].decode("utf-8", "replace")))
-        elif op == BYE and index:
-            raise PeerLost(GIVEN_UP, peer=self.peer, device="tcp", status="GIVEN_UP")
         elif op == BYE:
-            raise PeerLost("the peer closed the channel", peer=self.peer, device="tcp", status="CLOSED")
+            status, why = goodbye(index)
+            raise PeerLost(why, peer=self.peer, device="tcp", status=status)
 
     def _end_post(self, flags: int, seq: int) -> None:
         if self._refusal:
@@ -454,7 +455,8 @@ class TcpChannel(Channel):
             self._pending.clear()
             self._target, self._left = None, 0
             if whole and goodbye is not None:
-                self._transmit([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
+                with contextlib.suppress(OSError):
+                    self._transmit([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
         kernels.add(self.answers, _ENDED - 1)
         kernels.signal(self.answers, self.device.bells)
         return True
@@ -479,7 +481,7 @@ class TcpChannel(Channel):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.0005)
-        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=0)
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=END_CLOSED)
         self._hang_up()
 
     def look(self, seconds: float) -> float:
@@ -488,9 +490,10 @@ class TcpChannel(Channel):
         self._heard = False
         return self._silence
 
-    def give_up(self, error: RdmaError) -> bool:
-        """End a channel whose peer is silent. Should it ever run again, it finds our goodbye, or a broken stream."""
-        return self.end(error, goodbye=1)
+    def give_up(self, error: RdmaError, why: int) -> bool:
+        """End a channel, and say goodbye for that reason: a peer that does not run finds it when it runs again, or a broken
+        stream. ``False`` if it had ended before."""
+        return self.end(error, goodbye=why)
 
     def release(self) -> None:
         """Close the socket (I/O thread, when nothing can come or go any more)."""

@@ -14,6 +14,7 @@ has to acknowledge); a process that is stopped does not beat.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -21,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ from .arena import PINNED_SEGMENT_BYTES, Segment
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .guard import Guard, broken_by, hint_for
+from .handshakes import EXPECTED, HANDSHAKE_S, reach
 from .heartbeat import Heart
 from .memory import Memory
 from .notify import Poller
@@ -43,9 +47,9 @@ from .verbs_gpu import FlushedPoller, GpuMemory
 from .verbs_provider import MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
-_HANDSHAKE_TIMEOUT = 5.0
 _TICK_NS = 500_000_000
 _SETTLE_S = 3.0
+_RETRY_S = 0.05
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
@@ -84,23 +88,46 @@ class VerbsDevice(Device):
         self._gpu_regions: dict[int, tuple[torch.Tensor, int]] = {}  # number -> (what peers may touch, key)
         self._by_qp: dict[int, VerbsChannel] = {}
         self._stopping = False
+        self._guard = Guard("rdmarpc-verbs")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
+            undo.callback(self._context.close)
+            undo.callback(self._close_regions)
+            self._open_queues(undo, qps)
+            for segment in self.memory.attach(self):
+                self._announce_segment(segment)
+            host = self._at.address if secret else "127.0.0.1"
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
+            shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
+            self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
+            self._heart = Heart(frame=MESSAGE.pack(verbs_control.BEAT, 0, 0, 0, 0, 0))
+            undo.callback(self._heart.stop)
+            self._completions = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
+            self._completions.start()
+            undo.callback(self._end_completions)
+            self._service = Service(
+                "verbs",
+                listener,
+                self._looks,
+                welcome=self._welcome,
+                hear=self._hear,
+                look=self._look,
+                lost=self.lost,
+                guard=self._guard,
+            )
+            undo.pop_all()
+
+    def _open_queues(self, undo: contextlib.ExitStack, qps: int) -> None:
         limits = self._at.device
         self._cq = self._context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
+        undo.callback(self._cq.close)
         self._srq = self._context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
+        undo.callback(self._srq.close)
         self._sends, self._qps = min(_SENDS, limits.max_qp_wr), qps
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        undo.callback(os.close, self._woken)
         self._lay_out()
-        for segment in self.memory.attach(self):
-            self._announce_segment(segment)
-        host = self._at.address if secret else "127.0.0.1"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=128)
-        shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
-        self._address = f"verbs:{shown}:{port}:{self.uid:016x}:{self._at.endpoint}".encode()
-        self._heart = Heart(frame=MESSAGE.pack(verbs_control.BEAT, 0, 0, 0, 0, 0))
-        self._completions = threading.Thread(target=self._complete, name="rdmarpc-completions", daemon=True)
-        self._completions.start()
-        self._service = Service("verbs", listener, self._looks, welcome=self._welcome, hear=self._hear, look=self._look)
 
     def _lay_out(self) -> None:
         """The port block, and the receive requests that are posted again and again."""
@@ -279,65 +306,82 @@ class VerbsDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
+        deadline = time.monotonic() + timeout
+        try:
+            sock, key = reach(partial(self._dial, where), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            return self._meet(sock, key, hello, deadline)
+        except (OSError, RdmaError, ValueError) as error:
+            if self.closed:
+                raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
+            late = time.monotonic() >= deadline and not isinstance(error, NotSupported)
+            if late or isinstance(error, TimeoutError):
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
+            if isinstance(error, OSError):
+                raise broken_by(error, "connecting", peer=where, device="verbs") from error
+            raise
+
+    @staticmethod
+    def _dial(where: str, timeout: float) -> socket.socket:
         host, _, port = where.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout)
-        except TimeoutError:
-            raise TransferTimeout(f"no connection within {timeout} s", peer=where, device="verbs") from None
+            return socket.create_connection((host.strip("[]"), int(port)), timeout)
         except OSError as error:
+            if isinstance(error, TimeoutError) or hint_for(error):
+                raise
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
+
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+        with self._service.handshakes.limited(sock, deadline):
+            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+
+    def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float) -> VerbsChannel:
+        """The initiator's side of the handshake, from the setups on."""
         qps: list[QueuePair] = []
         try:
-            sock.settimeout(timeout)
-            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
-            qps, ours = self._queue_pairs(self._qps)
-            verbs_control.send_setup(sock, ours)
-            theirs = verbs_control.receive_setup(sock)
-            channel = self._channel(sock, qps, ours, theirs)
-            self._know(channel, theirs.uid, key)
-            channel.prove(timeout)
-            verbs_control.send_hello(sock, hello)
-            channel.peer_hello = verbs_control.receive_hello(sock)
+            with self._service.handshakes.limited(sock, deadline):
+                qps, ours = self._queue_pairs(self._qps)
+                verbs_control.send_setup(sock, ours)
+                theirs = verbs_control.receive_setup(sock)
+                channel = self._channel(sock, qps, ours, theirs)
+                self._know(channel, theirs.uid, key)
+                channel.prove(max(deadline - time.monotonic(), 0.001))
+                verbs_control.send_hello(sock, hello)
+                channel.peer_hello = verbs_control.receive_hello(sock)
             self._adopt(channel, theirs)
-        except (OSError, RdmaError, ValueError) as error:
+        except BaseException:
             sock.close()
             for qp in qps:
                 self.drop_lane(qp.qp_num)
                 qp.close()
-            if self.closed:
-                raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
-            if isinstance(error, TimeoutError):
-                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="verbs") from None
-            if isinstance(error, OSError):
-                raise PeerLost(f"the connection broke: {error}", peer=where, device="verbs") from None
             raise
         return channel
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel = None
+        channel, handshakes = None, self._service.handshakes
         qps: list[QueuePair] = []
         try:
-            sock.settimeout(_HANDSHAKE_TIMEOUT)
-            key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
-            theirs = verbs_control.receive_setup(sock)
-            try:
-                qps, ours = self._queue_pairs(len(theirs.queue_pairs))
-            except RdmaError as error:
-                verbs_control.send_refusal(sock, error.message)
-                raise
-            channel = self._channel(sock, qps, ours, theirs)
-            self._know(channel, theirs.uid, key)
-            verbs_control.send_setup(sock, ours)
-            channel.peer_hello = verbs_control.receive_hello(sock)
+            with handshakes.limited(sock, time.monotonic() + HANDSHAKE_S):
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
+                handshakes.proven(sock)
+                theirs = verbs_control.receive_setup(sock)
+                try:
+                    qps, ours = self._queue_pairs(len(theirs.queue_pairs))
+                except RdmaError as error:
+                    verbs_control.send_refusal(sock, error.message)
+                    raise
+                channel = self._channel(sock, qps, ours, theirs)
+                self._know(channel, theirs.uid, key)
+                verbs_control.send_setup(sock, ours)
+                channel.peer_hello = verbs_control.receive_hello(sock)
             channel.known = True
             # on_connect may publish the channel: what other threads send waits until the answer is out.
             with channel.stream.lock:
                 verbs_control.send_hello(sock, self._on_connect(channel))
             self._adopt(channel, theirs)
             self._welcomed(channel)
-        except (RdmaError, OSError, ValueError) as error:
+        except BaseException as error:
             if channel is not None:
                 broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
                 if channel.lose(broken) and channel.known:
@@ -346,6 +390,8 @@ class VerbsDevice(Device):
                 for qp in qps:
                     qp.close()
             sock.close()
+            if not isinstance(error, (*EXPECTED, ValueError)):
+                raise
 
     def _queue_pairs(self, count: int) -> tuple[list[QueuePair], Setup]:
         with self._lock:
@@ -428,18 +474,28 @@ class VerbsDevice(Device):
 
     def _complete(self) -> None:
         while not self._stopping:
-            if verbs_kernels.serve(self.port, _TICK_NS):
-                try:
-                    os.eventfd_read(self._woken)
-                except BlockingIOError:
-                    pass
-                self._look_for_failures()
-                while (event := self._context.async_event()) is not None:
-                    self._heed(event)
-            for channel in self._open_channels():
+            try:
+                self._tick()
+            except BaseException as error:
+                self._guard.note(error, "looking at completions")
+                time.sleep(_RETRY_S)
+
+    def _tick(self) -> None:
+        if verbs_kernels.serve(self.port, _TICK_NS):
+            try:
+                os.eventfd_read(self._woken)
+            except BlockingIOError:
+                pass
+            self._look_for_failures()
+            while (event := self._context.async_event()) is not None:
+                self._heed(event)
+        for channel in self._open_channels():
+            try:
                 channel.sweep()
                 channel.keep_alive()
-            kernels.progress(self.port)
+            except BaseException as error:
+                self.break_off(channel, error, "keeping a connection alive")
+        kernels.progress(self.port)
 
     def wake(self) -> None:
         """Have the completion thread look for failures now."""
@@ -452,9 +508,12 @@ class VerbsDevice(Device):
         for channel in channels:
             if channel.error is not None or (error := channel.failure()) is None:
                 continue
-            if isinstance(error, RemoteAccessError):
+            if not isinstance(error, RemoteAccessError):
+                self.lost(channel, error)
+                continue
+            try:
                 threading.Thread(target=self._settle, args=(channel, error), name="rdmarpc-refused", daemon=True).start()
-            else:
+            except RuntimeError:  # no more threads
                 self.lost(channel, error)
 
     def _settle(self, channel: VerbsChannel, error: RdmaError) -> None:
@@ -482,6 +541,12 @@ class VerbsDevice(Device):
         if channel.lose(error) and channel.known:
             self._tell_lost(channel)
 
+    def break_off(self, channel: VerbsChannel, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
+        if not isinstance(error, RdmaError):
+            self._guard.note(error, doing)
+        self.lost(channel, broken_by(error, doing, peer=channel.peer, device="verbs"))
+
     # -- on the service thread
 
     def _hear(self, channel: VerbsChannel) -> None:
@@ -495,14 +560,15 @@ class VerbsDevice(Device):
             kernels.progress(self.port)
             self.lost(channel, error if error.status == "EOF" else channel.failure() or error)
 
-    def _look(self, seconds: float) -> None:
-        """Give up the peers that have not been heard for too long."""
-        for channel in self._open_channels():
-            channel.silence = 0.0 if channel.stream.heard else channel.silence + seconds
-            channel.stream.heard = False
-            if self._looks.too_long(channel.silence):
-                channel.say_given_up()
-                self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device="verbs", status="SILENT"))
+    def _look(self, channel: VerbsChannel, seconds: float) -> None:
+        """Give the peer up if it has not been heard for too long."""
+        if channel.error is not None:
+            return
+        channel.silence = 0.0 if channel.stream.heard else channel.silence + seconds
+        channel.stream.heard = False
+        if self._looks.too_long(channel.silence):
+            channel.say_given_up()
+            self.lost(channel, PeerLost(self._looks.text(), peer=channel.peer, device="verbs", status="SILENT"))
 
     def forget(self, channel: VerbsChannel) -> None:
         """Stop watching a channel that has ended."""
@@ -523,19 +589,25 @@ class VerbsDevice(Device):
             rest = set(self._by_qp.values())
         for channel in rest:  # still in their handshake
             channel.lose(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
-        self._stopping = True
-        kernels.store(self.port + 8 * verbs_kernels.PORT_STOP, 1)
-        os.eventfd_write(self._woken, 1)
         self._service.stop()
-        if threading.current_thread() is not self._completions:
-            self._completions.join(timeout=5.0)
+        self._end_completions()
         self._heart.stop()
-        verbs_kernels.shut(self.port)
         self._srq.close()
         self._cq.close()
-        for mr in self._mrs.values():
-            mr.close()
+        self._close_regions()
         if self._gpu is not None:
             self._gpu.close()
         self._context.close()
         os.close(self._woken)
+
+    def _end_completions(self) -> None:
+        self._stopping = True
+        kernels.store(self.port + 8 * verbs_kernels.PORT_STOP, 1)
+        os.eventfd_write(self._woken, 1)
+        if threading.current_thread() is not self._completions:
+            self._completions.join(timeout=5.0)
+        verbs_kernels.shut(self.port)
+
+    def _close_regions(self) -> None:
+        for mr in self._mrs.values():
+            mr.close()

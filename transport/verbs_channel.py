@@ -28,7 +28,7 @@ from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
-from .heartbeat import GIVEN_UP
+from .heartbeat import goodbye
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
 from .region import RemoteRegion
@@ -278,11 +278,8 @@ class VerbsChannel(Channel):
             if event := self._acks.get((kind, number)):
                 event.set()
         elif kind == verbs_control.BYE:
-            if number == verbs_control.SILENT:
-                raise PeerLost(GIVEN_UP, peer=self.peer, device="verbs", status="GIVEN_UP")
-            if number == verbs_control.BROKEN:
-                raise PeerLost("the connection broke, as the peer says", peer=self.peer, device="verbs", status="BROKEN")
-            raise PeerLost("the peer closed the channel", peer=self.peer, device="verbs", status="CLOSED")
+            status, why = goodbye(number)
+            raise PeerLost(why, peer=self.peer, device="verbs", status=status)
 
     def _give_up_region(self, number: int) -> None:
         with self._table_lock:
@@ -295,6 +292,8 @@ class VerbsChannel(Channel):
             self.stream.send(verbs_control.GONE_ACK, number)
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same
+        except BaseException as error:
+            self.device.break_off(self, error, "letting go of a peer's memory")
 
     # -- the end
 
@@ -333,15 +332,15 @@ class VerbsChannel(Channel):
 
     def say_given_up(self) -> None:
         """A peer that does not run will be lost here. Should it ever run again, it finds our goodbye."""
-        self._say_goodbye(verbs_control.SILENT)
+        self._say_goodbye(verbs_control.SILENT, 0.0)
 
     def say_broken(self) -> None:
         """The queue pair failed, or the stream did: then nobody hears this."""
-        self._say_goodbye(verbs_control.BROKEN)
+        self._say_goodbye(verbs_control.BROKEN, 0.0)
 
-    def _say_goodbye(self, why: int) -> None:
+    def _say_goodbye(self, why: int, patience: float | None = None) -> None:
         try:
-            self.stream.send(verbs_control.BYE, why)
+            self.stream.send(verbs_control.BYE, why, patience=patience)
         except PeerLost:
             pass  # it finds the end of the stream
 

@@ -111,19 +111,29 @@ class ControlStream:
         self._rest = b""
         self.closed = False
 
-    def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, rkey: int = 0) -> None:
-        """Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
+    def send(
+        self,
+        kind: int,
+        number: int = 0,
+        key: int = 0,
+        address: int = 0,
+        nbytes: int = 0,
+        rkey: int = 0,
+        *,
+        patience: float | None = None,
+    ) -> None:
+        """Raises ``PeerLost`` if the peer is gone or has not read for ``patience`` seconds (default: a few)."""
         data = MESSAGE.pack(kind, number, key, address, nbytes, rkey)
         with self.lock:
             if self.closed:
                 raise PeerLost("the connection has ended", peer=self.peer, device="verbs", status="CLOSED")
             try:
-                self._send_all(data)
+                self._send_all(data, _SEND_TIMEOUT_S if patience is None else patience)
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
 
-    def _send_all(self, data: bytes) -> None:
-        deadline = time.monotonic() + _SEND_TIMEOUT_S
+    def _send_all(self, data: bytes, patience: float) -> None:
+        deadline = time.monotonic() + patience
         left = len(data)
         try:
             left -= self._some(data, True)

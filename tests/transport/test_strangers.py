@@ -30,8 +30,16 @@ def raw_socket(address: bytes) -> socket.socket:
     kind, *rest = address.decode().split(":")
     if kind == "shm":
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        limit = time.monotonic() + T
+        while True:
+            try:
+                sock.connect(f"\0rdmarpc-{rest[1]}")
+                break
+            except BlockingIOError:  # of a socket with a timeout: too many wait to be accepted
+                assert time.monotonic() < limit
+                time.sleep(0.005)
         sock.settimeout(T)
-        sock.connect(f"\0rdmarpc-{rest[1]}")
     else:
         sock = socket.create_connection((rest[0], int(rest[1])), T)
     return sock

@@ -1,0 +1,245 @@
+"""Connections that are being made: slow strangers, other users, refusals of every kind, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from test_strangers import raw_socket
+from transport_peer import Peer, State, works
+
+from rdmarpc.transport import AuthenticationError, Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout
+from rdmarpc.transport import handshakes as of_handshakes
+from rdmarpc.transport import shm as of_shm
+
+T = 10.0
+Open = Callable[..., Device]
+
+
+# -- slow ones
+
+
+@contextmanager
+def dribbling(address: bytes, count: int) -> Iterator[list[socket.socket]]:
+    """So many strangers that send a byte a second, for ever."""
+    socks = [raw_socket(address) for _ in range(count)]
+    over = threading.Event()
+
+    def dribble() -> None:
+        while not over.wait(1.0):
+            for sock in socks:
+                with suppress(OSError):
+                    sock.send(b"r", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    try:
+        yield socks
+    finally:
+        over.set()
+        thread.join(T)
+        for sock in socks:
+            sock.close()
+
+
+def test_a_worker_connects_past_more_slow_strangers_than_are_served_at_once(
+    kind: str, open_device: Open, start_peer: Callable[..., Peer]
+) -> None:
+    peer = start_peer(kind)
+    device = open_device(kind)
+    with dribbling(peer.address, of_handshakes.MAX_UNPROVEN + 40):
+        for _ in range(3):
+            channel = device.connect(peer.address, timeout=5.0)
+            channel.notify(1)
+            channel.close()
+
+
+def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
+    kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("shm", "tcp", "verbs") if kind == "verbs" else ("shm", "tcp"):
+        monkeypatch.setattr(f"rdmarpc.transport.{module}.HANDSHAKE_S", 1.5)
+    device = open_device(kind)
+    with dribbling(device.address, 1) as (sock,):
+        started = time.monotonic()
+        with suppress(ConnectionError):
+            sock.settimeout(20.0)
+            while sock.recv(1 << 10):
+                pass
+        assert time.monotonic() - started < 6.0  # 1.5 s, and what a busy machine needs
+
+
+def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None:
+    """The one at that address trickles."""
+    if kind == "verbs":
+        pytest.skip("as tcp's: the address names a port")
+    device = open_device(kind)
+    over = threading.Event()
+    with socket.socket(
+        *((socket.AF_UNIX, socket.SOCK_SEQPACKET) if kind == "shm" else (socket.AF_INET, socket.SOCK_STREAM))
+    ) as at:
+        at.bind("\0rdmarpc-00000000000slow1" if kind == "shm" else ("127.0.0.1", 0))
+        at.listen(5)
+
+        def trickle() -> None:
+            sock, _ = at.accept()
+            with sock, suppress(OSError):
+                for byte in b"rdmarpc\x02" + b"n" * 20:
+                    sock.send(bytes([byte]))
+                    if over.wait(0.3):
+                        return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        theirs = device.address.decode().split(":")
+        where = f"shm:{theirs[1]}:00000000000slow1" if kind == "shm" else f"tcp:127.0.0.1:{at.getsockname()[1]}:0"
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            device.connect(where.encode(), timeout=1.0)
+        assert time.monotonic() - started < 5.0
+        over.set()
+        thread.join(T)
+
+
+def test_the_oldest_stranger_makes_way(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_handshakes, "MAX_UNPROVEN", 3)
+    device = open_device(kind)
+    strangers = [raw_socket(device.address) for _ in range(4)]
+    try:
+        ends = selectors.DefaultSelector()
+        for stranger in strangers:
+            drain(stranger)
+            ends.register(stranger, selectors.EVENT_READ)
+        ready = ends.select(T)
+        assert [key.fileobj for key, _ in ready] == strangers[:1]
+        ends.close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def drain(sock: socket.socket) -> None:
+    """What an acceptor says first."""
+    sock.settimeout(0.3)
+    with suppress(TimeoutError):
+        while sock.recv(1 << 10):
+            pass
+
+
+# -- another user
+
+
+def test_another_user_is_refused_before_a_thread_is_spent(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = open_device("shm")
+    welcomed: list[socket.socket] = []
+    monkeypatch.setattr(device._service.handshakes, "_welcome", welcomed.append)  # type: ignore[attr-defined]
+    monkeypatch.setattr(of_shm.os, "geteuid", lambda: 12345)
+    with raw_socket(device.address) as sock:
+        assert sock.recv(100) == b""
+    assert not welcomed
+
+
+def test_a_worker_of_another_user_is_named_and_auto_takes_another_way(
+    open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_device("shm"), open_device("shm")
+    far, near = open_device("auto"), open_device("auto")
+    monkeypatch.setattr(of_shm, "_same_user", lambda sock: False)
+    with pytest.raises(NotSupported, match="user"):
+        a.connect(b.address)
+    assert far.connect(near.address).device.name in ("tcp", "verbs")
+
+
+# -- what refusals leave behind
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def descriptors_of(state: State) -> int:
+    return open_descriptors()
+
+
+def refuse_everybody(state: State) -> None:
+    def refuse(channel: Channel) -> bytes:
+        raise RdmaError("no second worker of this name")
+
+    state.device._on_connect = refuse
+
+
+def settle(count: Callable[[], int], wanted: int) -> int:
+    """What it says in the end: closed is a moment later than told."""
+    limit = time.monotonic() + T
+    while (found := count()) > wanted and time.monotonic() < limit:
+        time.sleep(0.05)
+    return found
+
+
+TURNS = 50
+
+
+@pytest.mark.parametrize("how", ["wrong secret", "refused by on_connect"])
+def test_refused_connections_leave_no_descriptor_at_either_end(
+    kind: str, open_device: Open, start_peer: Callable[..., Peer], how: str
+) -> None:
+    peer = start_peer(kind, secret=b"sesame")
+    device = open_device(kind, secret=b"Sesame" if how == "wrong secret" else b"sesame")
+    peer.call(refuse_everybody)
+
+    def refused() -> None:
+        with pytest.raises((AuthenticationError, PeerLost, TransferTimeout)):
+            device.connect(peer.address, timeout=5.0)
+
+    refused()
+    time.sleep(0.2)
+    here, there = open_descriptors(), peer.call(descriptors_of)
+    for _ in range(TURNS):
+        refused()
+    assert settle(open_descriptors, here) <= here
+    assert settle(lambda: peer.call(descriptors_of), there) <= there
+
+
+@pytest.mark.parametrize("stage", ["at once", "in the proof", "after the proof", "after the setup"])
+def test_connections_that_are_broken_off_leave_no_descriptor(
+    kind: str, open_device: Open, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the one that connects: at each stage."""
+    device = open_device(kind, on_connect=lambda channel: b"")  # or ``accept`` would keep what came this far
+    caller = open_device(kind)
+
+    def break_off() -> None:
+        if stage == "at once":
+            raw_socket(device.address).close()
+            return
+        if stage == "in the proof":
+            with raw_socket(device.address) as sock:
+                sock.send(b"rdmarpc\x02")
+            return
+        name = "_send_setup" if stage == "after the proof" else "_receive_setup"
+        if kind == "verbs":
+            name = "_queue_pairs" if stage == "after the proof" else "_adopt"
+        with monkeypatch.context() as patch:
+            patch.setattr(caller, name, broken)
+            with pytest.raises(PeerLost, match="no further"):
+                caller.connect(device.address)
+
+    def broken(*args: object) -> None:
+        raise PeerLost("no further")
+
+    break_off()
+    time.sleep(0.2)
+    before = open_descriptors()
+    for _ in range(TURNS):
+        break_off()
+    assert settle(open_descriptors, before) <= before
+    device._keep_accepted = True
+    works(caller, device)
