@@ -191,11 +191,14 @@ class Station:
         lost = self._lost_peers()
         if not lost:
             return
-        if all(error.status == "CLOSED" for _, error in lost):
-            time.sleep(_GRACE_S)  # a worker that leaves because another one died may be heard first
+        if all(error.status == "CLOSED" or worker not in self._lost for worker, error in lost):
+            # A worker that leaves because another one died may be heard first, and the reason of either a moment later.
+            time.sleep(_GRACE_S)
             lost = self._lost_peers()
         worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
-        raise PeerLost(f"worker {worker!r} is lost: {error.message}", peer=worker, device=self.device.name, status=error.status)
+        why = error.message.removeprefix(f"worker {worker} is lost: ")
+        text, device = f"worker {worker!r} is lost: {why}", self.device.name
+        raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)
 
     def _lost_peers(self) -> list[tuple[str, RdmaError]]:
         known = [(worker, self._lost.get(worker) or channel.error) for worker, channel in self.peers.items()]

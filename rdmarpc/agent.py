@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from types import MethodType
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import gpu, gpu_streams, grad_pass, profiling, serialize, timeline
+from . import exits, gpu, gpu_streams, grad_pass, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .device_maps import Targets
@@ -23,7 +24,7 @@ from .future import Future, Pending
 from .grad_context import Contexts
 from .grad_context import current as _current_context
 from .group import Group
-from .link import CONTROL, CREDIT, ENDED, ERROR, FORGO, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
+from .link import CONTROL, CREDIT, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
 from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
 from .progress import Progress
@@ -41,7 +42,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
 _PASSED_S = 1e-9
-_NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+_NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
 
@@ -174,14 +175,16 @@ class Agent:
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
         (messages received of which something large had to be READ, for want of a landing place), ``rrefs``,
-        ``autograd_contexts``, ``autograd_surveys`` (backward passes that had to find out which calls take part), and what
-        came and was not its sender's to say, which has had no effect: see ``refused``."""
+        ``rpc_failures`` (functions that failed here for others), ``autograd_contexts``, ``autograd_surveys`` (backward passes
+        that had to find out which calls take part), and what came and was not its sender's to say, which has had no effect: see
+        ``refused``."""
         sent, requests, _, reads = self.links.counts
         return {
             **self.device.counters(),
             "rpc_messages": sent,
             "rpc_calls": requests,
             "rpc_reads": reads,
+            "rpc_failures": self.callee.failures.count,
             "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
             "autograd_contexts": len(self.contexts.live),
@@ -303,6 +306,9 @@ class Agent:
                     self.rrefs.receive(link.worker, frame.body)
                 elif kind == ENDED:
                     self.progress.jobs.append(partial(self.contexts.end, frame.call, link.worker))
+                elif kind == GOODBYE:
+                    raised, words = frame.body[: frame.function], frame.body[frame.function :]
+                    link.goodbye = raised.decode(errors="replace"), words.decode(errors="replace")
             except NotTheirs as error:
                 self.links.refuse(link, error)
                 return
@@ -363,6 +369,7 @@ class Agent:
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
         deadline = time.monotonic() + timeout if timeout else None
+        parted = False
         try:
             if graceful:
                 self.rrefs.collect()
@@ -374,11 +381,14 @@ class Agent:
                     if self.timeline is not None:
                         self.timeline.gather(deadline)
                     self.group.part()
+                parted = True
         except RdmaError:
             # Others may still wait for functions that run here.
             self._finish(deadline)
             raise
         finally:
+            if not parted:
+                self.say_goodbye()
             self.group.leave()
             self.close()
 
@@ -406,6 +416,14 @@ class Agent:
         while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
             time.sleep(_IDLE_POLL_S)
 
+    def say_goodbye(self) -> None:
+        """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits for nobody;
+        a peer with a full ring does not hear it."""
+        kind, text = exits.reason()
+        for link in list(self._links.values()) if kind else ():
+            with suppress(RdmaError):
+                link.try_send(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
+
     def close(self) -> None:
         error = PeerLost("RPC was shut down here", peer=self.name)
         self._carrier.stop()
@@ -429,6 +447,8 @@ class Agent:
 
     def _fail_calls(self, error: RdmaError) -> None:
         for link in list(self.links.rows.values()):
+            link.lost = link.lost or error
+            link.explained.set()
             self.caller.lost(link, error)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from . import agent as _agent
-from . import autograd, debug
+from . import autograd, debug, exits
 from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -22,6 +25,7 @@ from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions, WorkerInfo
 from .rref import RRef, _rref_context_get_debug_info
+from .transport import PeerLost
 
 
 def init_rpc(
@@ -53,6 +57,7 @@ def init_rpc(
     agent._ready.set()
     debug.listen_to_signal()
     atexit.register(_end_with_the_interpreter, agent, os.getpid())
+    exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
 
 
 def _end_with_the_interpreter(agent: Agent, process: int) -> None:
@@ -60,7 +65,13 @@ def _end_with_the_interpreter(agent: Agent, process: int) -> None:
     abort the process. Bounded, as ``shutdown(graceful=False)`` is."""
     if agent is _agent._current and os.getpid() == process:
         _agent.set_current(None)
+        agent.say_goodbye()
         agent.close()
+
+
+def _say_goodbye(agent: weakref.ref[Agent]) -> None:
+    if (found := agent()) is not None and found is _agent._current:
+        found.say_goodbye()
 
 
 def is_available() -> bool:
@@ -69,10 +80,15 @@ def is_available() -> bool:
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group. ``graceful``: first serve until every worker has come here and no call is under way anywhere, at most
-    ``timeout`` seconds (0: no limit). Whatever it raises (``PeerLost``, ``TransferTimeout``), RPC is down here afterwards."""
+    ``timeout`` seconds (0: no limit). Whatever it raises (``PeerLost``, ``TransferTimeout``), RPC is down here afterwards. A
+    worker that somebody interrupted (Ctrl-C) is not waited for, which is logged: it is no error of this one."""
     agent = _agent.current()
     try:
         agent.shutdown(graceful, timeout)
+    except PeerLost as error:
+        if error.status != "INTERRUPTED":
+            raise
+        logging.getLogger("rdmarpc").warning("shutdown did not wait for everybody: %s", error.message)
     finally:
         _agent.set_current(None)
         atexit.unregister(_end_with_the_interpreter)

@@ -29,6 +29,7 @@ from .caller import (
     Kept,
     fetch_bulk,
 )
+from .failures import Failures
 from .functions import MAY_DEFER, TOLD_WHO
 from .future import Value, known
 from .grad_context import Context, Contexts, current
@@ -72,6 +73,7 @@ class Callee:
         self._sources: dict[tuple[Link, int], Kept] = {}
         self._lock = threading.Lock()
         self.handovers = Handovers(device)
+        self.failures = Failures()
         self.refused_grants = 0
         """Landing places given back by a worker that does not hold them."""
 
@@ -355,6 +357,9 @@ class Callee:
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         self.release(link, call)  # of an answer that could not be sent
+        payload = remote_error.dump(error, self.me)
+        if not control:
+            self.failures.tell(error, remote_error.text_of(payload))
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
             error = remote_error.ordinary(error)
@@ -362,8 +367,6 @@ class Callee:
             self.rrefs.store.fail(rref, error)
             self._reply(link, call, control, [None], (), None, None, None)
             return
-        payload = remote_error.dump(error, self.me)
-        remote_error.show(payload)
         try:
             kept = None
             if len(payload) > MAX_BODY:

@@ -209,7 +209,7 @@ class Caller:
                 pending.future = Future(self, pending)
             self.pending.pop(call, None)
             self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
-            self._answer(pending, error)
+            self._answer(pending, link.why(error))
         except BaseException:
             self.pending.pop(call, None)
             self.futures.pop(call, None)

@@ -27,11 +27,12 @@ from .transport import Channel, Device, RdmaError, RemoteRegion, Window
 RING = 0
 RING_BYTES = 1 << 20
 _RESERVE = 8192
+_EXPLAINED_S = 0.5
 MAX_BODY = RING_BYTES // 8
 _ALIGN = 64
 
 # Frame kinds.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, CREDIT, WRAP = range(1, 10)
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
 
 # The one flag that matters here: a message of our own, not of a user.
 CONTROL = 32
@@ -66,6 +67,11 @@ class Link:
         """Of the poller, once entered."""
         self.settled = False
         """Its end has been dealt with."""
+        self.lost: RdmaError | None = None
+        """Why, by the peer's name, once that is known (``explained``)."""
+        self.explained = threading.Event()
+        self.goodbye = "", ""
+        """What ends the peer's process, as it said itself: the type and the text of an exception (``exits.reason``)."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
         self._in_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
         self._out_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
@@ -97,6 +103,11 @@ class Link:
         """Resolve the peer's ring. Not from a device's thread."""
         self._window = self.channel.window(RemoteRegion.load(self.peer_inbox), self._out_tensor, notify=RING)
         return self._window
+
+    def why(self, error: RdmaError) -> RdmaError:
+        """The reason why sending failed with ``error``: what the end of the connection turns out to be, in a moment."""
+        self.explained.wait(_EXPLAINED_S)
+        return self.lost or error
 
     def try_send(
         self,

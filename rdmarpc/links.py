@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from . import exits
 from .future import fresh
 from .group import Group
 from .link import RING, Link
@@ -28,6 +29,7 @@ _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
+_NOT_ITS_OWN_END = ("SILENT", "GIVEN_UP", "ABORTED")
 
 
 def listens(device: Device, record: Record) -> bool:
@@ -209,8 +211,9 @@ class Links:
                 return
             link.settled = True
         self._read_out(link)
-        left = self._group.dynamic and error.status == "CLOSED"
-        named = self._group.departed(link.worker) if left else _lost(link.name, error)
+        left = self._group.dynamic and error.status == "CLOSED" and not link.goodbye[0]
+        named = link.lost = self._group.departed(link.worker) if left else _lost(link, error)
+        link.explained.set()
         with self._lock:
             if self.by_worker.get(link.worker) is link or link.worker not in self.by_worker:
                 self.lost[link.worker] = named
@@ -258,8 +261,12 @@ def _counts(link: Link) -> tuple[int, int, int, int]:
     return link.sent, link.requests, link.answers, link.reads
 
 
-def _lost(name: str, error: RdmaError) -> PeerLost:
-    return PeerLost(f"worker {name} is lost: {error.message}", peer=name, device=error.device, status=error.status)
+def _lost(link: Link, error: RdmaError) -> PeerLost:
+    why, status, (kind, text) = error.message, error.status, link.goodbye
+    if kind:
+        why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
+    hint = "" if status in _NOT_ITS_OWN_END else "that worker's own output has the reason"
+    return PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
 
 
 def _unreachable(record: Record, reason: str, status: str = "") -> PeerLost:

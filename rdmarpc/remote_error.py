@@ -1,6 +1,6 @@
 """How an exception of a function crosses: with its type, its text and the remote traceback.
 
-What goes out is a text (written to the callee's ``sys.stderr`` too) and, each pickled by itself so that one that cannot be read
+What goes out is a text (which the callee logs too: ``failures``) and, each pickled by itself so that one that cannot be read
 back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
 
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
@@ -12,7 +12,6 @@ back spoils nothing else, the type and the exception. The caller rebuilds, in th
 from __future__ import annotations
 
 import pickle
-import sys
 import traceback
 
 from .options import WorkerInfo
@@ -37,12 +36,9 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
     return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
 
 
-def show(payload: bytes) -> None:
-    """Write the text to this process's ``sys.stderr`` of the moment."""
-    try:
-        print(pickle.loads(payload)[1], file=sys.stderr)
-    except Exception:
-        pass  # closed, or replaced by something that cannot be written to: the caller is told all the same
+def text_of(payload: bytes) -> str:
+    """What people are to see of it: type, text and traceback."""
+    return str(pickle.loads(payload)[1])
 
 
 def rebuild(payload: bytes) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -163,6 +164,48 @@ def break_stderr():
 def test_the_callee_writes_the_traceback_to_its_stderr_of_the_moment():
     text = results(run_group(told))[1]
     assert "written down" in text and "in raise_it" in text and "nowhere" not in text
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def failing(rank):
+    heard = Lines()
+    logging.getLogger("rdmarpc").addHandler(heard)
+    logging.getLogger("rdmarpc").propagate = False
+    if rank == 0:
+        for _ in range(150):
+            with pytest.raises(Simple):
+                rpc.rpc_sync("worker1", raise_it, (Simple, "again"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                rpc.rpc_sync("worker1", torch.add, (torch.ones(2), torch.ones(3)))
+        with pytest.raises(ValueError, match="another kind"):
+            rpc.rpc_sync("worker1", raise_it, (ValueError, "another kind"))
+        with pytest.raises(Simple, match="the creator"):
+            rpc.remote("worker1", raise_it, (Simple, "the creator")).to_here()
+        assert rpc.rpc_sync("worker1", rpc.counters)["rpc_failures"] == 154
+    rpc.shutdown()
+    return heard.lines
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_one_traceback_of_each_kind_and_then_counts(device):
+    caller, callee = results(run_group(failing, transport=device))
+    assert caller == []
+    traces = [line for line in callee if "Traceback" in line]
+    assert len(traces) == 3
+    assert "again" in traces[0]
+    assert "another kind" in traces[2]
+    counts = [line for line in callee if line not in traces]
+    assert [line.partition(": ")[2].split(" times")[0] for line in counts] == ["10", "100"]
+    assert all(line.startswith("Simple in raise_it (") for line in counts)
 
 
 class Unpicklable:
