@@ -173,4 +173,6 @@ def _print_on(pipe: int, number: int) -> None:
                     text = explain()
                 except RuntimeError as error:  # not initialised, or shut down this moment
                     text = str(error)
+                except BaseException as error:  # it changes while it is looked at: the next time, perhaps
+                    text = f"rdmarpc could not explain: {error!r}"
                 print(text, file=sys.stderr, flush=True)

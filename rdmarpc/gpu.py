@@ -31,6 +31,7 @@ from .gpu_streams import Streams
 from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, cuda_driver
 from .transport.cuda_ipc import Exports, Imports, imports_of
 from .transport.cuda_slots import Borrowed, Lent
+from .transport.guard import Guard
 
 if TYPE_CHECKING:
     from .link import Link
@@ -336,9 +337,16 @@ class Gpus:
 
     def _bury(self) -> None:
         # On a thread of its own: to unmap memory may wait for whatever a GPU does.
+        guard = Guard("rdmarpc-gpu-ends")
         while True:
             for peer in list(self._graves):
-                if peer.over:
+                try:
+                    over = peer.over
+                except BaseException as error:  # what it has is kept until our process ends
+                    guard.note(error, "letting go of what a peer has lent")
+                    _left.append(peer)
+                    over = True
+                if over:
                     self._graves.remove(peer)
             with self._burying:
                 if not self._graves:

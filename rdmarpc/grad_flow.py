@@ -375,22 +375,24 @@ class Unattended:
             self._finish(None)
         else:
             # Not by the pool: it asks, and waits for answers, which on other workers may wait for the same.
-            threading.Thread(target=self._survey, args=(result.holders,), name="rdmarpc-survey", daemon=True).start()
+            try:
+                threading.Thread(target=self._survey, args=(result.holders,), name="rdmarpc-survey", daemon=True).start()
+            except RuntimeError as error:  # no more threads
+                self._finish(error)
 
     def _survey(self, holders: set[int]) -> None:
         try:
             self._surveys += 1
             if self._surveys > _MAX_SURVEYS:
                 raise RuntimeError("gradients are held that nothing waits for")
-            calls = _settlement(self._agent, self._name, self._run, holders)
+            self._launch(_settlement(self._agent, self._name, self._run, holders))
         except BaseException as error:
             self._finish(_located(self._agent, error))
-        else:
-            self._launch(calls)
 
     def _finish(self, error: Exception | None) -> None:
         _over(self._name, self._run)
-        self.future.set_result(error)
+        if not self.future.done():
+            self.future.set_result(error)
 
 
 # -- what is held for messages that will get no gradient

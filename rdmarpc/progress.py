@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ import torch
 
 from . import words
 from .transport import Poller, kernels
+from .transport.guard import Guard
 
 _TICK_NS = 200_000
 _IDLE_TICKS = 50
@@ -80,14 +80,19 @@ class Progress:
         """One was woken for jobs and has not arrived yet."""
         self._followers: set[int] = set()
         self._threads: list[threading.Thread] = []
+        self._guard = Guard(name)
         self._spawn_lock = threading.Lock()
         self._lingers_until = 0.0
         self._stopping = False
         for _ in range(2):
             self._spawn()
         watchdog = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
+        try:
+            watchdog.start()
+        except BaseException:
+            self.stop()
+            raise
         self._threads.append(watchdog)
-        watchdog.start()
 
     # -- waiting
 
@@ -236,8 +241,14 @@ class Progress:
                 return
             number = next(self._numbers)
             thread = threading.Thread(target=self._pool, args=(number,), name=f"{self._name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: those that there are go on
+                if not self._threads:
+                    raise
+                self._guard.note(error, "starting another thread")
+                return
             self._threads.append(thread)
-        thread.start()
 
     def _run_one(self, number: int) -> bool:
         """Run the oldest job, if there is one and the limit allows it."""
@@ -251,9 +262,9 @@ class Progress:
             return False
         try:
             job()
-        except BaseException:
+        except BaseException as error:
             # Jobs report their errors to whoever waits for them; this is a bug of ours and must not end the thread.
-            traceback.print_exc()
+            self._guard.note(error, "running a job")
         finally:
             self._running.discard(number)
         return True
@@ -297,7 +308,10 @@ class Progress:
                 return
             if found == kernels.TIMEOUT:
                 continue
-            self._read(found >> 32, found & 0xFFFFFFFF)
+            try:
+                self._read(found >> 32, found & 0xFFFFFFFF)
+            except BaseException as error:  # the token is ours: nobody would read any more
+                self._guard.note(error, "reading messages")
             self._want_finish()
             while jobs and len(self._running) < self._limit:
                 words.start_run(token, held, running, self._runs, self._asleep)
@@ -309,13 +323,19 @@ class Progress:
 
     def _watch(self) -> None:
         while not self._stopping:
-            found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
-            if found and not self._stands_by:
-                self._call_out()
-            elif found == 2 and self.jobs:
-                self._call_out()
-                if len(self._running) < self._limit:
-                    words.leave_to_watchdog(self._backlog, self._asleep)
+            try:
+                self._look()
+            except BaseException as error:
+                self._guard.note(error, "looking for threads that are held up")
+
+    def _look(self) -> None:
+        found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
+        if found and not self._stands_by:
+            self._call_out()
+        elif found == 2 and self.jobs:
+            self._call_out()
+            if len(self._running) < self._limit:
+                words.leave_to_watchdog(self._backlog, self._asleep)
 
     def stop(self) -> None:
         """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user
@@ -348,6 +368,6 @@ class Progress:
         while self._owed:
             try:
                 self._run_owed()
-            except BaseException:
-                traceback.print_exc()  # as in ``_run_one``
+            except BaseException as error:
+                self._guard.note(error, "running a job")
         self.finish()

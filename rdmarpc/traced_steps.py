@@ -22,6 +22,7 @@ from .graph.stage import Pass, Stage
 from .graph.tasks import Task
 from .transport import RdmaError
 from .transport.channel import DONE, Work
+from .transport.guard import Guard
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -61,7 +62,7 @@ class Row:
         self._thread.join(_DRAIN_S)
 
     def _follow(self) -> None:
-        last = 0
+        last, guard = 0, Guard("rdmarpc-timeline")
         while (what := self._queue.get()) is not None:
             try:
                 what.ready.synchronize()
@@ -69,6 +70,9 @@ class Row:
                 what.wait()
             except (RuntimeError, RdmaError):
                 continue  # it never ended: whoever needed it says so
+            except BaseException as error:
+                guard.note(error, "waiting for a stream")
+                continue
             last = monotonic_ns()
             self._line.span(self._track, what.name, "gpu", begin, last, what.about)
 

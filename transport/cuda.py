@@ -177,7 +177,10 @@ class CudaDevice(ShmDevice):
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
             for channel in self._gpu_channels():
-                channel.tend()
+                try:
+                    channel.tend()
+                except BaseException as error:
+                    self.break_off(channel, error, "looking after copies of a GPU")
 
     def _shut(self) -> None:
         self._over.set()

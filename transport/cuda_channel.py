@@ -302,6 +302,8 @@ class CudaChannel(ShmChannel):
             self.send(GONE_ACK, number)
         except RdmaError:
             pass  # the channel has ended: who waits there hears that
+        except BaseException as error:
+            self.device.break_off(self, error, "letting go of a peer's GPU memory")
 
     # -- the end
 

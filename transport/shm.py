@@ -74,6 +74,7 @@ class ShmDevice(Device):
             shared=True,
         )
         self._probe = np.ones(1, np.int64)
+        self._guard = Guard(f"rdmarpc-{self.kind}")
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
@@ -90,7 +91,7 @@ class ShmDevice(Device):
                 hear=self._hear,
                 look=self._look,
                 lost=self._break,
-                guard=Guard(f"rdmarpc-{self.kind}"),
+                guard=self._guard,
                 admits=_same_user,
             )
             undo.pop_all()
@@ -297,6 +298,12 @@ class ShmDevice(Device):
         """End a channel because serving it failed: the peer is told, and whoever listens here. Any thread."""
         channel.give_up(error, BROKEN)
         self._finish(channel)
+
+    def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
+        if not isinstance(error, RdmaError):
+            self._guard.note(error, doing)
+        self._break(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
 
     def _finish(self, channel: ShmChannel) -> None:
         """What is left to do for a channel that has ended: nobody watches it any more, and a loss is told, once."""

@@ -35,6 +35,7 @@ from .compiled import compiled_callback
 from .cuda_driver import Driver
 from .cuda_events import NOT_READY, Event, status
 from .errors import RdmaError, TransferTimeout
+from .guard import Guard
 from .signals import signal
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Behind:
         self._count = int(memory.ctypes.data)
         self._spin = np.zeros(1, np.int64)
         self._waiting: deque[Later] = deque()
+        self._guard = Guard(f"rdmarpc-gpu-posts {index}")
         self._gone = 0  # how many of all were posted
         self._lock = threading.Lock()  # held over calls of the driver
         self._given = threading.Condition()
@@ -160,13 +162,21 @@ class Behind:
                     self._given.wait()
                 if self._stopping:
                     return
-            self._spin[0] = kernels.SPIN_MIN_NS
-            if kernels.wait_count(self._count, self._gone + 1, self._spin.ctypes.data, kernels.SLICE_NS, 0) == kernels.OK:
-                self._waiting[0].go()
-                self._gone += 1
-                self._waiting.popleft()  # now, so that nothing from this GPU went before it
-            elif word := self._failed():
-                self._fail(word)
+            try:
+                self._post_next()
+            except BaseException as error:
+                self._guard.note(error, "posting memory of a GPU")
+                self._fail("INTERNAL")
+
+    def _post_next(self) -> None:
+        """Post what is due, if it is within a while."""
+        self._spin[0] = kernels.SPIN_MIN_NS
+        if kernels.wait_count(self._count, self._gone + 1, self._spin.ctypes.data, kernels.SLICE_NS, 0) == kernels.OK:
+            self._waiting[0].go()
+            self._gone += 1
+            self._waiting.popleft()  # now, so that nothing from this GPU went before it
+        elif word := self._failed():
+            self._fail(word)
 
     def _failed(self) -> str:
         """The driver's word, if the GPU has failed."""

@@ -32,6 +32,7 @@ from .cuda_events import NOT_READY, Event
 from .cuda_pins import Pins
 from .errors import NotSupported, RdmaError, RegistrationError, TransferTimeout
 from .gpudirect import Decision, Refused
+from .guard import Guard
 from .notify import Expectation, Poller
 from .region import local_bytes
 from .verbs_provider import Context, MemoryRegion
@@ -224,8 +225,12 @@ class GpuMemory:
 
     def _tend(self) -> None:
         """A thread of its own, because calls of the driver may block for as long as a kernel runs."""
+        guard = Guard("rdmarpc-gpu-memory")
         while not self._stopping.wait(_TEND_S):
-            self.sweep()
+            try:
+                self.sweep()
+            except BaseException as error:
+                guard.note(error, "letting go of GPU memory that was freed")
 
     def sweep(self) -> None:
         """Let go of what was freed. Any thread; raises nothing."""

@@ -1,0 +1,277 @@
+"""Errors that nobody expected, in each thing that the threads of a device do: they end one peer's channel at most."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_strangers import comes
+from transport_peer import works
+
+import rdmarpc
+from rdmarpc.transport import Channel, Device, PeerLost, RdmaError, guard
+
+T = 10.0
+Open = Callable[..., Device]
+
+THREADS = {
+    # How each thread of the package goes on after an error that nobody expected, or why it need not.
+    "transport/handshakes.py _shake_hands": "one connection; guarded as a whole",
+    "transport/service.py _run": "guarded for each peer, and as a whole",
+    "transport/tcp.py _serve": "guarded for each peer, and as a whole",
+    "transport/heartbeat.py _run": "a kernel, which raises nothing",
+    "transport/verbs.py _complete": "guarded for each peer, and as a whole",
+    "transport/verbs.py _settle": "one peer; ends its channel",
+    "transport/verbs_channel.py _give_up_region": "one region; breaks the channel off",
+    "transport/verbs_behind.py _serve": "guarded; what waits for that GPU fails",
+    "transport/verbs_gpu.py _tend": "guarded",
+    "transport/stripes.py _announce": "guarded; breaks the channel off",
+    "transport/cuda.py _watch": "guarded for each peer",
+    "transport/cuda_channel.py _forget": "one region; breaks the channel off",
+    "transport/cuda_channel.py _linger": "what is left of one channel that has ended",
+    "rdmarpc/progress.py _pool": "guarded for each message and each job",
+    "rdmarpc/progress.py _watch": "guarded",
+    "rdmarpc/progress.py _run_rest": "guarded for each job",
+    "rdmarpc/caller.py _expire": "guarded for each call",
+    "rdmarpc/rref_mail.py _catch_up": "one worker, which is lost then",
+    "rdmarpc/gpu.py _bury": "guarded for each peer",
+    "rdmarpc/grad_flow.py _survey": "one backward pass, which fails then",
+    "rdmarpc/traced_steps.py _follow": "guarded for each span",
+    "rdmarpc/debug.py _print_on": "guarded for each signal",
+}
+
+
+def test_every_thread_of_the_package_is_known_here() -> None:
+    """A new one has to say how it survives what nobody expected."""
+    root = Path(rdmarpc.__file__).parent
+    found = set()
+    for folder, base in (("rdmarpc", root), ("transport", root.parent / "transport"), ("graph", root.parent / "graph")):
+        for path in (path for path in base.glob("*.py") if "Thread(" in path.read_text()):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread"):
+                    target = next(ast.unparse(word.value) for word in node.keywords if word.arg == "target")
+                    found.add(f"{folder}/{path.name} {target.rpartition('.')[2]}")
+    assert found == THREADS.keys()
+
+
+# -- what tells of them
+
+
+def test_an_error_is_told_once_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    told = guard.Guard("rdmarpc-test")
+    with caplog.at_level(logging.ERROR, "rdmarpc"):
+        for number in range(1, 1001):
+            told.note(ZeroDivisionError(number), "hearing a peer")
+        told.note(KeyError(1), "hearing a peer")
+    assert [record.getMessage() for record in caplog.records] == [
+        "rdmarpc-test: hearing a peer failed; it goes on",
+        *(
+            f"rdmarpc-test: hearing a peer failed {count} times, the last time with ZeroDivisionError({count})"
+            for count in (10, 100, 1000)
+        ),
+        "rdmarpc-test: hearing a peer failed; it goes on",
+    ]
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, False, False, True]
+
+
+# -- the threads of a device
+
+
+class Raises:
+    """Stands in for a function: raises so many times, then does what the function did."""
+
+    def __init__(self, instead_of: Callable[..., Any], times: int = 1, error: BaseException | None = None) -> None:
+        self.instead_of, self.left, self.error = instead_of, times, error or ZeroDivisionError("nobody expected this")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return self.instead_of(*args, **options)
+
+
+class Instead:
+    """Stands in for an object, but for some of its attributes."""
+
+    def __init__(self, of: Any, **others: Any) -> None:
+        self.__dict__.update(others, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class Hub:
+    """A device of ours, with two peers, and what it was told of them."""
+
+    def __init__(self, kind: str, open_device: Open) -> None:
+        self.kind, self._open = kind, open_device
+        self.device = open_device(kind, peer_timeout=2.0)
+        self.lost: list[Channel] = []
+        self.device.on_lost = self.lost.append
+        self.others = [open_device(kind, peer_timeout=2.0) for _ in range(2)]
+        self.theirs = [other.connect(self.device.address) for other in self.others]
+        self.ours = [self.device.accept(timeout=T) for _ in self.others]
+
+    def handshakes(self) -> Any:
+        device: Any = self.device
+        return device._handshakes if self.kind == "tcp" else device._service.handshakes
+
+    def loops(self) -> Any:
+        """What has the loop."""
+        device: Any = self.device
+        return device if self.kind == "tcp" else device._service
+
+    def goes_on(self) -> None:
+        """Newcomers are accepted, and deaths noticed: of the second peer."""
+        works(self._open(self.kind), self.device)
+        channel: Any = self.theirs[1]
+        stream = channel.stream.sock if self.kind == "verbs" else channel.sock
+        stream.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLost):
+            self.ours[1].expect(1).wait(T)
+        comes(lambda: self.ours[1] in self.lost)
+
+
+@pytest.fixture
+def hub(kind: str, open_device: Open) -> Hub:
+    return Hub(kind, open_device)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_ends() -> Iterator[None]:
+    """By an exception, silently or not."""
+    ended: list[Any] = []
+    before = threading.excepthook
+    threading.excepthook = ended.append
+    yield
+    threading.excepthook = before
+    assert not ended
+
+
+def test_hearing_one_peer(hub: Hub) -> None:
+    channel: Any = hub.ours[0]
+    heard = channel.stream if hub.kind == "verbs" else channel
+    heard.receive = Raises(heard.receive)
+    hub.theirs[0].notify(1) if hub.kind == "tcp" else hub.others[0].register(_foreign())
+    with pytest.raises(RdmaError, match="nobody expected this") as caught:
+        channel.expect(7).wait(T)
+    error = caught.value
+    assert isinstance(error, PeerLost) and error.peer == channel.peer and error.device == hub.kind
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    comes(lambda: hub.lost == [channel])
+    with pytest.raises(PeerLost, match=r"could not go on|closed|ended|broke"):
+        hub.theirs[0].expect(7).wait(T)
+    hub.goes_on()
+
+
+def _foreign() -> Any:
+    import torch
+
+    return torch.zeros(1000)
+
+
+def test_looking_after_one_peer(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops, bad = hub.loops(), hub.ours[0]
+    look = loops._look
+
+    def fails(channel: Channel, seconds: float) -> None:
+        if channel is bad:
+            raise MemoryError("nobody expected this")
+        look(channel, seconds)
+
+    monkeypatch.setattr(loops, "_look", fails)
+    comes(lambda: hub.lost == [bad])
+    assert isinstance(bad.error, PeerLost) and isinstance(bad.error.__cause__, MemoryError)
+    hub.goes_on()
+
+
+def test_accepting(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.handshakes(), "_admits", Raises(hub.handshakes()._admits))
+    with pytest.raises(RdmaError):
+        hub.others[0].connect(hub.device.address, timeout=0.005)
+    monkeypatch.setattr(hub.handshakes(), "_admits", Raises(hub.handshakes()._admits, times=2))
+    hub.others[0].connect(hub.device.address, timeout=T)  # tries again
+    hub.device.accept(timeout=T)
+    hub.goes_on()
+
+
+def test_a_thread_for_a_handshake_that_does_not_start(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, main = threading.Thread.start, threading.current_thread()
+    left = [3]
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "rdmarpc-handshake" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    hub.others[0].connect(hub.device.address, timeout=T)
+    assert main is threading.current_thread() and not left[0]
+    hub.device.accept(timeout=T)
+    hub.goes_on()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("nobody expected this"), SystemExit(1)])
+def test_welcoming(kind: str, open_device: Open, error: BaseException) -> None:
+    hub = Hub(kind, open_device)
+    kept = hub.device._on_connect
+    hub.device._on_connect = Raises(kept, error=error)
+    with pytest.raises((PeerLost, RdmaError)):
+        hub.others[0].connect(hub.device.address, timeout=2.0)
+    hub.goes_on()
+
+
+def test_waiting_for_what_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = hub.loops()
+    name, method = ("_epoll", "poll") if hub.kind == "tcp" else ("_selector", "select")
+    true = getattr(loops, name)
+    fails = Raises(getattr(true, method), times=3)
+    monkeypatch.setattr(loops, name, Instead(true, **{method: fails}))
+    hub.theirs[0].close()
+    comes(lambda: not fails.left)
+    monkeypatch.setattr(loops, name, true)
+    hub.goes_on()
+
+
+def test_hanging_up_on_the_slow(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Raises(hub.handshakes().hang_up_on_the_slow, times=2)
+    monkeypatch.setattr(hub.handshakes(), "hang_up_on_the_slow", fails)
+    comes(lambda: not fails.left)
+    hub.goes_on()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("nobody expected this"), SystemExit(1)])
+def test_telling_of_a_loss(kind: str, open_device: Open, error: BaseException) -> None:
+    hub = Hub(kind, open_device)
+    hub.device.on_lost = Raises(hub.lost.append, error=error)
+    channel: Any = hub.theirs[0]
+    (channel.stream.sock if kind == "verbs" else channel.sock).shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerLost):
+        hub.ours[0].expect(1).wait(T)
+    time.sleep(0.05)
+    hub.goes_on()
+
+
+@pytest.mark.rdma
+def test_looking_at_completions(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub("verbs", open_device)
+    device: Any = hub.device
+    fails = Raises(device._look_for_failures, times=2)
+    monkeypatch.setattr(device, "_look_for_failures", fails)
+    for _ in range(2):
+        device.wake()
+        time.sleep(0.2)
+    comes(lambda: not fails.left)
+    bad: Any = hub.ours[0]
+    monkeypatch.setattr(bad, "keep_alive", Raises(bad.keep_alive))
+    comes(lambda: hub.lost == [bad])
+    assert isinstance(bad.error.__cause__, ZeroDivisionError)
+    hub.goes_on()
