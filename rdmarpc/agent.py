@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, gpu, gpu_streams, grad_pass, profiling, serialize, timeline
+from . import exits, forked, gpu, gpu_streams, grad_pass, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .device_maps import Targets
@@ -445,6 +445,16 @@ class Agent:
         if self.timeline is not None:
             self.timeline.close()
 
+    def forked(self) -> object:
+        """In a forked child: whoever still has a reference, a future or a model of this agent gets an error. Takes no lock.
+        Returns what has to be kept for ever."""
+        kept = self, self._links
+        self._links = self.links.by_worker = {}  # so that every call comes to ``Links.to``, which refuses it
+        self.caller.forked(RdmaError(forked.TEXT))
+        self.garbage.clear()
+        gpu.current = gpu_streams.current = None
+        return kept
+
     def _fail_calls(self, error: RdmaError) -> None:
         for link in list(self.links.rows.values()):
             link.lost = link.lost or error
@@ -462,19 +472,35 @@ def _seconds(timeout: float) -> float:
 _current: Agent | None = None
 
 
+_parents: list[object] = []
+"""In a forked child: the agents of its ancestors. They never die here: what they own is not ours to give back."""
+_inherited = False
+"""Whether this process was forked while RPC was up, and has not used RPC itself since."""
+
+
 def current() -> Agent:
-    """This process's agent. ``RuntimeError`` before ``init_rpc`` and after ``shutdown``."""
+    """This process's agent. ``RuntimeError`` before ``init_rpc``, after ``shutdown``, and in a forked child."""
     if _current is None:
-        raise RuntimeError(_NOT_INITIALIZED)
+        raise RuntimeError(forked.TEXT if _inherited else _NOT_INITIALIZED)
     return _current
 
 
 def require(message: str) -> Agent:
     if _current is None:
-        raise RuntimeError(message)
+        raise RuntimeError(forked.TEXT if _inherited else message)
     return _current
 
 
 def set_current(agent: Agent | None) -> None:
-    global _current
-    _current = agent
+    global _current, _inherited
+    _current, _inherited = agent, False
+
+
+def _in_child() -> None:
+    global _current, _inherited
+    if _current is not None:
+        _parents.append(_current.forked())
+        _current, _inherited = None, True
+
+
+forked.in_child(_in_child)

@@ -539,6 +539,12 @@ class Caller:
             if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
                 self._give_up(pending)
 
+    def forked(self, error: RdmaError) -> None:
+        """In a forked child: no answer ever comes to a call of the parent."""
+        for pending in list(self.pending.values()):
+            pending.answers.append(error)
+            pending.done = True
+
     def lost(self, link: Link, error: RdmaError) -> list[Pending]:
         """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""
         found = []

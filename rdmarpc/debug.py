@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from . import agent as _agent
+from . import forked
 from .callee import Callee
 from .link import RING_BYTES, Link
 from .profiling import name_of
@@ -163,6 +164,16 @@ def listen_to_signal() -> None:
 
 
 _listening: list[int] = []
+
+
+def _in_child() -> None:
+    """The thread that listens is the parent's: signals of a child are not for it."""
+    if _listening:
+        _listening.clear()
+        signal.set_wakeup_fd(-1)
+
+
+forked.in_child(_in_child)
 
 
 def _print_on(pipe: int, number: int) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import device_maps
+from . import device_maps, forked
 from .members import Members, Record
 from .options import RpcBackendOptions, WorkerInfo
 from .registry import Registry
@@ -22,6 +22,8 @@ class Group:
 
     def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
         store, rank, world_size = open_store(options, rank, world_size)
+        self._store = store
+        forked.share(store)
         self.me = WorkerInfo(name, rank)
         self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
         self._registry = None if world_size else Registry(store, options.rpc_timeout)

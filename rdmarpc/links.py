@@ -82,6 +82,7 @@ class Links:
 
     def to(self, number: int) -> Link:
         """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
+        self._device.check()
         with self._connect_locks.setdefault(number, threading.Lock()):
             record = self._group.record(number)
             if record is None:

@@ -196,6 +196,10 @@ class Channel(abc.ABC):
     def close(self) -> None:
         """Say goodbye and release the connection. Idempotent."""
 
+    def forked(self, error: RdmaError) -> None:
+        """In a forked child: fail every use with ``error``, without a word to the peer. Takes no lock."""
+        self.error = error
+
     @property
     def peer_copies(self) -> bool:
         """After the end: whether a copy of the peer may still touch our memory, because the peer stopped in the middle of it.

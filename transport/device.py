@@ -25,6 +25,7 @@ from .region import Region, RemoteRegion, local_bytes
 
 OnConnect = Callable[[Channel], bytes]
 _CLOSE_TIMEOUT_S = 1.0
+_FORKED, _FORK_HINT = "a device cannot be used in a forked child", "fork first, or use spawn"
 
 
 class Device(abc.ABC):
@@ -268,11 +269,15 @@ class Device(abc.ABC):
         """In a forked child: close our copies of the sockets, or the peers would not notice the parent's death. Other
         threads' locks may be held for ever here: take none."""
 
+    def check(self) -> None:
+        """Raises ``RdmaError`` if this device is closed, or another process's."""
+        self._check()
+
     def _check(self) -> None:
         if self.closed:
             raise RdmaError("the device is closed", device=self.name)
         if os.getpid() != self._pid:
-            raise RdmaError("a device cannot be used in a forked child", device=self.name, hint="fork first, or use spawn")
+            raise RdmaError(_FORKED, device=self.name, hint=_FORK_HINT)
 
 
 _devices: weakref.WeakSet[Device] = weakref.WeakSet()
@@ -280,6 +285,9 @@ _devices: weakref.WeakSet[Device] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for device in list(_devices):
+        error = RdmaError(_FORKED, device=device.name, hint=_FORK_HINT)
+        for channel in list(device._channels):
+            channel.forked(error)
         device._forked()
 
 

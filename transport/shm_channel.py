@@ -473,6 +473,11 @@ class ShmChannel(Channel):
             event.set()
         return True
 
+    def forked(self, error: RdmaError) -> None:
+        super().forked(error)
+        for user in list(self._users):
+            user.disarm()
+
     def lose(self, error: RdmaError) -> None:
         """``end``, not because somebody here wanted it."""
         if self.end(error):

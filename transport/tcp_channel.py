@@ -461,6 +461,10 @@ class TcpChannel(Channel):
         kernels.signal(self.answers, self.device.bells)
         return True
 
+    def forked(self, error: RdmaError) -> None:
+        super().forked(error)
+        self._sending, self._receiving = threading.RLock(), threading.RLock()  # the parent's threads may hold the old ones
+
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device._pid:
             return

@@ -324,6 +324,11 @@ class VerbsChannel(Channel):
             event.set()
         return True
 
+    def forked(self, error: RdmaError) -> None:
+        super().forked(error)
+        for lane in self.lanes:
+            kernels.store(lane.address + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.SHUT)
+
     def lose(self, error: RdmaError) -> bool:
         """``end`` and ``release``, not because somebody here wanted it. ``False`` if it had ended before."""
         ended = self.end(error)

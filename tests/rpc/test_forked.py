@@ -1,0 +1,236 @@
+"""Processes that fork: the child gets an error that says why, the parent does not notice; or they begin anew."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing as mp
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+
+import pytest
+import torch
+from group import dismiss, results, run_group, until_dismissed
+from programs import run
+from torch.utils.data import DataLoader, Dataset
+
+import rdmarpc as rpc
+
+DEVICES = ["shm", "tcp"]
+
+
+def twice(tensor):
+    return tensor * 2
+
+
+def later(seconds, value):
+    time.sleep(seconds)
+    return value
+
+
+def child(job):
+    """Run ``job`` in a fork that then ends as an interpreter does: with its handlers, and everything destroyed that it can."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        said = "fine"
+        try:
+            job()
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(writing, said.encode())
+        gc.collect()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        said = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert said == "fine", said
+
+
+def still_works():
+    for size in (1, 10_000, 1 << 20):
+        tensor = torch.rand(size)
+        for _ in range(20):
+            assert torch.equal(rpc.rpc_sync("worker1", twice, (tensor,)), tensor * 2)
+
+
+def while_up(rank):
+    mp.current_process()._config["daemon"] = False
+    if rank == 1:
+        until_dismissed()
+        rpc.shutdown()
+        return
+    tensor = torch.rand(1000)
+    doubled = rpc.rpc_sync("worker1", twice, (tensor,))
+    reference = rpc.remote("worker1", twice, (tensor,))
+    assert torch.equal(reference.to_here(), doubled)
+    pending = rpc.rpc_async("worker1", later, (1.0, "answered"))
+
+    def uses():
+        for use in (
+            lambda: rpc.rpc_sync("worker1", twice, (tensor,)),
+            lambda: rpc.rpc_async("worker1", twice, (tensor,)),
+            lambda: rpc.remote("worker1", twice, (tensor,)),
+            rpc.get_worker_info,
+            rpc.shutdown,
+            reference.to_here,
+            lambda: reference.rpc_sync().sum(),
+            pending.wait,
+        ):
+            with pytest.raises(RuntimeError, match="fork"):
+                use()
+        assert not rpc._is_current_rpc_agent_set()
+        assert torch.equal(doubled, tensor * 2)
+
+    def nested():
+        child(uses)
+        uses()
+
+    child(nested)
+    still_works()
+    for _ in range(20):  # also while calls are under way
+        more = rpc.rpc_async("worker1", twice, (tensor,))
+        child(lambda: None)
+        assert torch.equal(more.wait(), doubled)
+    with mp.get_context("fork").Pool(2) as pool:
+        with pytest.raises(RuntimeError, match="fork"):
+            pool.apply(rpc.get_worker_info)
+        assert pool.map(len, ["a", "bb"]) == [1, 2]
+    assert subprocess.run([sys.executable, "-c", "print(1)"], check=True, capture_output=True).stdout == b"1\n"
+    still_works()
+    assert pending.wait() == "answered"
+    assert torch.equal(reference.to_here(), doubled)
+    dismiss("worker1")
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fork_of_a_worker(device):
+    results(run_group(while_up, transport=device))
+
+
+class Rows(Dataset):
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __len__(self):
+        return len(self.whole)
+
+    def __getitem__(self, at):
+        return self.whole[at]
+
+
+def loads_data(rank):
+    mp.current_process()._config["daemon"] = False
+    if rank == 0:
+        whole = rpc.rpc_sync("worker1", twice, (torch.arange(64.0).reshape(16, 4),))
+        for _ in range(2):
+            loader = DataLoader(Rows(whole), 4, num_workers=2, multiprocessing_context="fork")
+            batches = [rpc.rpc_sync("worker1", twice, (batch,)) for batch in loader]
+            assert torch.equal(torch.cat(batches), whole * 2)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_data_loaders(device):
+    results(run_group(loads_data, transport=device))
+
+
+def begins_anew(meeting):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = rpc.RpcBackendOptions(init_method=f"tcp://localhost:{port}", transport=meeting._options["transport"])
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    assert rpc.rpc_sync("alone", len, ("four",)) == 4
+
+    def of_its_own():
+        join(1, "of its own")
+        child(lambda: join(1, "nested"))
+        assert rpc.rpc_sync("worker0", len, ("four",)) == 4
+        rpc.shutdown()
+
+    def join(size, place, rank=0):
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=size,
+            rpc_backend_options=rpc.RpcBackendOptions(
+                init_method=f"file://{meeting._place} {place}", transport=meeting._options["transport"], rpc_timeout=20
+            ),
+        )
+
+    def with_others(rank):
+        join(2, "others", rank)
+        assert torch.equal(rpc.rpc_sync(f"worker{1 - rank}", twice, (torch.ones(3),)), torch.full((3,), 2.0))
+        rpc.shutdown()
+
+    child(of_its_own)
+    assert rpc.rpc_sync("alone", len, ("four",)) == 4
+    rpc.shutdown()
+    with pytest.raises(RuntimeError, match="has not been initialized"):
+        rpc.get_worker_info()
+    mp.current_process()._config["daemon"] = False
+    others = [mp.get_context("fork").Process(target=with_others, args=(rank,)) for rank in range(2)]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join(30)
+        process.kill()
+    return [process.exitcode for process in others]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fork_begins_anew(device):
+    assert results(run_group(begins_anew, 1, transport=device, dynamic=True)) == [[0, 0]]
+
+
+_PROGRAM = """
+import multiprocessing as mp, os, sys
+import rdmarpc as rpc
+
+def who():
+    try:
+        return rpc.get_worker_info().name
+    except RuntimeError as error:
+        return str(error).split(".")[0]
+
+if __name__ == "__main__":
+    options = rpc.RpcBackendOptions(init_method="tcp://localhost:" + sys.argv[1])
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    if os.fork() == 0:
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    for method in ("fork", "forkserver"):
+        with mp.get_context(method).Pool(1) as pool:
+            print(pool.apply(who))
+    print(rpc.rpc_sync("alone", who))
+    rpc.shutdown()
+"""
+
+
+def test_pools_of_a_program(tmp_path):
+    """An interpreter of its own: what a fork of it destroys, and in which order, is not the same elsewhere."""
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ended = run(str(program), str(port), fresh=True)
+    assert ended.returncode == 0, ended.stdout
+    said = [line for line in ended.stdout.splitlines() if "socket" not in line]
+    assert said[-3:] == [
+        "RPC was initialized in the process that this one is a fork of: a fork cannot use it",
+        "RPC has not been initialized",
+        "alone",
+    ]
