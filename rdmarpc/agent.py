@@ -34,6 +34,7 @@ from .rref_store import LOCAL_BITS
 from .tensors import NOTHING
 from .termination import Termination
 from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, cuda_driver, open_device
+from .transport.guard import Guard, broken_by
 
 if TYPE_CHECKING:
     from .rref import RRef
@@ -57,6 +58,7 @@ class Agent:
         self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
         grad_pass.first_call()
+        self.guard = Guard("rdmarpc")
         self._ready = threading.Event()  # peers may connect before we are complete
         secret, kind = self.group.begin(options)
         if kind == "shm" and cuda_driver.count():
@@ -316,6 +318,10 @@ class Agent:
                 text = f"what came is no message (frame of kind {kind}: {reason})"
                 self.links.refuse(link, RdmaError(text, peer=link.name))
                 return
+            except Exception as error:  # whoever reads, reads for everybody
+                self.guard.note(error, "handling a message")
+                self.links.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self.device.name))
+                return
         if link.owes_credit:
             try:
                 link.try_send(CREDIT, 0)
@@ -332,7 +338,10 @@ class Agent:
             gpu.current.lost(link.worker)
         self.termination.fail(error)
         for callback in list(self._lost_callbacks):
-            callback(link.name, error)
+            try:
+                callback(link.name, error)
+            except BaseException as reason:  # the others have to hear of it too
+                self.guard.note(reason, "telling of a lost worker")
         return touched
 
     def _tell_end(self, worker: int, context: int) -> None:

@@ -12,7 +12,6 @@ until the late answer comes or the peer is lost.
 from __future__ import annotations
 
 import itertools
-import logging
 import struct
 import threading
 import time
@@ -44,6 +43,7 @@ from .tensors import (
     unpack_lone,
 )
 from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+from .transport.guard import Guard
 
 # Flags of requests and responses.
 FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # and link.CONTROL, 32
@@ -101,6 +101,7 @@ class Caller:
         """Called every second or so on the thread of timeouts."""
         self._stopped = threading.Event()
         progress.finish = self._finish_all
+        self._guard = Guard("rdmarpc-timeouts")
         self._clock = threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True)
         self._clock.start()
 
@@ -523,8 +524,8 @@ class Caller:
                 self._stopped.wait(_TICK_S)
             try:
                 self.on_tick()
-            except Exception:  # no timeout would come any more
-                logging.getLogger("rdmarpc").exception("looking after what calls have left")
+            except BaseException as error:  # no timeout would come any more
+                self._guard.note(error, "looking after what calls have left")
             self._give_up_overdue()
             if not self.pending:
                 self._ticking.clear()
@@ -537,7 +538,10 @@ class Caller:
         for pending in list(self.pending.values()):
             # A thread that waits for its call looks at the clock itself.
             if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
-                self._give_up(pending)
+                try:
+                    self._give_up(pending)
+                except BaseException as error:
+                    self._guard.note(error, "giving a call up")
 
     def forked(self, error: RdmaError) -> None:
         """In a forked child: no answer ever comes to a call of the parent."""

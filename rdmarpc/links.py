@@ -266,8 +266,11 @@ def _lost(link: Link, error: RdmaError) -> PeerLost:
     why, status, (kind, text) = error.message, error.status, link.goodbye
     if kind:
         why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
-    hint = "" if status in _NOT_ITS_OWN_END else "that worker's own output has the reason"
-    return PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
+    ours = error.__cause__ is not None  # it is this process that could not go on (``guard.broken_by``)
+    hint = error.hint if ours else "" if status in _NOT_ITS_OWN_END else "that worker's own output has the reason"
+    lost = PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
+    lost.__cause__ = error.__cause__
+    return lost
 
 
 def _unreachable(record: Record, reason: str, status: str = "") -> PeerLost:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from .link import CONTROL, REFERENCES
 from .transport import PeerLost, RdmaError
+from .transport.guard import broken_by
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -156,7 +157,12 @@ class Carrier:
                 left.append(message)
                 return
             self._left[worker] = deque((message,))
-        threading.Thread(target=self._catch_up, args=(worker,), name=f"rdmarpc-references-{worker}", daemon=True).start()
+        try:
+            threading.Thread(target=self._catch_up, args=(worker,), name=f"rdmarpc-references-{worker}", daemon=True).start()
+        except RuntimeError:  # no more threads
+            with self._lock:
+                del self._left[worker]
+            raise
 
     def _catch_up(self, worker: int) -> None:
         agent = self._agent
@@ -172,11 +178,14 @@ class Carrier:
                     time.sleep(_PAUSE_S)
                     if self._stopped:
                         return
-            except RdmaError as error:
+            except BaseException as error:
+                if not isinstance(error, RdmaError):
+                    agent.guard.note(error, "telling a worker of references")
                 with self._lock:
                     del self._left[worker]
                 if not self._stopped:
-                    agent.rrefs.lost(worker, error)
+                    name, device = agent.group.name_of(worker), agent.device.name
+                    agent.rrefs.lost(worker, broken_by(error, "telling it of references", peer=name, device=device))
                 return
             left.popleft()
 
