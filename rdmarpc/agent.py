@@ -73,7 +73,7 @@ class Agent:
         )
         try:
             key = self.device.memory.identity.public.hex()
-            self.group.join(self.device.address.decode(), key, secret, options, partial(listens, self.device))
+            self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
             if options.require:
                 self._check_ways()
         except BaseException:

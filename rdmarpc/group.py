@@ -33,17 +33,16 @@ class Group:
         """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
 
     def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
-        """The job secret, and the transport: a group that is complete and on one host needs nothing but ``shm``."""
+        """The secret to open a device with (none: that of this user on this host), and the transport: a group that is complete
+        and on one host needs nothing but ``shm``. Raises what ``Rendezvous.begin`` and ``Registry.begin`` raise."""
         if self._meeting is None:
             assert self._registry is not None
-            return self._registry.begin(options.secret), options.transport
-        secret, hosts = self._meeting.begin(host_id(), options.secret)
-        alone = options.transport == "auto" and len(set(hosts)) == 1
+            return self._registry.begin(options), options.transport
+        secret, hosts = self._meeting.begin(self.me.name, options)
+        alone = options.transport == "auto" and len(hosts) == 1
         return secret, "shm" if alone else options.transport
 
-    def join(
-        self, address: str, key: str, secret: bytes, options: RpcBackendOptions, listens: Callable[[Record], bool]
-    ) -> None:
+    def join(self, address: str, key: str, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
         """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.
         ``listens``: whether a worker of that record still runs.
 
@@ -52,7 +51,7 @@ class Group:
         self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
         try:
             if self._meeting is not None:
-                records = self._meeting.meet(self._mine, secret)
+                records = self._meeting.meet(self._mine)
             else:
                 assert self._registry is not None
                 self._mine, records = self._registry.join(self._mine, listens)

@@ -30,12 +30,12 @@ class Record:
     def _text(self) -> str:
         return json.dumps([self.name, self.rank, self.host, self.address, self.number, self.devices, self.key])
 
-    def proof(self, secret: bytes) -> str:
-        """HMAC over the record: whoever wrote it knows the job secret."""
-        return hmac.new(secret, b"record" + self._text.encode(), hashlib.sha256).hexdigest()
+    def proof(self, key: bytes) -> str:
+        """HMAC over the record: whoever wrote it knows the group's key (``record_key``)."""
+        return hmac.new(key, b"record" + self._text.encode(), hashlib.sha256).hexdigest()
 
-    def dump(self, secret: bytes) -> str:
-        return json.dumps([self._text, self.proof(secret)])
+    def dump(self, key: bytes) -> str:
+        return json.dumps([self._text, self.proof(key)])
 
     @staticmethod
     def load(text: str | bytes) -> tuple[Record, str]:
@@ -43,8 +43,13 @@ class Record:
         fields, proof = json.loads(text)
         return Record(*json.loads(fields)), proof
 
-    def proven(self, proof: str, secret: bytes) -> bool:
-        return hmac.compare_digest(proof, self.proof(secret))
+    def proven(self, proof: str, key: bytes) -> bool:
+        return hmac.compare_digest(proof, self.proof(key))
+
+
+def record_key(secret: bytes, group: str) -> bytes:
+    """For the records of one group in one store: those of another one prove nothing there."""
+    return hmac.digest(secret, b"records of " + group.encode(), hashlib.sha256)
 
 
 class Members:

@@ -14,7 +14,7 @@ import torch
 from . import constants
 from . import device_maps as _devices
 from .device_maps import DeviceLike, DeviceMap
-from .transport import check_require
+from .transport import check_require, check_secret
 
 _MAX_ID = 2**15 - 1
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
@@ -62,8 +62,10 @@ class RpcBackendOptions:
     Or one of them alone, or ``"auto://ADDRESS"``, ``"tcp://ADDRESS"``: see ``transport.open_device``.
     ``require``: ``"rdma"`` makes it an error (``NotSupported``, with what to put right) that a worker can be reached over tcp
     only: in ``init_rpc`` for those who are in the group then. Workers of one host may use shm.
-    ``arena_limit``: bytes of registered memory this worker may use. ``secret``: what every worker must know; by default
-    ``RDMARPC_SECRET``, else rank 0 draws one and shares it through the store (then the store is what is trusted).
+    ``arena_limit``: bytes of registered memory this worker may use. ``secret``: random text of at least 16 bytes that every
+    worker must know; by default what ``RDMARPC_SECRET`` says, or the file ``RDMARPC_SECRET_FILE`` (mode 600) holds. Without
+    any the workers have to be of one user on one host (``job_secret``), else ``AuthenticationError``; or all of them say
+    ``insecure`` (or ``RDMARPC_INSECURE=1``): then whoever reaches the store may have any code run in every worker.
     ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
     and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
     ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
@@ -83,6 +85,7 @@ class RpcBackendOptions:
         require: str = "",
         arena_limit: int | None = None,
         secret: str | None = None,
+        insecure: bool = False,
         pickler: str = "pickle",
         peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
         timeline: str | None = None,
@@ -96,6 +99,7 @@ class RpcBackendOptions:
         self.require = require
         self.arena_limit = arena_limit
         self.secret = secret
+        self.insecure = insecure
         self.pickler = pickler
         self.peer_timeout = peer_timeout
         self.timeline = timeline
@@ -117,6 +121,8 @@ class RpcBackendOptions:
         if self.num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
         check_require(self.require)
+        if self.secret:
+            check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):
             raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
         if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:

@@ -15,12 +15,17 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from .members import Record
-from .rendezvous import FOR_EVER_S, given_secret, wrong_secret
-from .transport import NotSupported, TransferTimeout
+from .job_secret import chosen_secret, is_insecure
+from .members import Record, record_key
+from .rendezvous import FOR_EVER_S, wrong_secret
+from .transport import NotSupported, TransferTimeout, user_secret
+
+if TYPE_CHECKING:
+    from .options import RpcBackendOptions
 
 _PREFIX = "rdmarpc/dynamic"
 _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references
@@ -32,15 +37,17 @@ class Registry:
     def __init__(self, store: dist.Store, timeout: float) -> None:
         self._store = dist.PrefixStore(_PREFIX, store)
         self._timeout = timeout
-        self._secret = b""
+        self._key = b""
 
-    def begin(self, given: str | None) -> bytes:
-        """The job secret; where nobody chose one, the first member draws it for all."""
-        text = given_secret(given)
-        if text is None:
-            text = self._agree("secret", secrets.token_hex(32))
-        self._secret = text.encode()
-        return self._secret
+    def begin(self, options: RpcBackendOptions) -> bytes:
+        """The secret to open a device with; empty: that of this user on this host, which then is the group's. Nobody knows yet
+        who will join: whoever takes another one is refused then (``join``). Raises what ``chosen_secret`` and ``user_secret``
+        raise."""
+        secret = chosen_secret(options)
+        if not secret and is_insecure(options):
+            secret = self._agree("secret", secrets.token_hex(32)).encode()
+        self._key = record_key(secret or user_secret()[0], _PREFIX)
+        return secret
 
     def join(self, mine: Record, alive: Callable[[Record], bool]) -> tuple[Record, list[Record]]:
         """Enter ourselves; returns our record as entered, and all. ``alive``: whether somebody listens at an address.
@@ -52,7 +59,7 @@ class Registry:
         while time.monotonic() < deadline:
             text, joins, there = self._load()
             for record, proof in there:
-                if not record.proven(proof, self._secret):
+                if not record.proven(proof, self._key):
                     raise wrong_secret(record, mine.name, mine.rank)
             others = [record for record, _ in there if record not in dead]
             rivals = [record for record in others if record.name == mine.name or record.rank == mine.rank]
@@ -64,7 +71,7 @@ class Registry:
                     raise RuntimeError(
                         f"RPC worker name {mine.name} is not unique. Workers {record.rank} and {mine.rank} share the same name."
                     )
-                raise RuntimeError(f"rank {mine.rank} is taken by worker {record.name}")
+                raise RuntimeError(f"rank {mine.rank} is taken by {record.name}")
             if joins == _MOST_JOINS:
                 raise NotSupported(f"{joins} workers have joined this dynamic group", hint="let the next ones meet elsewhere")
             entered = replace(mine, number=joins)
@@ -74,7 +81,7 @@ class Registry:
 
     def members(self) -> list[Record]:
         """Who is in the group now, as far as they prove that they know the secret."""
-        return [record for record, proof in self._load()[2] if record.proven(proof, self._secret)]
+        return [record for record, proof in self._load()[2] if record.proven(proof, self._key)]
 
     def remove(self, gone: Record, timeout: float) -> None:
         """Take a member out, if it is still in."""
@@ -97,5 +104,5 @@ class Registry:
         return text, joins, [Record.load(entry) for entry in there]
 
     def _swap(self, old: str, joins: int, records: list[Record]) -> bool:
-        new = json.dumps([joins, [record.dump(self._secret) for record in records]])
+        new = json.dumps([joins, [record.dump(self._key) for record in records]])
         return bytes(self._store.compare_set("members", old, new)).decode() == new

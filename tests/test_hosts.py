@@ -19,6 +19,7 @@ from rdmarpc.transport import NotSupported, verbs_sysfs
 from group import Meeting, results, run_group  # isort: skip  (its folder is on the path since test_wrap)
 
 SIZE = 3
+SECRET = "what both hosts were told"
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def apart(at: list[int], meeting: Meeting) -> tuple[dict[str, str], int, list[st
 
 
 def test_each_worker_by_its_own_device(two_hosts: list[int]) -> None:
-    found = results(run_group(partial(apart, two_hosts), SIZE, dynamic=True, timeout=120, rpc_timeout=60))
+    found = results(run_group(partial(apart, two_hosts), SIZE, dynamic=True, timeout=120, rpc_timeout=60, secret=SECRET))
     assert [ways for ways, _, _ in found] == [
         {"worker1": "shm", "worker2": "tcp"},
         {"worker0": "shm", "worker2": "tcp"},
@@ -118,6 +119,16 @@ def required(at: list[int], meeting: Meeting) -> str:
 
 
 def test_rdma_is_required(two_hosts: list[int]) -> None:
-    text = results(run_group(partial(required, two_hosts), 2, dynamic=True, timeout=60))[1]
+    text = results(run_group(partial(required, two_hosts), 2, dynamic=True, timeout=60, secret=SECRET))[1]
     for part in ("not reached by what is required", "peer=worker0", "another host", "no RDMA device", "rdmarpc doctor"):
         assert part in text
+
+
+def untold(at: list[int], meeting: Meeting) -> None:
+    hosts.enter(at[meeting.rank])
+    meeting.join(world_size=2)
+
+
+def test_two_hosts_need_a_secret(two_hosts: list[int]) -> None:
+    for outcome in run_group(partial(untold, two_hosts), 2, dynamic=True, timeout=60):
+        assert outcome.error == "AuthenticationError" and "export RDMARPC_SECRET=" in outcome.text, outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import cuda_driver, kernels
+from .auth import check_secret
 from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, host_id
@@ -23,6 +24,7 @@ from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
+from .user_secret import read_private, user_secret
 
 
 def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Device:
@@ -30,11 +32,13 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     host; listens on that local address), or ``"auto"`` / ``"auto://ADDRESS"``: all of them on one arena, each peer by the
     fastest that reaches it (``auto``; there ``tcp`` listens on ``ADDRESS``).
 
-    ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on loopback, or with a secret on
-    the address of the default route. ``require="rdma"``: to reach a peer over ``tcp`` is ``NotSupported``; the text says what
-    would have to be put right. ``"verbs://mlx5_0,mlx5_1"``: several RDMA ports, large copies parted over them (``stripes``).
+    ``ADDRESS`` may be an interface name and may end in ``:PORT``; without one ``tcp`` listens on the address of the default
+    route, or without a secret on loopback. ``require="rdma"``: to reach a peer over ``tcp`` is ``NotSupported``; the text says
+    what would have to be put right. ``"verbs://mlx5_0,mlx5_1"``: several RDMA ports, large copies parted over them
+    (``stripes``).
 
-    Options: ``secret`` (bytes both ends must share), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
+    Options: ``secret`` (at least 16 random bytes that both ends must share; without it only processes of this user on this host
+    are let in, see ``user_secret``), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
     peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``), ``peer_timeout``
     (seconds, 10; 0: none): a peer that shows no sign of running, or that the network cut off, is lost after that time;
     ``memory`` (``memory.Memory``): what the device stands on, to share it with other devices (then without ``arena_limit``).
@@ -98,8 +102,11 @@ __all__ = [
     "Window",
     "Work",
     "check_require",
+    "check_secret",
     "cuda_driver",
     "host_id",
     "kernels",
     "open_device",
+    "read_private",
+    "user_secret",
 ]

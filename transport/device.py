@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .arena import Block, Segment
+from .auth import check_secret
 from .channel import Channel
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
@@ -22,6 +23,7 @@ from .identity import uid_of
 from .memory import Memory
 from .notify import Poller
 from .region import Region, RemoteRegion, local_bytes
+from .user_secret import user_secret
 
 OnConnect = Callable[[Channel], bytes]
 _CLOSE_TIMEOUT_S = 1.0
@@ -56,7 +58,11 @@ class Device(abc.ABC):
             raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {peer_timeout}")
         self.name = name
         self._looks = Looks(peer_timeout)
-        self.secret = secret
+        if secret:
+            check_secret(secret)
+        self.given = bool(secret)
+        """Whether peers elsewhere can have our secret. Else it is that of this user on this host."""
+        self.secret = secret or user_secret()[0]
         self._own_memory = memory is None
         self.memory = memory or Memory(arena_limit, shared=shared)
         # The memory's, at hand for what is hot.

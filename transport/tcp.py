@@ -85,17 +85,17 @@ class TcpDevice(Device):
         host, port = split_place(place)
         self._chosen = "asked for"
         if not host:
-            host = routed_address() if self.secret else "127.0.0.1"
-            self._chosen = "address of the default route" if self.secret else "loopback, because there is no secret"
+            host = routed_address() if self.given else "127.0.0.1"
+            self._chosen = "address of the default route" if self.given else "loopback, because no secret was given"
         host = interface_address(host) or host
         try:
             family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         except OSError as error:
             raise NotSupported(f"no address or interface {host!r} here: {error}", device="tcp") from None
         self._loopback = ipaddress.ip_address(where[0]).is_loopback
-        if not self.secret and not self._loopback:
+        if not self.given and not self._loopback:
             raise NotSupported(
-                f"tcp on {where[0]} without a secret would let anybody in",
+                f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then",
                 device="tcp",
                 hint="give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1",
             )
@@ -122,7 +122,7 @@ class TcpDevice(Device):
         for name in ("tcp_wmem", "tcp_rmem"):
             with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
                 limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
-        known = "every peer proves the job secret" if self.secret else "none (loopback only)"
+        known = "every peer proves the job secret" if self.given else "this user's processes on this host only"
         return "\n".join(
             (
                 f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",

@@ -180,10 +180,10 @@ def names_and_ranks_taken(meeting):
     meeting.hear("first")
     with pytest.raises(RuntimeError, match="worker0 is not unique"):
         meeting.join(name="worker0", rank=3)
-    with pytest.raises(RuntimeError, match="rank 0 is taken by worker worker0"):
+    with pytest.raises(RuntimeError, match="rank 0 is taken by worker0"):
         meeting.join(name="other", rank=0)
     with pytest.raises(rpc.AuthenticationError, match="do not hold the same job secret"):
-        meeting.join(name="other", rank=3, secret="wrong")
+        meeting.join(name="other", rank=3, secret="another secret than theirs")
     meeting.join(name="other", rank=3)
     meeting.say("refused")
     meeting.hear("called")

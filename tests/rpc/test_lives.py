@@ -71,7 +71,7 @@ def test_a_name_used_twice_fails_at_every_worker():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_wrong_secret_fails_at_every_worker(device):
-    outcomes = run_group(leave, 2, transport=device, secret="right", each={1: {"secret": "wrong"}})
+    outcomes = run_group(leave, 2, transport=device, secret="the right secret", each={1: {"secret": "the wrong secret"}})
     for outcome in outcomes:
         assert outcome.error == "AuthenticationError" and "worker1 (rank 1)" in outcome.text
 

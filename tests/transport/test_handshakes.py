@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from test_strangers import raw_socket
+from test_strangers import SESAME, raw_socket
 from transport_peer import Peer, State, works
 
 from rdmarpc.transport import AuthenticationError, Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout
@@ -194,8 +194,8 @@ TURNS = 50
 def test_refused_connections_leave_no_descriptor_at_either_end(
     kind: str, open_device: Open, start_peer: Callable[..., Peer], how: str
 ) -> None:
-    peer = start_peer(kind, secret=b"sesame")
-    device = open_device(kind, secret=b"Sesame" if how == "wrong secret" else b"sesame")
+    peer = start_peer(kind, secret=SESAME)
+    device = open_device(kind, secret=SESAME.title() if how == "wrong secret" else SESAME)
     peer.call(refuse_everybody)
 
     def refused() -> None:

@@ -67,10 +67,10 @@ def test_tcp_listens_on_loopback_without_a_secret(open_device: Open) -> None:
 
 
 def test_tcp_listens_where_others_reach_it_with_a_secret(open_device: Open) -> None:
-    device = open_device("tcp", secret=b"x")
+    device = open_device("tcp", secret=b"x" * 16)
     assert device.address.split(b":")[1].decode() == routed_address()
-    works(open_device("tcp", secret=b"x"), device)
-    everywhere = open_device("tcp://0.0.0.0", secret=b"x")
+    works(open_device("tcp", secret=b"x" * 16), device)
+    everywhere = open_device("tcp://0.0.0.0", secret=b"x" * 16)
     assert everywhere.address.split(b":")[1].decode() == routed_address()
     works(device, everywhere)
 

@@ -216,7 +216,12 @@ def join(state: State, rank: int, world_size: int, device: str, init_method: str
     import rdmarpc as rpc
 
     options = rpc.RpcBackendOptions(
-        init_method=init_method, transport=device, rpc_timeout=60, peer_timeout=PEER_TIMEOUT_S, num_worker_threads=2
+        init_method=init_method,
+        transport=device,
+        secret=SECRET.decode(),
+        rpc_timeout=60,
+        peer_timeout=PEER_TIMEOUT_S,
+        num_worker_threads=2,
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
 

@@ -1,0 +1,109 @@
+"""Meeting: a rank that is started twice, and workers that never come."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+
+import psutil
+import pytest
+from group import die, results, run_group
+from test_calls import identity
+from test_secrets import calls, free_port
+
+import rdmarpc as rpc
+
+DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
+
+
+def place(store: str) -> dict[str, str]:
+    """Options for a store of that kind; that of ``run_group`` is a file."""
+    return {"init_method": f"tcp://127.0.0.1:{free_port()}"} if store == "tcp" else {}
+
+
+def started_twice(rank, meeting):
+    """Worker 2 is ``rank`` once more, while the right one is at work."""
+    if meeting.rank == 2:
+        meeting.hear("called/0", "called/1")
+        with pytest.raises(RuntimeError, match=rf"^rank {rank} is taken by worker{rank} \(process \d+\)$"):
+            meeting.join(name="again", rank=rank, world_size=2)
+        meeting.say("refused")
+        return "refused"
+    meeting.join(world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,)) == 1
+    meeting.say(f"called/{meeting.rank}")
+    meeting.hear("refused")
+    return calls(meeting.rank)
+
+
+@pytest.mark.parametrize(("device", "rank", "store"), [("shm", 1, "tcp"), ("tcp", 1, "file"), ("tcp", 0, "file")])
+def test_a_rank_that_is_taken(device, rank, store):
+    found = results(run_group(partial(started_twice, rank), 3, dynamic=True, transport=device, **place(store)))
+    assert found == ["fine", "fine", "refused"]
+
+
+def both_at_once(meeting):
+    name = f"a{meeting.rank}"
+    try:
+        meeting.join(name=name, rank=min(meeting.rank, 1), world_size=2)
+    except RuntimeError as error:
+        meeting.say("refused")
+        return str(error)
+    if meeting.rank == 0:
+        assert rpc.rpc_sync(1, identity, (1,)) == 1
+    else:
+        assert rpc.rpc_sync("a0", identity, (1,)) == 1
+    meeting.hear("refused")  # the store lives as long as rank 0
+    rpc.shutdown()
+    return name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_two_that_start_at_once_one_has_the_rank(device):
+    zero, *ones = results(run_group(both_at_once, 3, dynamic=True, transport=device, **place("tcp")))
+    (winner,) = [text for text in ones if text in ("a1", "a2")]
+    (refused,) = [text for text in ones if text != winner]
+    assert zero == "a0" and refused.startswith(f"rank 1 is taken by {winner} (process ")
+
+
+def dies_while_it_waits(meeting):
+    if meeting.rank == 0:
+        meeting._store.set("pid", str(os.getpid()))
+        threading.Timer(0.5, die).start()
+        meeting.join(world_size=2)
+    pid, deadline = int(meeting._store.get("pid")), time.monotonic() + 20.0
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match=r"^rank 0 is taken by worker0 \(process \d+, which has ended\): a group meets once"):
+        meeting.join(name="again", rank=0, world_size=2)
+    return "told"
+
+
+def test_a_worker_started_again_into_the_same_meeting():
+    outcomes = run_group(dies_while_it_waits, 2, dynamic=True)
+    assert outcomes[0].exit_code == -9 and outcomes[1].result == "told", outcomes
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_who_is_missing_is_named_by_all(store):
+    outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=2.0, **place(store))
+    for rank in (0, 1):
+        error, text = outcomes[rank].error, outcomes[rank].text
+        assert error == "TransferTimeout" or (error == "PeerLost" and rank == 1 and store == "tcp"), text
+        assert "no sign of rank 2" in text
+
+
+def test_the_first_rank_is_missing_and_with_it_the_store():
+    outcomes = run_group(calls, 3, ranks=[1, 2], rpc_timeout=1.0, **place("tcp"))
+    for rank in (1, 2):
+        assert outcomes[rank].error == "TransferTimeout" and "no sign of rank 0" in outcomes[rank].text
+
+
+def test_the_store_ends_before_all_are_there():
+    """Rank 0 gives up; the others, who would wait longer, say for whom it waited."""
+    outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=20, each={0: {"rpc_timeout": 4.0}}, **place("tcp"))
+    assert outcomes[0].error == "TransferTimeout" and outcomes[1].error == "PeerLost"
+    assert "no sign of rank 2" in outcomes[1].text and "rank 0" in outcomes[1].text
