@@ -33,8 +33,8 @@ class End:
     def prepare(self, size: int) -> None:
         """A transfer of `size` bytes to the other end; both ends prepare at the same time."""
         self.source = self.device.empty((size,), dtype=torch.uint8).fill_(1)
-        self.landing = self.device.empty((size,), dtype=torch.uint8).zero_()
-        self.returned = self.device.empty((size,), dtype=torch.uint8).zero_()
+        self.landing = self.channel.empty((size,), dtype=torch.uint8).zero_()
+        self.returned = self.channel.empty((size,), dtype=torch.uint8).zero_()
         self.link.send((self.device.export(self.landing), self.device.export(self.returned)))
         landing, returned = map(transport.RemoteRegion.load, self.link.recv())
         self.transfer = self.channel.prepare([(landing, self.source)], notify=ARRIVED)

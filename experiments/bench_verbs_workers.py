@@ -58,7 +58,7 @@ class End:
         self.answered = self.channel.expect(ANSWERED)
         self.answering = self.channel.prepare([], notify=ANSWERED)
         self.source = self.device.empty((largest,), dtype=torch.uint8).fill_(1)
-        landing = self.device.empty((largest,), dtype=torch.uint8).zero_()
+        landing = self.channel.empty((largest,), dtype=torch.uint8).zero_()
         link.send(self.device.export(landing))
         self.landing, self.remote = landing, transport.RemoteRegion.load(link.recv())
         self.small = self.channel.prepare([(self.remote[:SMALL], self.source[:SMALL])], notify=ARRIVED)
@@ -123,7 +123,7 @@ class Calls:
         here, there = self.devices
         self.channel = here.connect(there.address, timeout=TIMEOUT_S)
         accepted = there.accept(timeout=TIMEOUT_S)
-        source, self.landing = (each.empty((SMALL,), dtype=torch.uint8).zero_() for each in (here, there))
+        source, self.landing = (each.empty((SMALL,), dtype=torch.uint8).zero_() for each in (here, accepted))
         remote = transport.RemoteRegion.load(there.export(self.landing))
         self.transfer = self.channel.prepare([(remote, source)], notify=ARRIVED)
         self.arrived = accepted.expect(ARRIVED)

@@ -71,12 +71,13 @@ def _aligned(nbytes: int) -> int:
 
 
 class Room:
-    """Arena memory laid out as a bundle. ``tensors`` lie in it, each with a storage of its own, in the order of the edges; they
-    keep it alive. Their content is undefined at first."""
+    """Memory laid out as a bundle. ``tensors`` lie in it, each with a storage of its own, in the order of the edges; they
+    keep it alive. Their content is undefined at first. ``home``: of a device (every peer may read it), or of a channel (its
+    peer may write it, nobody else touch it)."""
 
-    def __init__(self, device: Device, bundle: Bundle) -> None:
+    def __init__(self, home: Device | Channel, bundle: Bundle) -> None:
         self.bundle = bundle
-        self.memory = device.empty(bundle.nbytes, dtype=torch.uint8)
+        self.memory = home.empty(bundle.nbytes, dtype=torch.uint8)
         array = self.memory.numpy()
         self.head = memoryview(array[:HEADER_BYTES])
         self.note = memoryview(array[HEADER_BYTES : bundle.front])
@@ -95,10 +96,11 @@ class BundleInlet:
     polls ``station``. Nothing checks here that the write was due: the sequence in the header does, at whoever takes it."""
 
     def __init__(self, station: Station, bundle: Bundle, arrived: Callable[[Header], None]) -> None:
-        self.room = Room(station.device, bundle)
+        channel = station.channel(bundle.source)
+        self.room = Room(channel, bundle)
         self._region = station.device.register(self.room.memory)
         self._arrived = arrived
-        self.number = station.ports.take(station.channel(bundle.source), self._landed)
+        self.number = station.ports.take(channel, self._landed)
 
     def offer(self) -> tuple[bytes, int]:
         """For the sender: descriptor and notification number."""

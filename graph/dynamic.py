@@ -42,8 +42,8 @@ class DynamicSlot(Slot):
 
     __slots__ = ("_station",)
 
-    def __init__(self, station: Station, edge: Edge, freed: Callable[[Slot], None]) -> None:
-        super().__init__(station.device, edge, freed)
+    def __init__(self, station: Station, channel: Channel, edge: Edge, freed: Callable[[Slot], None]) -> None:
+        super().__init__(station.device, channel, edge, freed)
         self._station = station
 
     def open(self, order: int) -> torch.Tensor:
@@ -76,13 +76,13 @@ class DynamicInlet(Inlet):
     """The consumer's half."""
 
     def make_slot(self, station: Station) -> Slot:
-        return DynamicSlot(station, self.edge, station.freed)
+        return DynamicSlot(station, self.channel, self.edge, station.freed)
 
 
 class DynamicTarget:
     """One slot at the consumer, as the sender sees it; keeps the source until the credit is back. Nothing is produced in it."""
 
-    __slots__ = ("_device", "_head", "_metadata", "_transfer", "_work", "free", "source")
+    __slots__ = ("_channel", "_device", "_head", "_metadata", "_transfer", "_work", "free", "source")
     leased = occupied = producible = False
 
     def __init__(self, device: Device, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
@@ -90,7 +90,7 @@ class DynamicTarget:
         memory = memoryview(words.numpy())
         self._head, self._metadata = memory[:HEADER_BYTES], memory[HEADER_BYTES:]
         self._transfer = channel.prepare([(remote, words)], notify=number)
-        self._device = device
+        self._device, self._channel = device, channel
         self.source: torch.Tensor | None = None
         self._work: Work | None = None
         self.free = True
@@ -102,7 +102,7 @@ class DynamicTarget:
         if payload is not None:
             found = dense(payload)
             assert found is not None
-            Metadata(self._device.lend(found[0]), tuple(payload.shape)).write(self._metadata)
+            Metadata(self._device.lend(found[0], self._channel), tuple(payload.shape)).write(self._metadata)
             self.source = payload
         self.free = False
         self._work = self._transfer.post()
@@ -142,5 +142,5 @@ class DynamicOutlet(Outlet):
         device.count_staged(nbytes)
         self._station.counts[f"bytes_staged[{edge.value}]"] += nbytes
         view, order = found if found is not None else (payload.resolve_conj().resolve_neg(), 0)
-        copy = device.empty(view.shape, dtype=edge.dtype).copy_(view)
+        copy = self.channel.empty(view.shape, dtype=edge.dtype).copy_(view)
         return copy.as_strided(payload.shape, strides(tuple(payload.shape), order)), order

@@ -30,9 +30,7 @@ from .place import Edge
 from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
-    from ..transport import Device
-    from ..transport.cuda import CudaDevice
-    from ..transport.verbs import VerbsDevice
+    from ..transport import Channel, Device
     from .header import Header
     from .place import Placement
     from .station import Station
@@ -67,9 +65,10 @@ class GpuSlot(Slot):
 
     __slots__ = ("region", "stream", "there")
 
-    def __init__(self, device: CudaDevice | VerbsDevice, edge: Edge, freed: Callable[[Slot], None], gpu: torch.device) -> None:
+    def __init__(self, channel: Channel, edge: Edge, freed: Callable[[Slot], None], gpu: torch.device) -> None:
         """``RegistrationError`` where peers cannot reach memory of this accelerator."""
-        super().__init__(device, edge, freed, payload=False)
+        device: Any = channel.device
+        super().__init__(device, channel, edge, freed, payload=False)
         self.there = device.empty(edge.nbytes, dtype=torch.uint8, device=gpu)
         self.region: Region = device.register(self.there)
         self.stream: torch.Stream | None = None
@@ -101,8 +100,7 @@ class GpuInlet(Inlet):
             raise
 
     def make_slot(self, station: Station) -> Slot:
-        device: Any = self.channel.device
-        self._made.append(GpuSlot(device, self.edge, station.freed, find(self.edge.device)))
+        self._made.append(GpuSlot(self.channel, self.edge, station.freed, find(self.edge.device)))
         return self._made[-1]
 
     def offer(self) -> list[tuple[bytes, int]]:

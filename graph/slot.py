@@ -34,9 +34,11 @@ class Slot:
 
     __slots__ = ("_freed", "_lease", "busy", "device", "edge", "gpu", "head", "memory", "payload")
 
-    def __init__(self, device: Device, edge: Edge, freed: Callable[[Slot], None], payload: bool = True) -> None:
-        """``payload=False``: it lies elsewhere."""
-        self.memory = device.empty(HEADER_BYTES + (edge.nbytes if payload else 0), dtype=torch.uint8)
+    def __init__(
+        self, device: Device, channel: Channel, edge: Edge, freed: Callable[[Slot], None], payload: bool = True
+    ) -> None:
+        """``channel``: to the sender, who alone may write it. ``payload=False``: it lies elsewhere."""
+        self.memory = channel.empty(HEADER_BYTES + (edge.nbytes if payload else 0), dtype=torch.uint8)
         array = self.memory.numpy()
         self.head = memoryview(array[:HEADER_BYTES])
         self.payload = array[HEADER_BYTES:]
@@ -82,7 +84,7 @@ class Inlet:
         self._credits: dict[Slot, Transfer] = {}
 
     def make_slot(self, station: Station) -> Slot:
-        return Slot(station.device, self.edge, station.freed)
+        return Slot(station.device, self.channel, self.edge, station.freed)
 
     def offer(self) -> list[tuple[bytes, int]]:
         """For the sender: descriptor and notification number of every slot."""

@@ -31,7 +31,6 @@ from .transport import (
     RdmaError,
     RegistrationError,
     RemoteAccessError,
-    TlsOptions,
     TransferTimeout,
 )
 
@@ -52,7 +51,6 @@ __all__ = [
     "RemoteAccessError",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
-    "TlsOptions",
     "TransferTimeout",
     "WorkerInfo",
     "_get_current_rpc_agent",

@@ -351,6 +351,8 @@ class Callee:
         """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
         if result.is_conj() or result.is_neg() or not result.is_contiguous():
             return NOTHING
+        if block.segment.pool is not link.pool:  # whoever owns it may write it, which this peer cannot there
+            return NOTHING
         run, text = describe(result)
         place = self.handovers.give(link.channel, run, block)
         return NOTHING if place is None else pack_handed(text, place)
@@ -383,7 +385,7 @@ class Callee:
         if not total or self._granted + total > self.device.arena.limit // 4:
             return 0, b""
         try:
-            landing = Landing(self.device, sizes)
+            landing = Landing(link.channel, sizes)
         except ArenaFull:
             return 0, b""
         number = next(self._grants)

@@ -179,7 +179,7 @@ class Caller:
                 pending.keep = out.lent
             pending.key = (label, sizes)
             if result_sizes := link.grants.result_sizes.get(pending.key):
-                pending.landing = Landing(self.device, result_sizes)
+                pending.landing = Landing(link.channel, result_sizes)
                 places = pending.landing.places
             if grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
@@ -241,10 +241,10 @@ class Caller:
         table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             body = b"".join((function, payload, table, data))
-            bulk = self.device.empty(len(body), dtype=_BYTE)
+            bulk = link.channel.empty(len(body), dtype=_BYTE)
             memoryview(bulk.numpy())[:] = body
             lengths = _BULK.pack(len(function), len(payload), len(table), len(data))
-            function, payload, table, data = b"", lengths + self.device.export(bulk), b"", b""
+            function, payload, table, data = b"", lengths + self.device.lend(bulk, link.channel).dump(), b"", b""
             flags |= BULK
             if keep is not None:
                 keep.keep = (keep.keep, bulk)
@@ -579,7 +579,7 @@ def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
     if not frame.flags & BULK:
         return frame
     function, payload, table, data = _BULK.unpack_from(frame.body)
-    body = device.empty(function + payload + table + data, dtype=_BYTE)
+    body = link.channel.empty(function + payload + table + data, dtype=_BYTE)
     link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
     link.count_read()
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())

@@ -151,7 +151,7 @@ class Gpus:
             why = ""
             peer.channel = link.channel
             try:
-                lent = peer.lent = peer.lent or Lent(self._device, source)
+                lent = peer.lent = peer.lent or Lent(self._find(worker).channel, source)
             except RdmaError as error:
                 why = error.message
             else:

@@ -1,9 +1,9 @@
 """Results that are handed over instead of copied: the callee's half.
 
-A result that lies in our arena, and that nobody here can see any more (``sole``), becomes the caller's where it lies: the
-answer names the memory and a *release word* of a board in our arena. The caller uses the memory in place (``Channel.adopt``),
-for ever if it likes, and the death of its last tensor over it clears the word, one-sidedly. So the payload of such a result is
-not copied at all.
+A result that lies in our arena where the caller may write (what came from it), and that nobody here can see any more
+(``sole``), becomes the caller's where it lies: the answer names the memory and a *release word* of a board there. The caller
+uses the memory in place (``Channel.adopt``), for ever if it likes, and the death of its last tensor over it clears the word,
+one-sidedly. So the payload of such a result is not copied at all.
 
 Invariants: (1) a block is kept out of use here from before the answer is sent until its word was seen cleared (acquire), or the
 caller's process has ended; a caller that was merely lost may still look at it; (2) a word is 1 from before the answer is sent,
@@ -45,11 +45,11 @@ def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
 class _Board:
     """The release words of one channel."""
 
-    def __init__(self, device: Device) -> None:
-        words = device.empty(_WORDS, dtype=torch.int64).zero_()
+    def __init__(self, channel: Channel) -> None:
+        words = channel.empty(_WORDS, dtype=torch.int64).zero_()
         self.words = words
         self.address = words.data_ptr()
-        self.remote = RemoteRegion.load(device.export(words))
+        self.remote = RemoteRegion.load(channel.device.export(words))
         self.free = list(range(_WORDS - 1, -1, -1))
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -72,7 +72,7 @@ class Handovers:
         with self._lock:
             board = self._boards.get(channel)
             if board is None:
-                board = self._boards[channel] = _Board(self._device)
+                board = self._boards[channel] = _Board(channel)
             self._sweep(board)
             if not board.free or self._outstanding + block.nbytes > self._limit:
                 return None

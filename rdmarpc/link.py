@@ -19,10 +19,9 @@ import struct
 import threading
 from typing import NamedTuple
 
-import torch
-
 from .grants import Grants
 from .transport import Channel, Device, RdmaError, RemoteRegion, Window
+from .transport.arena import Pool
 
 RING = 0
 RING_BYTES = 1 << 20
@@ -59,7 +58,7 @@ _new_frame = tuple.__new__
 class Link:
     """Any thread sends; one at a time reads. Lives as long as its channel."""
 
-    def __init__(self, device: Device, channel: Channel | None, worker: int) -> None:
+    def __init__(self, device: Device, channel: Channel | None, worker: int, pool: Pool) -> None:
         self.worker = worker
         """The number of the peer (see ``members.Record``)."""
         self.name, self.rank = "", 0
@@ -73,8 +72,11 @@ class Link:
         self.goodbye = "", ""
         """What ends the peer's process, as it said itself: the type and the text of an exception (``exits.reason``)."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
-        self._in_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
-        self._out_tensor = device.empty(RING_BYTES, dtype=torch.uint8)
+        self.pool = pool
+        """Memory of ours that the peer alone may touch: that of the channel. Its frames are no secret to it, so ours are
+        composed there too."""
+        self._in_tensor = self.pool.run(RING_BYTES)
+        self._out_tensor = self.pool.run(RING_BYTES)
         self._in = memoryview(self._in_tensor.numpy()).cast("B")
         self._out = memoryview(self._out_tensor.numpy()).cast("B")
         self.inbox = device.export(self._in_tensor)

@@ -59,6 +59,8 @@ class Links:
     ) -> None:
         self._device, self._poller, self._group, self._progress = device, poller, group, progress
         self._ended, self._missed = ended, missed
+        self._own_pool = device.pool()
+        """For a connection to ourselves: both ends have the same, as one process's words lie in it for either."""
         self.by_worker: dict[int, Link] = {}
         """By the number of the peer, and so are ``lost``, ``_connecting`` and ``_connect_locks``."""
         self.rows: dict[int, Link] = {}
@@ -95,12 +97,14 @@ class Links:
                     raise fresh(self.lost[number])
                 assert record is not None
                 self._connecting.add(number)
-            link = Link(self._device, None, number)
+            pool = self._own_pool if number == self._group.number else self._device.pool()
+            link = Link(self._device, None, number, pool)
             try:
                 channel = self._device.connect(
-                    record.address.encode(), hello=self._hello() + link.inbox, timeout=_CONNECT_TIMEOUT_S
+                    record.address.encode(), hello=self._hello() + link.inbox, timeout=_CONNECT_TIMEOUT_S, pool=link.pool
                 )
             except PeerLost as error:
+                link.pool.close()
                 with self._lock:
                     self._connecting.discard(number)
                     # Both ends connected at once, and the other one's connection counts (``on_connect``).
@@ -110,6 +114,7 @@ class Links:
                 self._group.refresh()
                 raise self.lost.get(number) or _unreachable(record, error.message, error.status) from None
             except RdmaError:
+                link.pool.close()
                 with self._lock:
                     self._connecting.discard(number)
                 raise
@@ -145,7 +150,9 @@ class Links:
         with self._lock:
             if number != mine and (number in self.by_worker or (number in self._connecting and mine < number)):
                 raise PeerLost("a connection to this worker exists or is being made")
-            link = Link(self._device, channel, number)
+            if number == mine:
+                channel.own(self._own_pool)
+            link = Link(self._device, channel, number, channel.pool)
             link.peer_inbox = channel.peer_hello[_HELLO.size :]
             self._enter(link, record, serve_only=number == mine)
         return self._hello() + link.inbox
@@ -220,6 +227,7 @@ class Links:
                 self.lost[link.worker] = named
                 self.by_worker.pop(link.worker, None)
         touched = self._ended(link, named)
+        link.pool.close()
         if link.channel.peer_copies:
             self.kept.append((link.channel, [link, *touched]))
         self.gone_rows.append(link)

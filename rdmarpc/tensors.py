@@ -39,18 +39,18 @@ _INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run th
 
 
 class Landing:
-    """Fresh arena memory promised to a sender: one block for each of ``sizes`` (bytes), with room up to its size class.
+    """Fresh memory promised to the peer of a channel: one block for each of ``sizes`` (bytes), with room up to its size class.
     ``places``: the descriptors to hand out, joined. What is not taken goes back when this dies."""
 
     __slots__ = ("_arena", "_blocks", "places", "sizes")
 
-    def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
-        """Raises ``ArenaFull``."""
-        self._arena, self.sizes = device.arena, sizes
+    def __init__(self, channel: Channel, sizes: tuple[int, ...]) -> None:
+        """Raises ``ArenaFull``, and the error of a channel that has ended."""
+        self._arena, self.sizes = channel.device.arena, sizes
         self._blocks: list[Block] = []
         places = []
         for size in sizes:
-            block, place = device.landing(size)
+            block, place = channel.landing(size)
             self._blocks.append(block)
             places.append(place)
         self._blocks.reverse()
@@ -225,7 +225,7 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
         else:
             source = lendable(run, device, channel)
             lent.append(source)
-            table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source).dump())
+            table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source, channel).dump())
     return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
 
 
@@ -235,10 +235,10 @@ def pack_handed(text: bytes, place: bytes) -> Outgoing:
 
 
 def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
-    """``run`` itself where the peer can read it, else a staging copy in the arena (counted)."""
+    """``run`` itself where the peer can read it, else a staging copy that it alone can reach (counted)."""
     if device.can_lend(run, channel):
         return run
-    staged = device.empty(run.shape, dtype=run.dtype)
+    staged = channel.empty(run.shape, dtype=run.dtype)
     staged.copy_(run)
     device.count_staged(run.numel() * run.element_size())
     return staged
@@ -289,7 +289,7 @@ def unpack(
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
                 run = landing.take(what.nbytes)
             else:
-                run = device.arena.run(what.nbytes)[0]
+                run = channel.pool.run(what.nbytes)
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
                 at += RemoteRegion.WIRE_SIZE
         runs.append(run)

@@ -1,5 +1,8 @@
 """The arena: an allocator over a few large registered segments. Tensors made here are born registered.
 
+A segment is what an adapter or the kernel can guard, so the arena is parted into *pools*, each with segments of its own: what
+peers may do is the same for all memory of a pool (``Pool.admits``). Memory of one pool never becomes that of another.
+
 Sizes are rounded up to classes (eight per doubling: at most one eighth is wasted, at least ``ALIGN`` bytes). A freed
 block first goes to its class's last-in-first-out bin, so that repeated work gets memory that is still mapped and warm
 (a cold page costs 4 to 10 times the copy into it). Only when no bin and no extent fits are the bins merged back into
@@ -24,8 +27,12 @@ from .errors import ArenaFull
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
-PINNED_SEGMENT_BYTES = 16 << 20
+PINNED_SEGMENT_BYTES = 12 << 20
 """The first one where registering it pins all of it."""
+POOL_BYTES = 2 << 20
+"""The first one of a pool that one peer has: the two rings of a connection."""
+READ, WRITE, OWN = range(3)
+"""What peers may do in a pool: all read; all read and write; the one whose pool it is reads and writes, others nothing."""
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
@@ -33,10 +40,11 @@ _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Segment:
-    """One registered piece of memory, shared (``fd`` >= 0) or private, readable and writable for its whole life."""
+    """One registered piece of memory of a pool, shared (``fd`` >= 0) or private. This process may write it, whatever peers
+    may."""
 
-    def __init__(self, number: int, key: int, memory: mmap.mmap, fd: int = -1) -> None:
-        self.number, self.key, self.fd = number, key, fd
+    def __init__(self, number: int, key: int, memory: mmap.mmap, pool: Pool, fd: int = -1) -> None:
+        self.number, self.key, self.pool, self.fd = number, key, pool, fd
         self.view = memoryview(memory)
         self.nbytes = len(memory)
         self.address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
@@ -111,24 +119,23 @@ def size_class(nbytes: int) -> int:
     return (nbytes + step - 1) // step * step
 
 
-class Arena:
-    """Thread-safe. ``new_segment(nbytes)`` makes and registers a segment of at least that size; ``limit`` (bytes) bounds the
-    sum of all segments. Segments live as long as the arena."""
+class Pool:
+    """A part of the arena in which peers may all do the same (``access``: ``READ``, ``WRITE``, ``OWN``). Made by ``Arena``.
+    Thread-safe."""
 
-    def __init__(self, new_segment: Callable[[int], Segment], limit: int | None = None) -> None:
-        self.limit = default_limit() if limit is None else limit
-        self.segment_bytes = SEGMENT_BYTES
-        """Of the first segment; less where registering one pins all of it. The following ones double the arena."""
+    def __init__(self, arena: Arena, access: int) -> None:
+        self._arena, self.access = arena, access
         self.segments: list[Segment] = []
         self.used = 0  # bytes in live blocks, class sizes
-        self._new_segment = new_segment
-        self._lock = threading.Lock()
-        self._bins: dict[int, list[Block]] = {}
-        self._extents: list[tuple[int, int, int]] = []  # (segment index, offset, bytes), sorted, neighbours joined
+        self.closed = False
+        # All of this under the lock of the arena.
+        self.bins: dict[int, list[Block]] = {}
+        self.extents: list[tuple[int, int, int]] = []  # (segment index, offset, bytes), sorted, neighbours joined
         self._index: dict[int, int] = {}  # segment number -> index in self.segments
-        self._leases: dict[int, _Lease] = {}  # by address
-        # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
-        self._returned: deque[Block] = deque()
+
+    def admits(self, own: Pool | None, *, write: bool) -> bool:
+        """Whether the peer whose own pool is ``own`` may read (``write``: and write) here."""
+        return self is own or self.access == WRITE or (self.access == READ and not write)
 
     @property
     def capacity(self) -> int:
@@ -136,22 +143,137 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``, aligned to ``ALIGN``. Raises ``ArenaFull``."""
+        return self._arena.allocate(nbytes, self)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor over a fresh block, which returns when the last tensor over its storage dies."""
+        count = prod(shape)
+        nbytes = count * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return self._arena.hold(self.allocate(nbytes), nbytes, dtype, count).view(tuple(shape))
+
+    def run(self, nbytes: int) -> torch.Tensor:
+        """As ``tensor``, of ``nbytes`` > 0 bytes."""
+        return self._arena.hold(self.allocate(nbytes), nbytes, torch.uint8, nbytes)
+
+    def close(self) -> None:
+        """Of a pool that one peer had, which cannot reach it any more: its segments go back to the system when nothing here
+        uses them. Idempotent; takes no lock."""
+        if not self.closed:
+            self.closed = True
+            self._arena.ended.append(self)
+
+    # -- for the arena, with its lock held
+
+    def take(self, size: int) -> Block | None:
+        """A block of this size class, if there is one without another segment."""
+        ready = self.bins.get(size)
+        if ready:
+            return ready.pop()
+        return self._carve(size)
+
+    def add(self, segment: Segment) -> None:
+        self._index[segment.number] = len(self.segments)
+        self.segments.append(segment)
+        bisect.insort(self.extents, (len(self.segments) - 1, 0, segment.nbytes // ALIGN * ALIGN))
+
+    def take_segments(self) -> list[Segment]:
+        """All of them: nothing is in use here."""
+        segments, self.segments = self.segments, []
+        self.bins.clear()
+        self.extents.clear()
+        self._index.clear()
+        return segments
+
+    def _carve(self, size: int) -> Block | None:
+        best = -1
+        for at, (_, _, free) in enumerate(self.extents):
+            if free >= size and (best < 0 or free < self.extents[best][2]):
+                best = at
+        if best < 0:
+            return None
+        index, offset, free = self.extents[best]
+        self.segments[index].reserve(offset + size)
+        if free == size:
+            del self.extents[best]
+        else:
+            self.extents[best] = (index, offset + size, free - size)
+        return Block(self.segments[index], offset, size)
+
+    def merge_bins(self) -> None:
+        for blocks in self.bins.values():
+            for block in blocks:
+                bisect.insort(self.extents, (self._index[block.segment.number], block.offset, block.nbytes))
+        self.bins.clear()
+        joined: list[tuple[int, int, int]] = []
+        for index, offset, free in self.extents:
+            if joined and joined[-1][0] == index and joined[-1][1] + joined[-1][2] == offset:
+                joined[-1] = (index, joined[-1][1], joined[-1][2] + free)
+            else:
+                joined.append((index, offset, free))
+        self.extents = joined
+
+
+class Arena:
+    """Thread-safe. ``new_segment(nbytes, pool)`` makes and registers a segment of at least that size, ``drop_segment`` undoes
+    that; ``limit`` (bytes) bounds the sum of all segments. A segment lives as long as the arena, or until its pool was closed
+    and nothing uses it."""
+
+    def __init__(
+        self,
+        new_segment: Callable[[int, Pool], Segment],
+        limit: int | None = None,
+        drop_segment: Callable[[Segment], None] = Segment.close,
+    ) -> None:
+        self.limit = default_limit() if limit is None else limit
+        self.segment_bytes = SEGMENT_BYTES
+        """Of the first segment of a pool that all peers have; less where registering one pins all of it. The following ones
+        double the pool."""
+        self.readable, self.writable = Pool(self, READ), Pool(self, WRITE)
+        """What every peer may read; what every peer may read and write."""
+        self.used = 0  # bytes in live blocks of all pools, class sizes
+        self.ended: deque[Pool] = deque()
+        """Pools that were closed, and may still be in use here."""
+        self._new_segment, self._drop_segment = new_segment, drop_segment
+        self._lock = threading.Lock()
+        self._leases: dict[int, _Lease] = {}  # by address
+        # Filled by weak reference callbacks, which run anywhere, even inside ``allocate``: append only, no lock.
+        self._returned: deque[Block] = deque()
+        self._by_address: tuple[list[int], list[Segment]] = ([], [])  # replaced, never changed
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Of all pools, by address."""
+        return self._by_address[1]
+
+    @property
+    def capacity(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    def pool(self) -> Pool:
+        """A new one for a peer alone. It takes no memory before something is allocated there."""
+        return Pool(self, OWN)
+
+    def allocate(self, nbytes: int, pool: Pool | None = None) -> Block:
+        """A block of at least ``nbytes``, aligned to ``ALIGN``, of this pool or (``None``) of ``readable``. Raises
+        ``ArenaFull``."""
         size = size_class(nbytes)
+        if pool is None:
+            pool = self.readable
+        if self.ended:
+            self.sweep()
         with self._lock:
             self._reclaim()
-            ready = self._bins.get(size)
-            if ready:
-                block = ready.pop()
-            else:
-                found = self._carve(size)
-                if found is None:
-                    self._merge_bins()
-                    found = self._carve(size)
-                if found is None:
-                    self._grow(size)
-                    found = self._carve(size)
-                assert found is not None
-                block = found
+            block = pool.take(size)
+            if block is None:
+                pool.merge_bins()
+                block = pool.take(size)
+            if block is None:
+                self._grow(size, pool)
+                block = pool.take(size)
+            assert block is not None
+            pool.used += size
             self.used += size
         return block
 
@@ -160,20 +282,8 @@ class Arena:
         self._returned.append(block)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor over a fresh block, which returns when the last tensor over its storage dies."""
-        count = prod(shape)
-        nbytes = count * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        return self._lease(nbytes, dtype, count)[0].view(tuple(shape))
-
-    def run(self, nbytes: int) -> tuple[torch.Tensor, Block]:
-        """As ``tensor``, of ``nbytes`` > 0 bytes, and the block it lies in."""
-        return self._lease(nbytes, torch.uint8, nbytes)
-
-    def _lease(self, nbytes: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, Block]:
-        block = self.allocate(nbytes)
-        return self.hold(block, nbytes, dtype, count), block
+        """``Pool.tensor`` of ``readable``."""
+        return self.readable.tensor(shape, dtype)
 
     def hold(self, block: Block, nbytes: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """A tensor of ``count`` elements over the first ``nbytes`` of a block, which belongs to it from now on."""
@@ -187,10 +297,10 @@ class Arena:
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
         """The segment and offset where these local bytes lie, or ``None`` if they are not (all) in the arena."""
-        for segment in self.segments:
-            offset = address - segment.address
-            if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return segment, offset
+        starts, segments = self._by_address
+        at = bisect.bisect_right(starts, address) - 1
+        if at >= 0 and (offset := address - starts[at]) + nbytes <= segments[at].nbytes:
+            return segments[at], offset
         return None
 
     def leased(self, storage: torch.UntypedStorage) -> Block | None:
@@ -199,6 +309,22 @@ class Arena:
         lease = self._leases.get(storage.data_ptr())
         return lease.block if lease is not None and lease.storage == storage._cdata else None
 
+    def sweep(self) -> None:
+        """Give the segments of closed pools back, where nothing uses them any more."""
+        gone: list[Segment] = []
+        with self._lock:
+            self._reclaim()
+            for _ in range(len(self.ended)):
+                pool = self.ended.popleft()
+                if pool.used:
+                    self.ended.append(pool)
+                else:
+                    gone += pool.take_segments()
+            if gone:
+                self._sort([segment for segment in self.segments if segment not in gone])
+        for segment in gone:
+            self._drop_segment(segment)
+
     def _expired(self, lease: _Lease) -> None:
         self._leases.pop(lease.block.segment.address + lease.block.offset, None)
         self._returned.append(lease.block)
@@ -206,48 +332,28 @@ class Arena:
     def _reclaim(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            size = size_class(block.nbytes)
-            self._bins.setdefault(size, []).append(block)
+            pool, size = block.segment.pool, size_class(block.nbytes)
+            pool.bins.setdefault(size, []).append(block)
+            pool.used -= size
             self.used -= size
 
-    def _carve(self, size: int) -> Block | None:
-        best = -1
-        for at, (_, _, free) in enumerate(self._extents):
-            if free >= size and (best < 0 or free < self._extents[best][2]):
-                best = at
-        if best < 0:
-            return None
-        index, offset, free = self._extents[best]
-        self.segments[index].reserve(offset + size)
-        if free == size:
-            del self._extents[best]
-        else:
-            self._extents[best] = (index, offset + size, free - size)
-        return Block(self.segments[index], offset, size)
+    def _sort(self, segments: list[Segment]) -> None:
+        segments.sort(key=lambda segment: segment.address)
+        self._by_address = [segment.address for segment in segments], segments
 
-    def _merge_bins(self) -> None:
-        for blocks in self._bins.values():
-            for block in blocks:
-                bisect.insort(self._extents, (self._index[block.segment.number], block.offset, block.nbytes))
-        self._bins.clear()
-        joined: list[tuple[int, int, int]] = []
-        for index, offset, free in self._extents:
-            if joined and joined[-1][0] == index and joined[-1][1] + joined[-1][2] == offset:
-                joined[-1] = (index, joined[-1][1], joined[-1][2] + free)
-            else:
-                joined.append((index, offset, free))
-        self._extents = joined
-
-    def _grow(self, size: int) -> None:
-        capacity = self.capacity
-        wanted = max(self.segment_bytes, min(capacity, _MAX_GROWTH), -(-size // _HUGE_PAGE) * _HUGE_PAGE)
+    def _grow(self, size: int, pool: Pool) -> None:
+        capacity, first = self.capacity, POOL_BYTES if pool.access == OWN else min(self.segment_bytes, self.limit // 8)
+        wanted = max(first, min(pool.capacity, _MAX_GROWTH), -(-size // _HUGE_PAGE) * _HUGE_PAGE)
         room = (self.limit - capacity) // mmap.PAGESIZE * mmap.PAGESIZE
         if room < size:
             raise ArenaFull(
                 f"the arena is full: {size} bytes asked for, {self.used} of {capacity} bytes in use, limit {self.limit}",
                 hint="raise arena_limit (open_device, RpcBackendOptions) or RDMARPC_ARENA_LIMIT, or drop tensors",
             )
-        segment = self._new_segment(min(wanted, room))
-        self._index[segment.number] = len(self.segments)
-        self.segments.append(segment)
-        bisect.insort(self._extents, (len(self.segments) - 1, 0, segment.nbytes // ALIGN * ALIGN))
+        if wanted > room // 2:  # something is left for other pools
+            wanted = max(room // 2, size)
+        segment = self._new_segment(min(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE, room), pool)
+        pool.add(segment)
+        self._sort([*self.segments, segment])
+        if pool.closed and pool not in self.ended:
+            self.ended.append(pool)

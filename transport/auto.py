@@ -28,6 +28,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from . import cuda_driver, verbs_sysfs
+from .arena import Pool
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, RdmaError
@@ -36,7 +37,6 @@ from .notify import Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
-from .tls import TlsOptions
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -64,7 +64,7 @@ class Refusal:
 
 class AutoDevice(Device):
     """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``require``: ``"rdma"`` or empty.
-    ``tls``: for tcp and verbs (``tls``). ``channel.device`` is the device that reaches that peer."""
+    ``channel.device`` is the device that reaches that peer."""
 
     def __init__(
         self,
@@ -76,7 +76,6 @@ class AutoDevice(Device):
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
         require: str = "",
-        tls: bool | TlsOptions = False,
     ) -> None:
         super().__init__(
             "auto",
@@ -100,13 +99,13 @@ class AutoDevice(Device):
         try:
             self._open("shm", lambda: _open_shm(options))
             if self._has_rdma:
-                self._open("verbs", lambda: self._open_verbs({**options, "tls": tls}))
+                self._open("verbs", lambda: self._open_verbs(options))
             else:
                 self.refused["verbs"] = Refusal("this host has no RDMA device")
             if require:
                 self.refused["tcp"] = Refusal("require='rdma' forbids it")
             else:
-                self._open("tcp", lambda: TcpDevice(place, tls=tls, **options))
+                self._open("tcp", lambda: TcpDevice(place, **options))
                 if place and "tcp" in self.refused:
                     raise NotSupported(self.refused["tcp"].why, device="tcp", hint=self.refused["tcp"].hint)
             if not self.devices:
@@ -146,11 +145,16 @@ class AutoDevice(Device):
     # -- memory
 
     def empty(
-        self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        writable: bool = False,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """As for any device; with ``device`` in GPU memory, see ``CudaDevice``."""
         if device is None or torch.device(device).type == "cpu":
-            return super().empty(shape, dtype=dtype)
+            return super().empty(shape, dtype=dtype, writable=writable)
         return self._gpus(device).empty(shape, dtype=dtype, device=device)
 
     def register(self, tensor: torch.Tensor) -> Region:
@@ -209,14 +213,14 @@ class AutoDevice(Device):
         weighed = self.weigh(peer)
         return "" if None in weighed.values() else _list(weighed)
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self._check()
         deadline = time.monotonic() + timeout
         parts, weighed = _split(peer), self.weigh(peer)
         for kind in [kind for kind in KINDS if weighed[kind] is None]:
             left = max(deadline - time.monotonic(), 0.001)
             try:
-                channel = self.devices[kind].connect(parts[kind].encode(), hello=hello, timeout=left)
+                channel = self.devices[kind].connect(parts[kind].encode(), hello=hello, timeout=left, pool=pool)
             except NotSupported as error:
                 weighed[kind] = Refusal.of(error)
                 continue
@@ -247,9 +251,8 @@ class AutoDevice(Device):
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         return channel.device.can_lend(tensor, channel)
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
-        # What is not in the arena can be lent over shm alone.
-        return self.devices["shm"].lend(tensor) if "shm" in self.devices else super().lend(tensor)
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
+        return channel.device.lend(tensor, channel)
 
     # -- all together
 

@@ -9,6 +9,15 @@ Contract, for every device:
   order-free; copies of one call are not ordered among each other.
 * A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps it alive
   and unchanged. A timeout ends the wait, not the copy.
+* What a peer may touch depends on how the memory was made. All peers may READ what ``Device.empty`` gives, and WRITE it too
+  with ``writable=True``. Of what ``Channel.empty`` gives only the peer of that channel may do either. On ``shm`` the kernel
+  enforces this (nothing else can be mapped, or not for writing), on ``verbs`` the adapter (other memory has another key, or one
+  without the right to write), on ``tcp`` the owner, for every copy.
+* What is not enforced. Within its own memory a peer is not kept to the range of a descriptor, nor to the time for which it
+  was given: whoever does not trust a peer clones what landed before checking it. A descriptor for READing opens the whole
+  segment of ``Device.empty`` on ``shm`` and ``verbs``; on ``tcp`` one of ``Device.lend`` opens that tensor, for that peer. Keys
+  of ``verbs`` have 32 bits and hold for all queue pairs of a device: they are not told to others, but can be guessed.
+  Registered GPU memory and what ``Device.register`` takes from elsewhere is open to every peer, for reading and writing.
 * A descriptor that gives no access is a ``RemoteAccessError``, from ``prepare`` where this side can tell, else from
   ``Work.wait``. Nothing is notified then, and the channel goes on.
 * ``abort`` returns when no copy of either side is under way and none can start: then all buffers are safe again.
@@ -26,6 +35,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .arena import Block, Pool
 from .errors import NotSupported, RdmaError
 from .notify import MAX_NOTIFY, Count, Expectation
 from .region import Region, RemoteRegion, local_bytes
@@ -140,6 +150,39 @@ class Channel(abc.ABC):
         self._notifiers: dict[int, Transfer] = {}
         self._next_number = FIRST_FREE_NOTIFY
         self._numbers_lock = threading.Lock()
+        self.own_pool: Pool | None = None
+        """``pool``, if there is one."""
+
+    # -- memory of ours that the peer may write
+
+    @property
+    def pool(self) -> Pool:
+        """Memory of ours that the peer may read and write, and no other peer may touch. It is given back to the system after
+        the channel's end, when nothing here uses it any more."""
+        with self._numbers_lock:
+            if self.own_pool is None:
+                self.own_pool = self.device.memory.pool()
+            return self.own_pool
+
+    def own(self, pool: Pool) -> None:
+        """Have ``pool`` be this one, before there is another: in ``on_connect``."""
+        self.own_pool = pool
+
+    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As ``Device.empty``, in ``pool``."""
+        self._check()
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return (self.own_pool or self.pool).tensor(sizes, dtype or torch.get_default_dtype())
+
+    def landing(self, nbytes: int) -> tuple[Block, bytes]:
+        """Fresh memory of ``pool`` (``nbytes`` > 0) and its descriptor. Whoever has the block gives it to
+        ``arena.free`` or ``arena.hold``, once."""
+        self._check()
+        block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
+        segment = block.segment
+        return block, RemoteRegion(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes).dump()
+
+    # -- copies
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
         """Copy ``src`` to ``dst`` once. Raises ``ValueError`` for sides that do not fit, ``RemoteAccessError``,

@@ -70,13 +70,19 @@ class CudaDevice(ShmDevice):
     # -- memory
 
     def empty(
-        self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        writable: bool = False,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """An uninitialised tensor, born registered: in the arena, or with ``device`` on that GPU. Raises ``ArenaFull``; for a
+        """An uninitialised tensor, born registered: in the arena, or with ``device`` on that GPU, where every peer may read and
+        write it. Raises ``ArenaFull``; for a
         GPU ``NotSupported`` where its memory cannot be exported, and torch's ``OutOfMemoryError``."""
         place = torch.device("cpu" if device is None else device)
         if place.type == "cpu":
-            return super().empty(shape, dtype=dtype)
+            return super().empty(shape, dtype=dtype, writable=writable)
         self._check()
         if place.type != self.gpu.kind:
             raise NotSupported(f"there is no memory of {place} here", device="cuda", hint=f"cpu or {self.gpu.kind}")
@@ -108,9 +114,9 @@ class CudaDevice(ShmDevice):
         hint = "make it with device.empty(device=), or keep device.register(tensor)"
         raise RegistrationError("this tensor is not in the GPU arena", device="cuda", hint=hint)
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
         """As for any device. A READ of GPU memory does not wait for our streams: tell the peer of it by ``notify_after``."""
-        return self._describe(tensor) if self.gpu.of(tensor) else super().lend(tensor)
+        return self._describe(tensor) if self.gpu.of(tensor) else super().lend(tensor, channel)
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         if not self.gpu.of(tensor):

@@ -35,8 +35,8 @@ from .cuda_transfer import Copies, CudaJob, CudaTransfer, Side
 from .errors import NotSupported, RdmaError, TransferTimeout
 from .handed import check
 from .memory import memfd
-from .region import RemoteRegion, local_bytes
-from .shm_channel import GONE_ACK, INFLIGHT_AT, LENT, ShmChannel, ShmMapped
+from .region import LENT, RemoteRegion, local_bytes
+from .shm_channel import GONE_ACK, INFLIGHT_AT, ShmChannel, ShmMapped
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -163,7 +163,7 @@ class CudaChannel(ShmChannel):
         address, nbytes = local_bytes(tensor, self.kind)
         segment = self.look_up(remote)
         if tensor.is_cpu and segment is None:
-            far, mapped = self.resolve(remote)
+            far, mapped = self.resolve(remote, write=write)
             if not mapped:
                 raise NotSupported(
                     "memory outside the arenas cannot be in one list with GPU memory", peer=self.peer, device="cuda"
@@ -178,7 +178,7 @@ class CudaChannel(ShmChannel):
             if tensor.is_cpu and (found := self.device.arena.find(address, nbytes)) is not None:
                 self.device.gpu.pins.segment(found[0], index)
         else:
-            far, mapped = self.resolve(remote)
+            far, mapped = self.resolve(remote, write=write)
             if not mapped:
                 raise NotSupported(
                     "between GPU memory and the peer's host memory outside its arena there is no direct copy",
@@ -187,7 +187,8 @@ class CudaChannel(ShmChannel):
                     hint="let the peer make it with device.empty()",
                 )
             base, total, _ = self._mapped[remote.region]
-            self._pins.hold(base, total, index, self._maps[remote.region])
+            writable = remote.region not in self._read_only
+            self._pins.hold(base, total, index, self._maps[remote.region], writable=writable)
         return lane, [self._ordered(far, address, nbytes, write)]
 
     @staticmethod

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ctypes import c_void_p
 from typing import TYPE_CHECKING
 
-from .cuda_driver import CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, driver
+from .cuda_driver import CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_READ_ONLY, driver
 from .errors import ArenaFull, RdmaError
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 
 class _Registration:
-    def __init__(self, address: int, nbytes: int, index: int, refused: str) -> None:
+    def __init__(self, address: int, nbytes: int, index: int, refused: str, *, writable: bool) -> None:
         self.address, self.nbytes, self.index, self.holds, self.refused = address, nbytes, index, 0, refused
         if refused:
             return
         flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+        if not writable:
+            flags |= CU_MEMHOSTREGISTER_READ_ONLY
         with driver().on(index):
             self.refused = driver().attempt("cuMemHostRegister_v2", c_void_p(address), nbytes, flags)
 
@@ -37,13 +39,16 @@ _lock = threading.RLock()  # of the table; a finalizer may run inside
 
 class Pin:
     """Holds the registration of ``[address, address + nbytes)`` for all GPUs, made by way of device ``index`` if there is none.
-    ``keep`` is the mapping, which lives as long. ``refused``: why it is not even to be tried. Thread-safe."""
+    ``keep`` is the mapping, which lives as long; ``writable``: whether it may be written. ``refused``: why it is not even to be
+    tried. Thread-safe."""
 
-    def __init__(self, address: int, nbytes: int, index: int, keep: object, refused: str = "") -> None:
+    def __init__(
+        self, address: int, nbytes: int, index: int, keep: object, refused: str = "", *, writable: bool = True
+    ) -> None:
         with _lock:
             found = _registrations.get(address)
             if found is None:
-                found = _registrations[address] = _Registration(address, nbytes, index, refused)
+                found = _registrations[address] = _Registration(address, nbytes, index, refused, writable=writable)
             found.holds += 1
         self._registration = found
         self._pointers: dict[int, int] = {}
@@ -107,9 +112,9 @@ class Pins:
         """See ``pin_segment``."""
         return self._held.get(segment.address) or self._add(segment.address, lambda: pin_segment(segment, index))
 
-    def hold(self, address: int, nbytes: int, index: int, keep: object) -> Pin:
+    def hold(self, address: int, nbytes: int, index: int, keep: object, *, writable: bool) -> Pin:
         """Pin this whole mapping, once."""
-        return self._held.get(address) or self._add(address, lambda: Pin(address, nbytes, index, keep))
+        return self._held.get(address) or self._add(address, lambda: Pin(address, nbytes, index, keep, writable=writable))
 
     def _add(self, address: int, make: Callable[[], Pin]) -> Pin:
         with self._lock:
@@ -118,6 +123,13 @@ class Pins:
                 found = self._held[address] = make()
                 self.refused = found.refused or self.refused
         return found
+
+    def let_go(self, address: int) -> None:
+        """Of what begins at this address, if it is held: it is about to be unmapped, and no copy uses it."""
+        with self._lock:
+            found = self._held.pop(address, None)
+        if found is not None:
+            found.release()
 
     @property
     def nbytes(self) -> int:

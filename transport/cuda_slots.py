@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,9 +35,6 @@ from .cuda_driver import (
 from .cuda_pins import Pin, pin_segment
 from .errors import NotSupported, PeerLost, TransferTimeout
 from .region import RemoteRegion
-
-if TYPE_CHECKING:
-    from .device import Device
 
 SLOTS = 1024
 SLOT_BYTES, READY, DONE = 16, 0, 8  # 32 bits each, the rest of their 8 bytes is 0
@@ -74,9 +71,10 @@ class _Words:
 class Lent:
     """Our half: the slots by which one peer reads our GPU memory. Thread-safe."""
 
-    def __init__(self, device: Device, index: int) -> None:
-        """``index``: any device that this process uses. Raises ``ArenaFull``, ``RdmaError``."""
-        self._memory = device.empty(_TABLE_BYTES, dtype=torch.uint8).zero_()
+    def __init__(self, channel: Channel, index: int) -> None:
+        """``channel``: to that peer; ``index``: any device that this process uses. Raises ``ArenaFull``, ``RdmaError``."""
+        device = channel.device
+        self._memory = channel.empty(_TABLE_BYTES, dtype=torch.uint8).zero_()
         self.remote = RemoteRegion.load(device.export(self._memory))
         self._address = self._memory.data_ptr()
         found = device.arena.find(self._address, _TABLE_BYTES)

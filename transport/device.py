@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import hashlib
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 import weakref
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .arena import Block, Segment
+from .arena import Pool, Segment
 from .auth import check_secret
 from .channel import Channel
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
@@ -30,7 +28,6 @@ from .user_secret import user_secret
 OnConnect = Callable[[Channel], bytes]
 _CLOSE_TIMEOUT_S = 1.0
 _FORKED, _FORK_HINT = "a device cannot be used in a forked child", "fork first, or use spawn"
-_REASONS = 100
 
 
 class Device(abc.ABC):
@@ -79,7 +76,6 @@ class Device(abc.ABC):
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._refusals: set[str] = set()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self._pid = os.getpid()
         self.closed, self._close_by = False, 0.0
@@ -87,15 +83,24 @@ class Device(abc.ABC):
 
     # -- memory
 
-    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor in the arena: born registered. Raises ``ArenaFull``."""
+    def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, writable: bool = False) -> torch.Tensor:
+        """An uninitialised tensor in the arena: born registered. Every peer may read it; ``writable``: and write it. What one
+        peer alone may write: ``Channel.empty``. Raises ``ArenaFull``."""
         self._check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self.arena.tensor(sizes, dtype or torch.get_default_dtype())
+        pool = self.arena.writable if writable else self.arena.readable
+        return pool.tensor(sizes, dtype or torch.get_default_dtype())
+
+    def pool(self) -> Pool:
+        """The memory that the peer of one channel may read and write, and no other: for a channel that is still to be made,
+        ``connect`` it with this. ``Channel.pool`` of one that there is."""
+        self._check()
+        return self.memory.pool()
 
     def register(self, tensor: torch.Tensor) -> Region:
-        """Let peers touch this tensor's memory. Free for arena tensors; other memory is announced to every peer (counted
-        as a registration) and stays accessible until ``Region.close``. The tensor must be contiguous."""
+        """Describe this tensor's memory to peers. Free for arena tensors, and gives no rights that peers do not have there;
+        other memory is announced to every peer (counted as a registration), who may read and write it until
+        ``Region.close``. The tensor must be contiguous."""
         self._check()
         return self.memory.register(tensor)
 
@@ -110,22 +115,17 @@ class Device(abc.ABC):
             )
         return self.register(tensor).export()
 
-    def landing(self, nbytes: int) -> tuple[Block, bytes]:
-        """Fresh arena memory (``nbytes`` > 0) and its descriptor. Whoever has the block frees it (``arena.free``) or makes a
-        tensor of it (``arena.hold``)."""
-        self._check()
-        block = self.arena.allocate(nbytes)
-        segment = block.segment
-        return block, RemoteRegion(self.uid, self.epoch, segment.number, segment.key, block.offset, nbytes).dump()
-
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
-        """A descriptor by which peers may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
+        """A descriptor by which this peer may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and
         needs no taking back; only where ``can_lend``."""
         return self.register(tensor).remote
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
-        """Whether ``lend`` works for this tensor towards this peer. Arena tensors always can be lent."""
-        return self.arena.find(*local_bytes(tensor)) is not None
+        """Whether ``lend`` works for this tensor towards this peer: always for tensors of ``empty``, and for arena tensors of
+        which it is the one peer that may touch them."""
+        address, nbytes = local_bytes(tensor)
+        found = self.arena.find(address, nbytes)
+        return not nbytes or (found is not None and found[0].pool.admits(channel.own_pool, write=False))
 
     # -- peers
 
@@ -135,9 +135,10 @@ class Device(abc.ABC):
         """What a peer needs to ``connect`` to us. Printable, no code, no secret."""
 
     @abc.abstractmethod
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         """Connect to the device behind ``peer`` and authenticate both ends. ``hello`` (at most 64 KiB) reaches the peer's
-        ``on_connect`` as ``channel.peer_hello``. Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``; and
+        ``on_connect`` as ``channel.peer_hello``; it may describe memory of ``pool``, which becomes ``Channel.pool`` (if this
+        raises, it is still the caller's). Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``; and
         ``NotSupported`` where this device cannot reach that peer, whose ``on_connect`` has not been called then."""
 
     def why_not(self, peer: bytes) -> str:
@@ -219,26 +220,19 @@ class Device(abc.ABC):
         """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
         Raises ``RegistrationError`` where it cannot be."""
 
+    def _forget_segment(self, segment: Segment) -> None:  # noqa: B027
+        """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
+
     def _announce_segment(self, segment: Segment) -> None:  # noqa: B027
-        """Tell every connected peer of a segment, from the thread that allocates. Raises ``RegistrationError`` where it cannot
-        be: then there is no such segment. May name one that ``Memory.attach`` or ``registered`` has named already."""
+        """Tell the connected peers that ``segment.pool`` admits of a segment, from the thread that allocates. Raises
+        ``RegistrationError`` where it cannot be: then there is no such segment. May name one that ``Memory.attach`` or
+        ``registered`` has named already."""
 
     def _know(self, channel: Channel, uid: int, key: bytes) -> None:
         """The other end of a new channel has proved to hold this key. ``AuthenticationError`` if it gives another's uid."""
         if uid != uid_of(key):
             raise AuthenticationError("the peer shows the uid of another one", device=self.name, status="PROTOCOL")
         channel.peer_key = key
-
-    def _refused(self, sock: socket.socket, error: BaseException) -> None:
-        """A peer that came was not let in: say so, once for each reason."""
-        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
-            return
-        self._refusals.add(error.message)
-        where = "a peer that has hung up"
-        with contextlib.suppress(OSError):
-            where = "{}:{}".format(*sock.getpeername())
-        text = f"{error.message} ({error.hint})" if error.hint else error.message
-        logging.getLogger("rdmarpc").warning("%s refused a connection from %s: %s", self.name, where, text)
 
     def _welcomed(self, channel: Channel) -> None:
         """The handshake of a channel that a peer opened is complete."""
@@ -279,6 +273,8 @@ class Device(abc.ABC):
 
     def _retire(self, channel: Channel) -> None:
         """An ended channel lives on in the totals only."""
+        if channel.own_pool is not None:
+            channel.own_pool.close()
         with self._lock:
             if channel in self._channels:
                 self._channels.discard(channel)

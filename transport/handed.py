@@ -57,7 +57,7 @@ def check(fd: int, nbytes: int) -> None:
         raise PeerLost(f"the peer told of {nbytes} bytes and handed over {size}", device="shm", status="PROTOCOL")
 
 
-def mapped(fd: int, nbytes: int) -> mmap.mmap:
+def mapped(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
     """Memory of a peer. ``PeerLost`` as ``check``, ``OSError`` if it cannot be mapped."""
     check(fd, nbytes)
-    return mmap.mmap(fd, nbytes)
+    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))

@@ -13,11 +13,12 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
-from .arena import Arena, Segment
+from .arena import READ, Arena, Pool, Segment
 from .errors import NotSupported, RdmaError
 from .identity import Identity, uid_of
 from .notify import BELL_BYTES, BELLS
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Of shared memory: its size is what it is, for good."""
+_SEAL_FUTURE_WRITE = 0x0010
+"""Linux 5.1: nobody can write it any more but by the mappings that there are."""
+
+
+class Registered(NamedTuple):
+    """What peers may touch of this process. ``pool``: which of them, and how; ``None``: foreign memory, all peers as they
+    like."""
+
+    address: int
+    nbytes: int
+    key: int
+    pool: Pool | None
+
+
+NOWHERE = Registered(0, 0, 0, None)
 
 
 class Memory:
@@ -46,9 +62,9 @@ class Memory:
         self.uid = uid_of(self.identity.public)
         """64 bits, and ``epoch`` 32 more: this life of our memory, as descriptors name it."""
         self.epoch = secrets.randbits(32)
-        self.arena = Arena(self._new_segment, limit)
-        self.regions: dict[int, tuple[int, int, int]] = {}
-        """Number -> (address, bytes, key): what peers may touch. To be looked up, never changed, by devices."""
+        self.arena = Arena(self._new_segment, limit, self._drop_segment)
+        self.regions: dict[int, Registered] = {}
+        """By number. To be looked up, never changed, by devices."""
         self.gpu: GpuArena | None = None
         """Its GPU memory, where a device on it reaches GPUs. What is there is not in ``regions``."""
         self.lock = threading.Lock()
@@ -63,8 +79,8 @@ class Memory:
         self._counters = {"registrations": 0, "bytes_staged": 0}
         self._pid = os.getpid()
 
-    def _allocate(self, name: str, nbytes: int) -> tuple[mmap.mmap, int]:
-        return memfd(name, nbytes) if self.shared else (anonymous(nbytes), -1)
+    def _allocate(self, name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
+        return memfd(name, nbytes, read_only=read_only) if self.shared else (anonymous(nbytes), -1)
 
     # -- the devices on it
 
@@ -81,12 +97,13 @@ class Memory:
             if device in self._devices:
                 self._devices.remove(device)
 
-    def registered(self) -> tuple[dict[int, Segment], dict[int, tuple[int, int, int]]]:
-        """All segments, and all foreign regions as (address, bytes, key), by their numbers: what a new peer has to be told, by
-        a device that was attached before."""
+    def registered(self, own: Pool | None) -> tuple[dict[int, Segment], dict[int, Registered]]:
+        """The segments that a peer may reach whose own pool is ``own``, and all foreign regions, by their numbers: what a new
+        peer has to be told, by a device that was attached before."""
         with self.lock:
-            foreign = {number: entry for number, entry in self.regions.items() if number not in self._segments}
-            return dict(self._segments), foreign
+            foreign = {number: entry for number, entry in self.regions.items() if entry.pool is None}
+            segments = {n: segment for n, segment in self._segments.items() if segment.pool.admits(own, write=False)}
+        return segments, foreign
 
     # -- what peers may touch
 
@@ -106,7 +123,7 @@ class Memory:
             return Region(self, tensor, 0, 0, 0, foreign=False)
         with self.lock:
             number, key = next(self._numbers), secrets.randbits(64)
-            self.regions[number] = (address, nbytes, key)
+            self.regions[number] = Registered(address, nbytes, key, None)
             self._pinned[number] = tensor
         region = Region(self, tensor, number, key, 0, foreign=True)
         try:
@@ -130,12 +147,12 @@ class Memory:
         finally:
             self._pinned.pop(number, None)
 
-    def _new_segment(self, nbytes: int) -> Segment:
-        memory, fd = self._allocate("rdmarpc-arena", nbytes)
+    def _new_segment(self, nbytes: int, pool: Pool) -> Segment:
+        memory, fd = self._allocate("rdmarpc-arena", nbytes, read_only=pool.access == READ)
         with self.lock:
-            segment = Segment(next(self._numbers), secrets.randbits(64), memory, fd)
+            segment = Segment(next(self._numbers), secrets.randbits(64), memory, pool, fd)
             self._segments[segment.number] = segment
-            self.regions[segment.number] = (segment.address, segment.nbytes, segment.key)
+            self.regions[segment.number] = Registered(segment.address, segment.nbytes, segment.key, pool)
         try:
             for device in self._newest_first():
                 device._announce_segment(segment)
@@ -146,6 +163,18 @@ class Memory:
             raise
         self.count("registrations")
         return segment
+
+    def _drop_segment(self, segment: Segment) -> None:
+        """Nothing uses it, here or at a peer."""
+        with self.lock:
+            self._segments.pop(segment.number, None)
+            self.regions.pop(segment.number, None)
+            devices = list(self._devices)
+        for device in devices:
+            device._forget_segment(segment)
+        if self.gpu is not None:
+            self.gpu.pins.let_go(segment.address)
+        segment.close()
 
     def _newest_first(self) -> list[Device]:
         """A device that may refuse, because it pins memory, comes after ``shm`` and is asked before it: so nobody has to be
@@ -180,6 +209,10 @@ class Memory:
         totals["arena_used"] = self.arena.used
         return totals
 
+    def pool(self) -> Pool:
+        """See ``Device.pool``."""
+        return self.arena.pool()
+
     def explain(self) -> list[str]:
         """Lines for people: what pages there are, and how much is used."""
         setting = "shmem_enabled" if self.shared else "enabled"
@@ -206,15 +239,17 @@ class Memory:
             segment.close()
 
 
-def memfd(name: str, nbytes: int) -> tuple[mmap.mmap, int]:
+def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
     """Memory that can be handed to another process, and its file descriptor; ``name`` is for people. Sealed, so that nobody
-    who has the descriptor can take pages away that somebody has mapped. ``NotSupported`` where the kernel cannot."""
+    who has the descriptor can take pages away that somebody has mapped; with ``read_only`` nor write it, not even after opening
+    it again (``/proc/self/fd``): only the mapping that is returned can be written. ``NotSupported`` where the kernel cannot."""
     fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        return mmap.mmap(fd, nbytes), fd
+        memory = mmap.mmap(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | (_SEAL_FUTURE_WRITE if read_only else 0))
+        return memory, fd
     except BaseException as error:
         if fd >= 0:
             os.close(fd)
@@ -230,7 +265,7 @@ def anonymous(nbytes: int) -> mmap.mmap:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    return int(np.frombuffer(memory, np.uint8, count=1).ctypes.data)  # torch warns of memory that may only be read
 
 
 def withdraw(devices: Iterable[Device], numbers: Sequence[int]) -> None:

@@ -10,6 +10,9 @@ import torch
 from .errors import RemoteAccessError
 
 _WIRE = struct.Struct("<4sBQIIQQQ")
+LENT = 0xFFFFFFFF
+"""Region number of memory lent to one peer for READs (``Device.lend``). ``shm``: the offset is an address of the owner, who
+vouches for it; ``tcp``: the key names the loan, the offset begins with it."""
 _MAGIC, _VERSION = b"RRGN", 1
 
 
@@ -26,8 +29,8 @@ class RemoteRegion:
     def __init__(self, owner: int, epoch: int, region: int, key: int, offset: int, nbytes: int) -> None:
         self.owner, self.epoch, self.region = owner, epoch, region
         self.key, self.offset, self.nbytes = key, offset, nbytes
-        self.resolved: tuple[object, int] | None = None
-        """A channel's note to itself: that it has checked this range, and where it is mapped."""
+        self.resolved: tuple[object, int, bool] | None = None
+        """A channel's note to itself: this range was checked, where it is mapped, whether it was checked for writing."""
 
     def __getitem__(self, part: slice) -> RemoteRegion:
         start, stop, step = part.indices(self.nbytes)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from . import auth, kernels
-from .arena import Segment
+from .arena import Pool, Segment
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
@@ -33,9 +33,9 @@ from .handshakes import EXPECTED, HANDSHAKE_S, reach
 from .heartbeat import Heart
 from .memory import Memory, memfd
 from .notify import BELL_BYTES, BELLS
-from .region import RemoteRegion, local_bytes
+from .region import LENT, RemoteRegion, local_bytes
 from .service import Service
-from .shm_channel import BROKEN, INBOX_BYTES, LENT, REGION, SEGMENT, SILENT, ShmChannel
+from .shm_channel import BROKEN, INBOX_BYTES, REGION, SILENT, ShmChannel
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
 _MAX_HELLO = 64 << 10
@@ -118,11 +118,10 @@ class ShmDevice(Device):
             )
         )
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
-        address, nbytes = local_bytes(tensor)
-        if nbytes == 0 or self.arena.find(address, nbytes) is not None:
-            return super().lend(tensor)
-        return RemoteRegion(self.uid, self.epoch, LENT, 0, address, nbytes)
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
+        if super().can_lend(tensor, channel):
+            return super().lend(tensor, channel)
+        return RemoteRegion(self.uid, self.epoch, LENT, 0, *local_bytes(tensor))
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         # Attach is symmetric between processes of one user, so what we may do there, the peer may do here.
@@ -136,7 +135,7 @@ class ShmDevice(Device):
             return "an address looks like shm:HOST:ID"
         return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self._check()
         if why := self.why_not(peer):
             raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
@@ -149,6 +148,7 @@ class ShmDevice(Device):
                     self._send_setup(sock, fd, hello)
                     channel = self._receive_setup(sock, inbox)
                 self._know(channel, channel.peer_uid, key)
+                channel.own_pool = pool
                 self._adopt(channel)
             except BaseException:
                 sock.close()
@@ -185,9 +185,9 @@ class ShmDevice(Device):
             sock.close()
             raise
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
         with self._service.handshakes.limited(sock, deadline):
-            return sock, auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
@@ -244,11 +244,11 @@ class ShmDevice(Device):
             if self.closed:  # ``close`` did not see this one
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="shm", status="CLOSED")
             self._channels.add(channel)
-            segments, foreign = self.memory.registered()
-            for number, segment in segments.items():
-                channel.send(SEGMENT, number, segment.key, 0, segment.nbytes, segment.fd)
-            for number, (address, nbytes, key) in foreign.items():
-                channel.send(REGION, number, key, address, nbytes)
+            segments, foreign = self.memory.registered(channel.own_pool)
+            for segment in segments.values():
+                channel.admit(segment)
+            for number, region in foreign.items():
+                channel.send(REGION, number, region.key, region.address, region.nbytes)
             self._introduce(channel)
             self._service.watch(channel.sock, channel)
 
@@ -263,7 +263,11 @@ class ShmDevice(Device):
 
     def _announce_segment(self, segment: Segment) -> None:
         for channel in self._shm_channels():
-            self._tell(channel, SEGMENT, segment.number, segment.key, 0, segment.nbytes, segment.fd)
+            if segment.pool.admits(channel.own_pool, write=False):
+                try:
+                    channel.admit(segment)
+                except PeerLost as error:
+                    channel.lose(error)
 
     def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         for channel in self._shm_channels():

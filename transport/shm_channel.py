@@ -27,25 +27,25 @@ from .handed import credentials, mapped, received
 from .heartbeat import goodbye
 from .memory import address_of
 from .notify import MAX_NOTIFY, RECORD_BYTES
-from .region import RemoteRegion, local_bytes
+from .region import LENT, RemoteRegion, local_bytes
 
 if TYPE_CHECKING:
+    from .arena import Segment
     from .shm import ShmDevice
 
 RECORDS_AT = 4096
 INBOX_BYTES = RECORDS_AT + MAX_NOTIFY * RECORD_BYTES
 CLOSED_AT, INFLIGHT_AT = 0, 64
 
-# Control messages on the Unix socket, all of one size; SEGMENT carries a file descriptor.
+# Control messages on the Unix socket, all of one size; SEGMENT (may be read) and LANDING (and written) carry a file descriptor.
 MESSAGE = struct.Struct("<BQQQQ")
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE = range(1, 8)
+LANDING = 10  # after those of cuda_channel
 # The number of a BYE says why (``heartbeat.GOODBYES``).
 CLOSED, SILENT, BROKEN = range(3)
 _SEND_TIMEOUT = 5.0
 _LAST_COPY_NS = 200_000_000
 _LOOK_NS = 50_000_000
-# Region number of memory lent for READs (``Device.lend``): the offset is an address of the owner, the owner vouches for it.
-LENT = 0xFFFFFFFF
 
 
 def runs(pid: int) -> bool:
@@ -136,7 +136,7 @@ class CmaTransfer(Transfer):
             local, nbytes = local_bytes(tensor)
             # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort.
             with channel.cma_lock:
-                address, mapped = channel.resolve(remote)
+                address, mapped = channel.resolve(remote, write=write)
                 kernels.add(channel.peer_inbox + INFLIGHT_AT, 1)
                 try:
                     if kernels.load(channel.peer_inbox + CLOSED_AT):
@@ -236,6 +236,7 @@ class ShmChannel(Channel):
         self.cma_lock = threading.Lock()
         self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
         self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
+        self._read_only: set[int] = set()  # numbers of what is mapped for reading
         self._maps: dict[int, memoryview] = {}
         self._adoptions: dict[int, _Adoption] = {}
         self._users: weakref.WeakSet[_Closable] = weakref.WeakSet()
@@ -248,6 +249,11 @@ class ShmChannel(Channel):
         self._beats, self._silence = -1, 0.0
         self._single = _Closable(self, None, ())
 
+    def admit(self, segment: Segment) -> None:
+        """Tell the peer of a segment that it may reach."""
+        kind = LANDING if segment.pool.admits(self.own_pool, write=True) else SEGMENT
+        self.send(kind, segment.number, segment.key, 0, segment.nbytes, segment.fd)
+
     # -- copies
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
@@ -256,11 +262,9 @@ class ShmChannel(Channel):
         sides, sorted_pairs, all_mapped = [], [], True
         for dst, src in pairs:
             remote, tensor, write = sort_pair(dst, src)
-            address, mapped = self.resolve(remote)
+            address, mapped = self.resolve(remote, write=write)
             if not mapped and self.no_cma:
                 raise NotSupported(f"the remote memory is not in an arena, and: {self.no_cma}", peer=self.peer)
-            if write and remote.region == LENT:
-                raise self._refuse("memory that was lent is for reading only")
             all_mapped &= mapped
             sorted_pairs.append((remote, tensor, write))
             sides.append((address, tensor, write))
@@ -269,14 +273,14 @@ class ShmChannel(Channel):
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
         remote, tensor, write = sort_pair(dst, src)
         known = remote.resolved
-        if known is not None and known[0] is self:
+        if known is not None and known[0] is self and (known[2] or not write):
             address = known[1]
         else:
-            address, mapped = self.resolve(remote)
+            address, mapped = self.resolve(remote, write=write)
             if not mapped:
                 return self.prepare([(dst, src)], notify=notify).post()
             # Segments stay mapped for the channel's life, so the answer holds as long.
-            remote.resolved = (self, address)
+            remote.resolved = (self, address, write)
         if notify is not None:
             return self.prepare([(dst, src)], notify=notify).post()
         local = tensor.data_ptr()
@@ -288,7 +292,7 @@ class ShmChannel(Channel):
         self._check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
-        address, mapped = self.resolve(remote)
+        address, mapped = self.resolve(remote, write=True)
         if not mapped:
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device=self.device.name)
         return ShmWindow(self, address, local, notify)
@@ -296,10 +300,10 @@ class ShmChannel(Channel):
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
         known = remote.resolved
         if known is None or known[0] is not self or release.resolved is None:
-            (address, mapped), (word, word_mapped) = self.resolve(remote), self.resolve(release)
+            (address, mapped), (word, word_mapped) = (self.resolve(place, write=True) for place in (remote, release))
             if not mapped or not word_mapped or release.nbytes != 8 or word % 8:
                 raise self._refuse("only arena memory can be handed over")
-            remote.resolved, release.resolved = (self, address), (self, word)
+            remote.resolved, release.resolved = (self, address, True), (self, word, True)
         assert release.resolved is not None
         view = self._maps[remote.region][remote.offset : remote.offset + remote.nbytes]
         adoption = _Adoption(view, _disown)
@@ -309,7 +313,7 @@ class ShmChannel(Channel):
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def map(self, remote: RemoteRegion) -> ShmMapped | None:
-        _, mapped = self.resolve(remote)
+        _, mapped = self.resolve(remote, write=True)
         if not mapped or remote.nbytes == 0:
             return None
         return ShmMapped(self, self._maps[remote.region], remote.offset, remote.nbytes)
@@ -325,13 +329,15 @@ class ShmChannel(Channel):
         check_notify(imm)
         return self.inbox + RECORDS_AT + imm * RECORD_BYTES
 
-    def resolve(self, remote: RemoteRegion) -> tuple[int, bool]:
+    def resolve(self, remote: RemoteRegion, *, write: bool = False) -> tuple[int, bool]:
         """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``."""
         if remote.nbytes == 0:
             return 0, True
         if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
             raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
         if remote.region == LENT:
+            if write:
+                raise self._refuse("memory that was lent is for reading only")
             return remote.offset, False
         table, entry = self._look_up(remote.region)
         if entry is None:
@@ -341,6 +347,8 @@ class ShmChannel(Channel):
             table, entry = self._look_up(remote.region)
         if entry is None:
             raise self._refuse(f"region {remote.region} is not registered (any more)")
+        if write and remote.region in self._read_only:
+            raise self._refuse(f"region {remote.region} may only be read")
         return self._inside(remote, entry) + remote.offset, table is self._mapped
 
     def _inside(self, remote: RemoteRegion, entry: tuple[int, int, int]) -> int:
@@ -411,8 +419,8 @@ class ShmChannel(Channel):
 
     def _heed(self, data: bytes, fds: list[int]) -> bool:
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
-        if kind == SEGMENT:
-            self._map(fds, number, key, nbytes)
+        if kind in (SEGMENT, LANDING):
+            self._map(fds, number, key, nbytes, writable=kind == LANDING)
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)
         elif kind == GONE:
@@ -430,12 +438,14 @@ class ShmChannel(Channel):
             self._hear_more(kind, number, key, address, nbytes, fds)
         return True
 
-    def _map(self, fds: list[int], number: int, key: int, nbytes: int) -> None:
+    def _map(self, fds: list[int], number: int, key: int, nbytes: int, *, writable: bool) -> None:
         if number in self._mapped:  # a segment may be told twice
             return
         if not fds:
             raise PeerLost("the peer told of memory without handing it over", peer=self.peer, device="shm", status="PROTOCOL")
-        memory = mapped(fds[0], nbytes)
+        memory = mapped(fds[0], nbytes, writable=writable)
+        if not writable:
+            self._read_only.add(number)
         self._maps[number] = memoryview(memory)
         self._mapped[number] = (address_of(memory), nbytes, key)
 

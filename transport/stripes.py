@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from .arena import Pool
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .device import Device, OnConnect
 from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
-from .tls import TlsOptions
 from .verbs import VerbsDevice
 from .verbs_channel import VerbsChannel
 
@@ -51,7 +51,6 @@ class StripedDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
-        tls: bool | TlsOptions = False,
     ) -> None:
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
@@ -59,7 +58,7 @@ class StripedDevice(Device):
         self._sides: dict[int, dict[int, VerbsChannel]] = {}  # of connections that are being made, by token
         self._striped: dict[VerbsChannel, StripedChannel] = {}
         self.rails: list[VerbsDevice] = []
-        options: dict[str, Any] = {"secret": secret, "peer_timeout": peer_timeout, "memory": self.memory, "tls": tls}
+        options: dict[str, Any] = {"secret": secret, "peer_timeout": peer_timeout, "memory": self.memory}
         try:
             for place in places:
                 self.rails.append(VerbsDevice(place, on_connect=self._met, **options))
@@ -94,7 +93,7 @@ class StripedDevice(Device):
             return f"the peer has not {len(self.rails)} ports side by side, as we have"
         return next(filter(None, (rail.why_not(part) for rail, part in zip(self.rails, parts))), "")
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         """``hello``: at most 64 KiB less 9 bytes."""
         self._check()
         if why := self.why_not(peer):
@@ -106,7 +105,7 @@ class StripedDevice(Device):
             for index in [*range(1, len(parts)), 0]:
                 text = _HELLO.pack(token, index) + (b"" if index else hello)
                 left = max(deadline - time.monotonic(), 0.001)
-                made.append(self.rails[index].connect(parts[index], hello=text, timeout=left))
+                made.append(self.rails[index].connect(parts[index], hello=text, timeout=left, pool=pool))
             striped = self._bind(made[-1], made[:-1], made[-1].peer_hello)
         except BaseException:
             for channel in made:
@@ -134,6 +133,7 @@ class StripedDevice(Device):
         if any(side.peer_key != main.peer_key for side in sides):
             raise AuthenticationError("the channels of one connection are of several peers", device="verbs", status="PROTOCOL")
         striped = StripedChannel(self, [main, *sides], hello)
+        striped.own(main.pool)
         with self._lock:
             self._striped.update(dict.fromkeys(striped.rails, striped))
             self._channels.add(striped)
@@ -191,6 +191,10 @@ class StripedChannel(Channel):
         self._told = threading.Condition()
         self._unannounced = 0
         self._announcer: threading.Thread | None = None
+
+    def own(self, pool: Pool) -> None:
+        for channel in (self, *self.rails):  # those that are connected already are told as it grows
+            channel.own_pool = pool
 
     # -- copies
 

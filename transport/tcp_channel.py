@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,10 +27,10 @@ from . import kernels
 from .channel import ANSWER_TIMEOUT_S, Channel, Pair, Transfer, Window, check_notify, sort_pair
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .heartbeat import goodbye
-from .memory import anonymous
+from .memory import NOWHERE, Registered, anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
 from .pulse import MAX_BUFFERS, Pulse
-from .region import RemoteRegion
+from .region import LENT, RemoteRegion, local_bytes
 from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork
 from .tcp_wire import (
     ACK,
@@ -48,7 +50,6 @@ from .tcp_wire import (
     WRITE,
     memory_at,
 )
-from .tls import failure
 
 if TYPE_CHECKING:
     from .tcp import TcpDevice
@@ -97,10 +98,20 @@ class TcpChannel(Channel):
         self._target_region = 0
         self._reason = bytearray(MAX_REASON)
         self._scratch = memoryview(bytearray(64 << 10))
+        self._lent: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        """What this peer may READ besides: key -> (address, bytes, the storage, which takes the entry with it)."""
         # Of the post that is coming in:
         self._refusal = ""
         self._answered_by_data = False
         self._ack_due = 0
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
+        address, nbytes = local_bytes(tensor)
+        key, lent = secrets.randbits(64), self._lent
+        storage = weakref.ref(tensor.untyped_storage(), lambda _: lent.pop(key, None) and None)
+        lent[key] = address, nbytes, storage
+        return RemoteRegion(self.device.uid, self.device.epoch, LENT, key, 0, nbytes)
 
     # -- copies
 
@@ -276,16 +287,14 @@ class TcpChannel(Channel):
                     wanted, got = self._receive_some()
                     self._heard = True
                     if got == 0:
-                        ended = PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
-                        return failure(self.sock) or ended
+                        return PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
                     room -= got
                     if got < wanted:
                         break
             except BlockingIOError:
                 pass
             except OSError as error:
-                broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="tcp", status="BROKEN")
-                return failure(self.sock) or broken
+                return PeerLost(f"the connection broke: {error}", peer=self.peer, device="tcp", status="BROKEN")
             except RdmaError as error:
                 return error
             self._send_ack()
@@ -330,10 +339,10 @@ class TcpChannel(Channel):
     ) -> None:
         if op == WRITE:
             self._left = nbytes
-            self._target = self._look_up(region, key, offset, nbytes)
+            self._target = self._look_up(region, key, offset, nbytes, write=True)
             self._target_region = region
         elif op in (READ, CHECK):
-            view = self._look_up(region, key, offset, nbytes)
+            view = self._look_up(region, key, offset, nbytes, write=op == CHECK)
             if op == READ and not self._refusal and view is not None:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)
@@ -382,13 +391,19 @@ class TcpChannel(Channel):
             due, self._ack_due = self._ack_due, 0
             self._answer(ACK, due, [])
 
-    def _look_up(self, region: int, key: int, offset: int, nbytes: int) -> memoryview | None:
+    def _look_up(self, region: int, key: int, offset: int, nbytes: int, *, write: bool) -> memoryview | None:
         """Our memory that a peer names, or ``None`` with the reason in ``_refusal``."""
         if nbytes == 0:
             return memoryview(b"")
-        address, size, right_key = self.device._regions.get(region, (0, 0, 0))
+        if region == LENT:
+            address, size, right_key, pool = self._loan(key)
+        else:
+            address, size, right_key, pool = self.device._regions.get(region, NOWHERE)
         if not size:
             self._refusal = self._refusal or f"region {region} is not registered (any more)"
+        elif pool is not None and not pool.admits(self.own_pool, write=write):
+            may = "may only be read" if pool.admits(self.own_pool, write=False) else "is for another peer"
+            self._refusal = self._refusal or f"region {region} {may}"
         elif key != right_key:
             self._refusal = self._refusal or f"wrong key for region {region}"
         elif offset + nbytes > size:
@@ -396,6 +411,10 @@ class TcpChannel(Channel):
         else:
             return memory_at(address + offset, nbytes)
         return None
+
+    def _loan(self, key: int) -> Registered:
+        entry = self._lent.get(key)
+        return Registered(entry[0], entry[1], key, self.device.arena.readable) if entry is not None else NOWHERE
 
     def _answer_came(self, seq: int) -> None:
         with self._sending:

@@ -27,9 +27,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from . import cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import auth, cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
-from .arena import PINNED_SEGMENT_BYTES, Segment
+from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
@@ -40,15 +40,13 @@ from .memory import Memory
 from .notify import Poller
 from .region import Region, local_bytes
 from .service import Service
-from .tls import TlsOptions, authenticated, permit_rdma, prepare
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
 from .verbs_gpu import FlushedPoller, GpuMemory
-from .verbs_provider import MemoryRegion, QueuePair
+from .verbs_provider import LOCAL, REMOTE_READ, REMOTE_WRITE, MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
-_LINGER_S = 1.0
 _TICK_NS = 500_000_000
 _SETTLE_S = 3.0
 _RETRY_S = 0.05
@@ -72,19 +70,16 @@ class VerbsDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
-        tls: bool | TlsOptions = False,
         qps: int = 1,
     ) -> None:
         if not 1 <= qps <= verbs_control.MAX_QPS:
             raise ValueError(f"qps is from 1 to {verbs_control.MAX_QPS}, got {qps}")
-        permit_rdma(tls)
         self._at = verbs_ports.choose(verbs_provider.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
-        self._tls = prepare(tls, self.secret, "verbs")
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self.gpu_kind = cuda_driver.kind()
@@ -184,8 +179,6 @@ class VerbsDevice(Device):
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
                 *(f"  {line}" for line in self._at.lines),
-                f"  control        {self._tls.explain() if self._tls is not None else 'not encrypted (option tls)'}",
-                "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {self._sends} a queue pair, {self._srq.depth} receives",
                 f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
@@ -201,14 +194,21 @@ class VerbsDevice(Device):
         with self._lock:
             if segment.number in self._mrs:
                 return
-            mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, remote=True)
-            channels = self._open_channels()
+            access = REMOTE_READ if segment.pool.access == READ else REMOTE_WRITE
+            mr = self._mrs[segment.number] = self._context.register(segment.address, segment.nbytes, access)
+            channels = [channel for channel in self._open_channels() if segment.pool.admits(channel.own_pool, write=False)]
         for channel in channels:
-            self._tell(channel, verbs_control.SEGMENT, segment.number, segment.key, segment.address, segment.nbytes, mr.rkey)
+            self._tell(channel, *_announcement(segment, mr))
+
+    def _forget_segment(self, segment: Segment) -> None:
+        with self._lock:
+            mr = self._mrs.pop(segment.number, None)
+        if mr is not None:
+            mr.close()
 
     def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         if nbytes:
-            mr = self._mrs[number] = self._context.register(address, nbytes, remote=True)
+            mr = self._mrs[number] = self._context.register(address, nbytes, REMOTE_WRITE)
             for channel in self._open_channels():
                 self._tell(channel, verbs_control.REGION, number, key, address, nbytes, mr.rkey)
             return
@@ -232,11 +232,16 @@ class VerbsDevice(Device):
             return self._gpu
 
     def empty(
-        self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        shape: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        writable: bool = False,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """As for any device; with ``device`` an ordinary tensor on that GPU, which ``register`` shares."""
         if device is None or torch.device(device).type == "cpu":
-            return super().empty(shape, dtype=dtype)
+            return super().empty(shape, dtype=dtype, writable=writable)
         self._check()
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -285,7 +290,7 @@ class VerbsDevice(Device):
     def register_local(self, address: int, nbytes: int) -> MemoryRegion:
         """Register memory for our own posts only; the caller closes it."""
         self.count("registrations")
-        return self._context.register(address, nbytes, remote=False)
+        return self._context.register(address, nbytes, LOCAL)
 
     def _open_channels(self) -> list[VerbsChannel]:
         with self._lock:
@@ -308,7 +313,7 @@ class VerbsDevice(Device):
         except RdmaError as error:
             return error.message
 
-    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0) -> Channel:
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self._check()
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
@@ -316,7 +321,7 @@ class VerbsDevice(Device):
         deadline = time.monotonic() + timeout
         try:
             sock, key = reach(partial(self._dial, where), partial(self._prove, uid=uid, deadline=deadline), deadline)
-            return self._meet(sock, key, hello, deadline)
+            return self._meet(sock, key, hello, deadline, pool)
         except (OSError, RdmaError, ValueError) as error:
             if self.closed:
                 raise PeerLost("the device was closed meanwhile", peer=where, device="verbs", status="CLOSED") from None
@@ -338,13 +343,11 @@ class VerbsDevice(Device):
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
         with self._service.handshakes.limited(sock, deadline):
-            return authenticated(
-                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
-            )
+            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
 
-    def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float) -> VerbsChannel:
+    def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> VerbsChannel:
         """The initiator's side of the handshake, from the setups on."""
         qps: list[QueuePair] = []
         try:
@@ -354,6 +357,7 @@ class VerbsDevice(Device):
                 theirs = verbs_control.receive_setup(sock)
                 channel = self._channel(sock, qps, ours, theirs)
                 self._know(channel, theirs.uid, key)
+                channel.own_pool = pool
                 channel.prove(max(deadline - time.monotonic(), 0.001))
                 verbs_control.send_hello(sock, hello)
                 channel.peer_hello = verbs_control.receive_hello(sock)
@@ -366,18 +370,14 @@ class VerbsDevice(Device):
             raise
         return channel
 
-    def _welcome(self, came: socket.socket) -> None:
+    def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        sock, channel, handshakes = came, None, self._service.handshakes
-        deadline = time.monotonic() + HANDSHAKE_S
+        channel, handshakes = None, self._service.handshakes
         qps: list[QueuePair] = []
         try:
-            with handshakes.limited(came, deadline):
-                sock, key = authenticated(
-                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
-                )
-            handshakes.proven(came)
-            with handshakes.limited(sock, deadline):
+            with handshakes.limited(sock, time.monotonic() + HANDSHAKE_S):
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
+                handshakes.proven(sock)
                 theirs = verbs_control.receive_setup(sock)
                 try:
                     qps, ours = self._queue_pairs(len(theirs.queue_pairs))
@@ -395,7 +395,6 @@ class VerbsDevice(Device):
             self._adopt(channel, theirs)
             self._welcomed(channel)
         except BaseException as error:
-            self._refused(sock, error)
             if channel is not None:
                 broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
                 if channel.lose(broken) and channel.known:
@@ -465,13 +464,12 @@ class VerbsDevice(Device):
                 raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED")
             self._channels.add(channel)
             channel.known = True
-            segments, foreign = self.memory.registered()
+            segments, foreign = self.memory.registered(channel.own_pool)
             for number, mr in self._mrs.items():
                 if (segment := segments.get(number)) is not None:
-                    stream.send(verbs_control.SEGMENT, number, segment.key, segment.address, segment.nbytes, mr.rkey)
+                    stream.send(*_announcement(segment, mr))
                 elif (region := foreign.get(number)) is not None:
-                    address, nbytes, key = region
-                    stream.send(verbs_control.REGION, number, key, address, nbytes, mr.rkey)
+                    stream.send(verbs_control.REGION, number, region.key, region.address, region.nbytes, mr.rkey)
                 elif (shared := self._gpu_regions.get(number)) is not None:
                     tensor, key = shared
                     stream.send(verbs_control.REGION, number, key, mr.address, tensor.nbytes, mr.rkey)
@@ -605,8 +603,6 @@ class VerbsDevice(Device):
             channel.lose(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
         self._service.stop()
         self._end_completions()
-        if self._tls is not None:
-            self._tls.close(_LINGER_S)
         self._heart.stop()
         self._srq.close()
         self._cq.close()
@@ -627,3 +623,8 @@ class VerbsDevice(Device):
     def _close_regions(self) -> None:
         for mr in self._mrs.values():
             mr.close()
+
+
+def _announcement(segment: Segment, mr: MemoryRegion) -> tuple[int, int, int, int, int, int]:
+    kind = verbs_control.SEGMENT if segment.pool.access == READ else verbs_control.LANDING
+    return kind, segment.number, segment.key, segment.address, segment.nbytes, mr.rkey

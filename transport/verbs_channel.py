@@ -67,7 +67,7 @@ class VerbsChannel(Channel):
         posting = device.operation(at.OPS_POST_SEND)
         self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
         self._turns = itertools.count()
-        self._places: dict[int, tuple[int, int, int, int]] = {}  # number -> (address, bytes, key, rkey)
+        self._places: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
         self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
         self._table_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
@@ -95,7 +95,7 @@ class VerbsChannel(Channel):
         sides = []
         for dst, src in pairs:
             remote, tensor, write = sort_pair(dst, src, self.device.gpu_kind)
-            sides.append((remote, self.resolve(remote), tensor, write))
+            sides.append((remote, self.resolve(remote, write=write), tensor, write))
         self.sweep()
         transfer = VerbsTransfer(self, sides, imm, once=once)
         with self._table_lock:
@@ -110,7 +110,7 @@ class VerbsChannel(Channel):
         self._check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
-        place = self.resolve(remote)
+        place = self.resolve(remote, write=True)
         if remote.region in self._foreign:
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
         return VerbsWindow(self, remote, place, local, notify)
@@ -122,12 +122,12 @@ class VerbsChannel(Channel):
     def expect(self, imm: int, count: int = 1) -> Expectation:
         return FlushedExpectation(self, imm, count, self._count(imm))
 
-    def resolve(self, remote: RemoteRegion) -> Place:
+    def resolve(self, remote: RemoteRegion, *, write: bool) -> Place:
         """Where a remote range is. ``RemoteAccessError``."""
         if remote.nbytes == 0:
             return 0, 0
         known = remote.resolved
-        if known is not None and known[0] is self:
+        if known is not None and known[0] is self and (known[2] or not write):
             return known[1]  # type: ignore[return-value]
         if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
             raise self.refused("the descriptor was exported by another device, or in an earlier life of this one")
@@ -138,14 +138,16 @@ class VerbsChannel(Channel):
             entry = self._places.get(remote.region)
         if entry is None:
             raise self.refused(f"region {remote.region} is not registered (any more)")
-        address, nbytes, key, rkey = entry
+        address, nbytes, key, rkey, writable = entry
+        if write and not writable:
+            raise self.refused(f"region {remote.region} may only be read")
         if key != remote.key:
             raise self.refused(f"wrong key for region {remote.region}")
         if remote.offset + remote.nbytes > nbytes:
             raise self.refused(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
         place = address + remote.offset, rkey
         if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
-            remote.resolved = (self, place)  # type: ignore[assignment]
+            remote.resolved = (self, place, write)  # type: ignore[assignment]
         return place
 
     def lane_for(self, imm: int | None, nbytes: int) -> Lane:
@@ -264,9 +266,10 @@ class VerbsChannel(Channel):
     def hear(self, message: Message) -> None:
         """Handle one control message (device's service thread). Raises ``PeerLost`` for a goodbye."""
         kind, number = message.kind, message.number
-        if kind in (verbs_control.SEGMENT, verbs_control.REGION):
+        if kind in (verbs_control.SEGMENT, verbs_control.LANDING, verbs_control.REGION):
+            writable = kind != verbs_control.SEGMENT
             with self._table_lock:
-                self._places[number] = (message.address, message.nbytes, message.key, message.rkey)
+                self._places[number] = (message.address, message.nbytes, message.key, message.rkey, writable)
                 if kind == verbs_control.REGION:
                     self._foreign[number] = weakref.WeakSet()
         elif kind == verbs_control.GONE:

@@ -5,7 +5,8 @@ end (the acceptor's may be a refusal instead), with which both connect their que
 the initiator proves with a WRITE that RDMA packets go there and back; only then a *hello* from each end. Then messages of one
 size:
 
-    SEGMENT, REGION   number, key, address, nbytes, rkey: this memory may be read and written from now on
+    SEGMENT           number, key, address, nbytes, rkey: this memory may be read from now on
+    LANDING, REGION   the same: and written
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
     SYNC, SYNC_ACK    number: all that was announced before has been heard
     BYE               the channel ended (number: CLOSED; SILENT, the receiver was, for too long; BROKEN)
@@ -26,10 +27,9 @@ from typing import NamedTuple
 from . import auth
 from .errors import NotSupported, PeerLost
 from .pulse import Pulse
-from .tls import failure
 from .verbs_endpoint import Endpoint
 
-SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, BEAT = range(1, 9)
+SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
 CLOSED, SILENT, BROKEN = range(3)
 MESSAGE = struct.Struct("<BQQQQI")
 """kind, number, key, address, nbytes, rkey"""
@@ -161,11 +161,9 @@ class ControlStream:
         except BlockingIOError:
             return []
         except OSError as error:
-            broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN")
-            raise failure(self.sock) or broken from None
+            raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
         if not data:
-            ended = PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
-            raise failure(self.sock) or ended
+            raise PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
         self.heard = True
         data = self._rest + data
         whole = len(data) // MESSAGE.size * MESSAGE.size

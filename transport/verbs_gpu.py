@@ -35,7 +35,7 @@ from .gpudirect import Decision, Refused
 from .guard import Guard
 from .notify import Expectation, Poller
 from .region import local_bytes
-from .verbs_provider import Context, MemoryRegion
+from .verbs_provider import REMOTE_WRITE, Context, MemoryRegion
 
 if TYPE_CHECKING:
     from .verbs_behind import Behind
@@ -193,7 +193,7 @@ class GpuMemory:
             os.close(fd.value)
 
     def _pinned(self, segment: Segment) -> MemoryRegion:
-        return self._context.register(segment.base, segment.nbytes, remote=True, device_memory=True)
+        return self._context.register(segment.base, segment.nbytes, REMOTE_WRITE, device_memory=True)
 
     def reach(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """What work requests call the tensor's first byte, and its key; ``None``: it has to be staged."""

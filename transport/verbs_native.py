@@ -31,6 +31,9 @@ from . import cma
 from . import verbs_layout as at
 from .errors import NotSupported, RdmaError
 from .verbs_provider import (
+    LOCAL,
+    REMOTE_READ,
+    REMOTE_WRITE,
     CompletionQueue,
     Context,
     DeviceAttr,
@@ -53,7 +56,11 @@ _WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
 _OBJECT_HEADER = 16
 _FORK_UNNEEDED = 2
-_ACCESS_ALL = at.ACCESS_LOCAL_WRITE | at.ACCESS_REMOTE_WRITE | at.ACCESS_REMOTE_READ
+_ACCESS = {
+    LOCAL: at.ACCESS_LOCAL_WRITE,
+    REMOTE_READ: at.ACCESS_LOCAL_WRITE | at.ACCESS_REMOTE_READ,
+    REMOTE_WRITE: at.ACCESS_LOCAL_WRITE | at.ACCESS_REMOTE_READ | at.ACCESS_REMOTE_WRITE,
+}
 _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
@@ -397,19 +404,18 @@ class NativeContext(Context):
             global_only=self.global_only(attr),
         )
 
-    def register(self, address: int, nbytes: int, *, remote: bool, device_memory: bool = False) -> MemoryRegion:
-        access = _ACCESS_ALL if remote else at.ACCESS_LOCAL_WRITE
+    def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
         # libibverbs may change the mappings of the whole range before the kernel refuses it.
         if not device_memory and (peek(address, 1) is None or peek(address + nbytes - 1, 1) is None):
             raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
         try:
-            native = self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, access))
+            native = self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, _ACCESS[access]))
         except RdmaError as error:
             raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
         return self.add(NativeMemoryRegion, native, address)
 
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        native = self.call("ibv_reg_dmabuf_mr", lambda: self.new_dma_buf_region(fd, offset, nbytes, _ACCESS_ALL))
+        native = self.call("ibv_reg_dmabuf_mr", lambda: self.new_dma_buf_region(fd, offset, nbytes, _ACCESS[REMOTE_WRITE]))
         return self.add(NativeMemoryRegion, native, offset)
 
     def dma_buf_status(self) -> str:

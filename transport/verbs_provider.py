@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from .errors import NotSupported, RdmaError
 
+LOCAL, REMOTE_READ, REMOTE_WRITE = range(3)
+"""Who may touch a memory region: we alone; peers may READ it; peers may READ and WRITE it."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttr:
@@ -155,8 +158,8 @@ class Context(abc.ABC):
     def port(self, number: int) -> PortAttr: ...
 
     @abc.abstractmethod
-    def register(self, address: int, nbytes: int, *, remote: bool, device_memory: bool = False) -> MemoryRegion:
-        """Local write always; ``remote``: peers may READ and WRITE too. ``RegistrationError`` names the limit that was met
+    def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
+        """``access``: ``LOCAL``, ``REMOTE_READ`` or ``REMOTE_WRITE``. ``RegistrationError`` names the limit that was met
         (memlock, max_mr_size, max_mr) and what raises it. ``device_memory``: ``address`` is a GPU's (``gpudirect.PEERMEM``)."""
 
     @abc.abstractmethod

@@ -107,6 +107,9 @@ class SlowChannel:
         self.net, self.here, self.there = net, here, there
         self._next = 16
 
+    def empty(self, count: int, *, dtype: torch.dtype) -> torch.Tensor:
+        return SlowDevice(self.net).empty(count, dtype=dtype)
+
     def take_numbers(self, count: int) -> int:
         self._next += count
         return self._next - count
@@ -194,7 +197,7 @@ class SlowDevice:
         self._net.memory.append(torch.from_numpy(array))
         return _Registered(RemoteRegion(0, 0, len(self._net.memory) - 1, 0, 0, array.nbytes))
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+    def lend(self, tensor: torch.Tensor, channel: SlowChannel) -> RemoteRegion:
         return self.register(tensor).remote
 
     def can_lend(self, tensor: torch.Tensor, channel: SlowChannel) -> bool:

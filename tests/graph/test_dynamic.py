@@ -237,7 +237,7 @@ def bad_metadata(cluster: Cluster) -> None:
     [outlet] = plan.fittings.outlets_of("activation", "input0")
     target = outlet._targets[0]
     source = cluster.device.empty((4, 16), dtype=torch.float32)
-    Metadata(cluster.device.lend(source), (1 << 40, 16)).write(target._metadata)
+    Metadata(cluster.device.lend(source, outlet.channel), (1 << 40, 16)).write(target._metadata)
     Header(outlet.edge.number, 99).write(target._head)
     target.free = False
     target._transfer.post()

@@ -73,7 +73,7 @@ def where(place: str) -> torch.device:
 
 
 def tensor_of(device: Device, nbytes: int, place: str, fill: int) -> torch.Tensor:
-    made: torch.Tensor = device.empty(nbytes, dtype=torch.uint8, device=where(place))  # type: ignore[call-arg]
+    made: torch.Tensor = device.empty(nbytes, dtype=torch.uint8, writable=True, device=where(place))  # type: ignore[call-arg]
     return made.fill_(fill)
 
 

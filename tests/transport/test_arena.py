@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmarpc.transport import ArenaFull
-from rdmarpc.transport.arena import ALIGN, SEGMENT_BYTES, Arena, Block, Segment, default_limit, parse_bytes, size_class
+from rdmarpc.transport.arena import ALIGN, SEGMENT_BYTES, Arena, Block, Pool, Segment, default_limit, parse_bytes, size_class
 from rdmarpc.transport.memory import anonymous
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def make_arena(limit: int = 1 << 34) -> Arena:
     numbers = itertools.count(1)
-    return Arena(lambda nbytes: Segment(next(numbers), 0, anonymous(nbytes)), limit)
+    return Arena(lambda nbytes, pool: Segment(next(numbers), 0, anonymous(nbytes), pool), limit)
 
 
 def overlap(blocks: Sequence[Block]) -> bool:
@@ -108,7 +108,7 @@ def test_growth() -> None:
     assert [segment.nbytes for segment in arena.segments] == [SEGMENT_BYTES]
     arena.allocate(SEGMENT_BYTES)
     arena.allocate(3 * SEGMENT_BYTES)
-    assert len(arena.segments) == 3 and arena.segments[-1].nbytes >= 3 * SEGMENT_BYTES
+    assert len(arena.segments) == 3 and arena.readable.segments[-1].nbytes >= 3 * SEGMENT_BYTES
     block = arena.allocate(100)
     found = arena.find(block.segment.address + block.offset, 100)
     assert found == (block.segment, block.offset)
@@ -117,7 +117,7 @@ def test_growth() -> None:
 
 
 def test_a_failed_segment_changes_nothing() -> None:
-    def refuse(nbytes: int) -> Segment:
+    def refuse(nbytes: int, pool: Pool) -> Segment:
         raise OSError("no memory")
 
     arena = Arena(refuse, 1 << 30)
@@ -200,8 +200,8 @@ def test_memory_that_the_host_refuses_is_an_error_and_no_signal(tmp_path: Path) 
     place = tmp_path / "segment"
     place.write_bytes(bytes(4 * MIB))
     with open(place, "r+b") as file, open(place, "rb") as unwritable:
-        segment = Segment(1, 0, mmap.mmap(file.fileno(), 4 * MIB), unwritable.fileno())
-        arena = Arena(lambda nbytes: segment, 4 * MIB)
+        arena = Arena(lambda nbytes, pool: segment, 4 * MIB)
+        segment = Segment(1, 0, mmap.mmap(file.fileno(), 4 * MIB), arena.readable, unwritable.fileno())
         with pytest.raises(ArenaFull, match="this host has no memory for 2097152 more bytes"):
             arena.tensor((2 * MIB,), torch.uint8)
         segment.fd = file.fileno()

@@ -68,7 +68,7 @@ def test_each_peer_by_its_device(open_device: Open, start_peer: Callable[..., Pe
             assert poller.wait(T) == (rows[kind], 1)
             assert all_are(foreign, S)
             foreign.fill_(0)
-    assert auto.can_lend(place, channels["tcp"]) and auto.lend(place).dump() == auto.export(place)
+    assert auto.can_lend(place, channels["tcp"]) and auto.lend(place, channels["auto"]).dump() == auto.export(place)
     assert not auto.can_lend(foreign, channels["tcp"])
     assert channels["auto"].can_adopt and not channels["tcp"].can_adopt
     counters = auto.counters()

@@ -98,7 +98,7 @@ def test_any_dtype_and_shape(pair: Pair, dtype: torch.dtype) -> None:
     for shape in ((), (1,), (3, 5), (2, 0, 4)):
         ours = pair.a.empty(shape, dtype=dtype)
         ours.copy_(torch.randint(0, 2, shape))
-        theirs = pair.b.empty(shape, dtype=dtype).zero_()
+        theirs = pair.b.empty(shape, dtype=dtype, writable=True).zero_()
         assert ours.shape == torch.Size(shape) and ours.dtype == dtype
         pair.ab.memcpy(pair.remote(theirs), ours).wait(T)
         assert torch.equal(ours, theirs)
@@ -226,7 +226,7 @@ def test_a_timeout_consumes_nothing(pair: Pair) -> None:
 
 
 def test_the_data_is_there_before_its_notification(pair: Pair) -> None:
-    theirs = pair.b.empty(64, dtype=torch.int64).zero_()
+    theirs = pair.b.empty(64, dtype=torch.int64, writable=True).zero_()
     ours = pair.a.empty(64, dtype=torch.int64)
     transfer = pair.ab.prepare([(pair.remote(theirs), ours)], notify=1)
     expectation = pair.ba.expect(1)

@@ -397,7 +397,7 @@ def test_a_peer_without_a_gpu(start: Callable[..., Two]) -> None:
 
 
 def make_on_cpu(state: State, nbytes: int) -> bytes:
-    state.kept["landing"] = state.device.empty(nbytes, dtype=torch.uint8).fill_(0)
+    state.kept["landing"] = state.device.empty(nbytes, dtype=torch.uint8, writable=True).fill_(0)
     return state.device.export(state.kept["landing"])
 
 

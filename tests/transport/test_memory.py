@@ -110,13 +110,13 @@ def test_the_files_of_a_memory_end_with_it(open_device: Open) -> None:
         kept = filled(tcp, 1000, C)
         files = {memory.bells_fd, *(segment.fd for segment in memory.arena.segments)}
         assert len(files) == 2 and all(os.path.exists(f"/proc/self/fd/{fd}") for fd in files)
-    still = memory.arena.tensor((1000,), torch.uint8).fill_(S)  # the devices are closed, the memory is not
+    still = memory.arena.writable.tensor((1000,), torch.uint8).fill_(S)  # the devices are closed, the memory is not
     assert files == {memory.bells_fd, *(segment.fd for segment in memory.arena.segments)}
     memory.close()
     memory.close()
     assert {memory.bells_fd, *(segment.fd for segment in memory.arena.segments)} == {-1}
     assert all_are(kept, C) and all_are(still, S)
-    assert memory.arena.tensor((1000,), torch.uint8).fill_(1).sum() == 1000
+    assert memory.arena.writable.tensor((1000,), torch.uint8).fill_(1).sum() == 1000
 
 
 def test_shm_needs_memory_that_can_be_shared(open_device: Open) -> None:

@@ -34,7 +34,7 @@ T = 10.0
 
 
 def tensor_of(device: Device, nbytes: int, fill: int) -> torch.Tensor:
-    return device.empty(nbytes, dtype=torch.uint8).fill_(fill)
+    return device.empty(nbytes, dtype=torch.uint8, writable=True).fill_(fill)
 
 
 # -- copies

@@ -62,7 +62,7 @@ def produce(state: State, remote: RemoteRegion, turns: int, seed: int) -> None:
 @pytest.mark.timeout(300)  # the two take turns: a busy core costs each turn a time slice
 def test_slots_with_credits_are_never_torn_stale_or_lost(across: Across, kind: str) -> None:
     turns = {"shm": 6000, "verbs": 1000}.get(kind, 3000)
-    slots = across.device.empty((SLOTS, SLOT), dtype=torch.uint8).zero_()
+    slots = across.device.empty((SLOTS, SLOT), dtype=torch.uint8, writable=True).zero_()
     across.peer.start(produce, RemoteRegion.load(across.device.export(slots)), turns, 1)
     chance = random.Random(2)
     news = [across.channel.expect(DATA + at) for at in range(SLOTS)]
@@ -199,7 +199,7 @@ def test_many_waiters_and_a_poller_miss_nothing(pair: Pair) -> None:
 def test_windows_shared_by_threads(pair: Pair, streams: int) -> None:
     """Each thread owns a lane of one window, and writes numbers through it that only ever grow."""
     ours = pair.a.empty((streams, 512), dtype=torch.int64).zero_()
-    theirs = pair.b.empty((streams, 512), dtype=torch.int64).zero_()
+    theirs = pair.b.empty((streams, 512), dtype=torch.int64, writable=True).zero_()
     window = pair.ab.window(pair.remote(theirs), ours, notify=1)
 
     def write(lane: int) -> None:

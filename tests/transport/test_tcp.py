@@ -152,7 +152,7 @@ def test_a_device_with_stopped_peers_closes_in_bounded_time(open_device: Open, s
 
 def test_a_stream_cut_in_the_middle_of_a_copy(pair: Pair) -> None:
     size = 64 << 20
-    theirs = pair.b.empty(size, dtype=torch.uint8).fill_(S)
+    theirs = pair.b.empty(size, dtype=torch.uint8, writable=True).fill_(S)
     work = pair.ab.memcpy(pair.remote(theirs), pair.a.empty(size, dtype=torch.uint8).fill_(C), notify=1)
     pair.ba.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
     with pytest.raises(PeerLost):
@@ -181,7 +181,7 @@ def test_a_region_closed_during_a_copy_into_it(pair: Pair) -> None:
             pass
         assert not bool(foreign.any())
     assert not pair.ba.expect(1).done()
-    theirs = pair.b.empty(10, dtype=torch.uint8)
+    theirs = pair.b.empty(10, dtype=torch.uint8, writable=True)
     pair.ab.memcpy(pair.remote(theirs), ours[:10]).wait(T)
     assert bool((theirs == C).all())
 

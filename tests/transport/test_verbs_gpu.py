@@ -39,7 +39,7 @@ from rdmarpc.transport import (
 from rdmarpc.transport.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Gpu
 from rdmarpc.transport.memory import Memory
 from rdmarpc.transport.verbs_gpu import FlushedExpectation, FlushedPoller, GpuMemory
-from rdmarpc.transport.verbs_provider import MemoryRegion
+from rdmarpc.transport.verbs_provider import REMOTE_WRITE, MemoryRegion
 
 # -- registration, in a process with a software GPU
 
@@ -79,8 +79,8 @@ class FakeContext:
             self.first_bytes.append(memory[offset : offset + 4])
         return self._make("dma_buf", offset)
 
-    def register(self, address: int, nbytes: int, *, remote: bool, device_memory: bool = False) -> MemoryRegion:
-        assert remote and device_memory
+    def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
+        assert access == REMOTE_WRITE and device_memory
         self.asked.append((PEERMEM, address, nbytes))
         return self._make("peermem", address)
 
@@ -402,7 +402,7 @@ def all_directions(way: str) -> int:
         count = 70_000  # more than a few packets, in the midst of a segment
         source = torch.zeros(3 * count, device="softgpu")[count : 2 * count]
         there = torch.zeros(3 * count, device="softgpu")[count : 2 * count]
-        host = b.empty(count, dtype=torch.float32)
+        host = b.empty(count, dtype=torch.float32, writable=True)
         nbytes = source.nbytes
         arrived = ba.expect(17)
 

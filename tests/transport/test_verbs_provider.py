@@ -32,6 +32,7 @@ from rdmarpc.transport import (
 from rdmarpc.transport import verbs_layout as at
 from rdmarpc.transport.verbs_endpoint import route
 from rdmarpc.transport.verbs_native import half, word
+from rdmarpc.transport.verbs_provider import LOCAL, REMOTE_WRITE
 
 pytestmark = pytest.mark.rdma
 NBYTES = 1 << 20
@@ -54,7 +55,7 @@ class Loop:
         self.pages = mmap.mmap(-1, NBYTES)
         self.memory = np.frombuffer(self.pages, np.uint8)
         self.address = self.memory.ctypes.data
-        self.region = context.register(self.address, NBYTES, remote=True)
+        self.region = context.register(self.address, NBYTES, REMOTE_WRITE)
         self.cq = context.completion_queue(64)
         self.srq = context.shared_receive_queue(64)
         self.pairs = [
@@ -220,16 +221,16 @@ def test_what_is_closed_is_gone(provider: verbs_provider.Provider) -> None:
         thing.close()
     assert loop.context.async_event() is None
     with pytest.raises(RdmaError, match="closed"):
-        loop.context.register(loop.address, NBYTES, remote=True)
+        loop.context.register(loop.address, NBYTES, REMOTE_WRITE)
     assert descriptors() == before, "a descriptor of a closed device is still open"
 
 
 def test_limits_are_named(loop: Loop) -> None:
     context, limits = loop.context, loop.port.device
     with pytest.raises(RegistrationError, match="no memory at its address"):
-        context.register(8192, 8192, remote=True)
+        context.register(8192, 8192, REMOTE_WRITE)
     with pytest.raises(RegistrationError, match="no memory at its address"):
-        context.register(loop.address, 1 << 46, remote=False)
+        context.register(loop.address, 1 << 46, LOCAL)
     with pytest.raises(RdmaError, match="ibv_create_cq failed"):
         context.completion_queue(2 * limits.max_cqe)
     with pytest.raises(RdmaError, match="ibv_create_srq failed"):
@@ -263,9 +264,9 @@ def test_a_tiny_memlock_limit_is_named(provider: verbs_provider.Provider) -> Non
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         pages = np.zeros(NBYTES, np.uint8)
         with pytest.raises(RegistrationError, match=r"may lock 65536 bytes of memory \(memlock\)") as raised:
-            context.register(pages.ctypes.data, NBYTES, remote=True)
+            context.register(pages.ctypes.data, NBYTES, REMOTE_WRITE)
         assert "ulimit -l unlimited" in raised.value.hint
-        context.register(pages.ctypes.data, 8192, remote=True).close()
+        context.register(pages.ctypes.data, 8192, REMOTE_WRITE).close()
         context.close()
 
     in_child(child)

@@ -14,8 +14,6 @@ from forks import forks
 from rdmarpc import transport
 from rdmarpc.transport import Channel, Device, RemoteRegion
 
-ENCRYPTED = {"tls": True, "secret": b"a secret of tests"}
-"""Options of a device whose streams are encrypted."""
 C, S = ord("c"), ord("s")
 """Bytes that come from the connecting side, and from the other one: a copy in the wrong direction shows."""
 
@@ -121,14 +119,15 @@ def works(a: Device, b: Device) -> None:
     """``a`` can connect to ``b`` and copy."""
     channel = a.connect(b.address)
     b.accept(timeout=10.0)
-    theirs = b.empty(10, dtype=torch.uint8).zero_()
+    theirs = filled(b, 10, 0)
     channel.memcpy(RemoteRegion.load(b.export(theirs)), a.empty(10, dtype=torch.uint8).fill_(C)).wait(10.0)
     assert bool((theirs == C).all())
     channel.close()
 
 
 def filled(device: Device, nbytes: int, fill: int) -> torch.Tensor:
-    return device.empty(nbytes, dtype=torch.uint8).fill_(fill)
+    """Of the arena, for all peers to read and write."""
+    return device.empty(nbytes, dtype=torch.uint8, writable=True).fill_(fill)
 
 
 def altered(remote: RemoteRegion, **fields: int) -> RemoteRegion:
@@ -149,8 +148,8 @@ def accept(state: State) -> bytes:
 
 
 def make(state: State, name: str, nbytes: int, fill: int) -> bytes:
-    """A tensor in the peer's arena, every byte ``fill``: its descriptor."""
-    tensor = state.device.empty(nbytes, dtype=torch.uint8).fill_(fill)
+    """A tensor in the peer's arena, every byte ``fill``, for us to read and write: its descriptor."""
+    tensor = filled(state.device, nbytes, fill)
     state.kept[name] = tensor
     return state.device.export(tensor)
 

@@ -73,8 +73,8 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def make(state: State, name: str, nbytes: int, seed: int) -> str:
-    """A tensor in the arena; its descriptor."""
-    state.kept[name] = state.device.empty(nbytes, dtype=torch.uint8)
+    """A tensor in the arena, for all to write; its descriptor."""
+    state.kept[name] = state.device.empty(nbytes, dtype=torch.uint8, writable=True)
     state.kept[name].copy_(pattern(nbytes, seed))
     return state.device.export(state.kept[name]).hex()
 
