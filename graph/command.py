@@ -51,10 +51,16 @@ class WorkerError(NamedTuple):
     kind: type[BaseException] | None
     message: str
     trace: str
+    peer: str = ""
+    """Of an ``RdmaError``, and ``status``: who was lost, perhaps another one than the worker that says so."""
+    status: str = ""
 
     @staticmethod
     def of(error: BaseException) -> WorkerError:
-        return WorkerError(type(error), str(error), "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        if isinstance(error, RdmaError):
+            return WorkerError(type(error), error.message, trace, error.peer, error.status)
+        return WorkerError(type(error), str(error), trace)
 
     def dump(self, limit: int) -> bytes:
         """Pickled, cut to at most ``limit`` bytes."""
@@ -81,7 +87,7 @@ class WorkerError(NamedTuple):
         kind: Any = self.kind
         if kind is not None and issubclass(kind, Exception):
             try:
-                error = kind(text)
+                error = kind(text, peer=self.peer, status=self.status) if issubclass(kind, RdmaError) else kind(text)
                 if worker in str(error):
                     return error
             except Exception:

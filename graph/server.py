@@ -23,12 +23,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion
+from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
 from .header import STAGED, Header
@@ -100,10 +101,20 @@ class Server(threading.Thread):
         future: Future[Any] = Future()
         with self._lock:
             if self.error is not None:
-                raise RdmaError(f"this server has ended: {self.error}")
+                raise self._ended(self.error)
             self._jobs.append((lambda: getattr(self, method)(*args), future))
             self.station.poller.kick()
-        return future.result(self.station.timeout)
+        try:
+            return future.result(self.station.timeout)
+        except FutureTimeout:
+            if future.done():
+                raise  # by the method itself
+            text = f"server {self.station.name!r} is still busy with a step after {self.station.timeout:g} s"
+            raise TransferTimeout(text, peer=self.station.name) from None
+
+    def _ended(self, error: BaseException) -> BaseException:
+        """What ended this server, for whoever asks it for something: of the type that it has, naming who was lost."""
+        return WorkerError.of(error).raised(self.station.name)
 
     @property
     def forsaken(self) -> bool:
@@ -207,7 +218,7 @@ class Server(threading.Thread):
         with self._lock:
             self.error = error
         for _, future in self._jobs:
-            future.set_exception(RdmaError(f"this server has ended: {error}"))
+            future.set_exception(self._ended(error))
         self._alarm()
         self.station.close()
 

@@ -97,6 +97,8 @@ class Trainer:
         self.station = Station(name, device, channels, timeout)
         self.timeout = timeout
         self.halves: dict[str, Half] = {}
+        self.late = False
+        """Whether the last wait for weights timed out."""
         self.waiting = True
         """Whether weights are on their way. While they are, the parameters are not to be read."""
         self._explain = explain
@@ -116,6 +118,7 @@ class Trainer:
         while behind := [half for half in self.halves.values() if half.steps < half.wanted]:
             left = deadline - time.monotonic()
             if left <= 0:
+                self.late = True
                 names = ", ".join(repr(half.server) for half in behind)
                 raise TransferTimeout(
                     f"the weights of {names} did not come within {self.timeout} s",
@@ -124,7 +127,7 @@ class Trainer:
                 )
             self.station.poll(left)
             self._raise_alarm()
-        self.waiting = False
+        self.waiting = self.late = False
 
     def ready(self) -> None:
         """Before anything is sent: the weights are here, and so are the servers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from .graph.describe import Transfers, describe
 from .graph.layout import dense
 from .graph.place import GRADIENT, Edge, Placement
 from .graph.trainer import Half, Trainer, gradient_note
-from .transport import NotSupported, RdmaError
+from .transport import NotSupported, RdmaError, TransferTimeout
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
 _LEAVE_TIMEOUT_S = 10.0
+_LATE_TIMEOUT_S = 1.0
+"""For a server that was waited for in vain before."""
 _open: set[Trainer] = set()
 """Servers may write into their landing places: these must not go, whatever becomes of the models."""
 
@@ -192,8 +195,12 @@ class Session:
         """A method of a ``Server``."""
         return self._call(server, serving.ask, (self.model, method, args))
 
-    def _call(self, server: str, function: Any, args: tuple[Any, ...], timeout: float = 0.0) -> Any:
-        return self.agent.call(self.agent.resolve(server), function, args, None, max(timeout, self.timeout))
+    def _call(self, server: str, function: Any, args: tuple[Any, ...]) -> Any:
+        try:
+            return self.agent.call(self.agent.resolve(server), function, args, None, self.timeout)
+        except TransferTimeout:
+            self.trainer.late = True
+            raise
 
     def _explain(self, server: str) -> BaseException:
         try:
@@ -220,18 +227,26 @@ class Session:
         if self.closed:
             return
         try:
-            self.trainer.pull()
+            if not self.trainer.late:
+                self.trainer.pull()
         except Exception:
             pass  # said where the weights were wanted
         self._leave()
 
     def _leave(self) -> None:
+        """Tell the servers, all at once: whoever closes after a timeout has waited long enough."""
         self.closed = True
         safe = True
+        limit = _LATE_TIMEOUT_S if self.trainer.late else min(_LEAVE_TIMEOUT_S, self.timeout)
+        leaving = {}
+        for server in self.names:
+            with suppress(RuntimeError):  # it is not in the group any more, or we are not
+                to, args = self.agent.resolve(server), (self.model, self.agent.name)
+                leaving[server] = self.agent.call_async(to, serving.leave, args, None, limit)
         for server in self.names:
             try:
-                self._call(server, serving.leave, (self.model, self.agent.name), _LEAVE_TIMEOUT_S)
-            except RuntimeError:
+                leaving[server].wait()
+            except (RuntimeError, KeyError):
                 # Lost, or shut down: nothing of ours is left there. If it only does not answer, it may still write here.
                 channel = self.trainer.station.peers.get(server)
                 safe &= channel is None or channel.error is not None

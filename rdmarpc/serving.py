@@ -78,8 +78,9 @@ def leave(model: str, worker: str) -> None:
     if server.error is None:
         try:
             server.ask("leave", worker)
-        except RdmaError:
-            pass  # it has ended this moment
+        except Exception:
+            if server.error is None:
+                raise
     last = _forget(table, model, worker)
     if last is not None:
         last.close()

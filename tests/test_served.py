@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from rdmarpc.served import _open, place
 from rdmarpc.transport import PeerLost
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import die, results, run_group
+from group import die, dismiss, results, run_group, until_dismissed
 
 SERVERS = ["worker1", "worker2"]
 
@@ -316,6 +318,72 @@ def test_what_ends_one_is_an_error_of_all(what):
         if rank != dead:
             assert not outcome.error, f"worker {rank}: {outcome.text}"
     assert all(outcomes[rank].result < 10 for rank in (0, 1) if rank != dead)
+
+
+def another_one_dies(rank: int) -> None:
+    """Workers 0 and 1 train, 2 serves."""
+    if rank == 2:
+        until_dismissed()
+        rpc.shutdown(graceful=False)
+        return
+    served = rpc.serve(linear(), ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
+    served.pull()
+    if rank == 1:
+        die()
+    with pytest.raises(PeerLost, match="worker1") as raised:
+        one_step(served)
+        served.pull()
+    assert raised.value.peer == "worker1"
+    one = torch.optim.SGD
+    for use in (
+        served.counters,
+        served.optimizer.state_dict,
+        lambda: served.load_state_dict(linear().state_dict()),
+        lambda: served.new_optimizer(one, lr=0.5),
+    ):
+        with pytest.raises(PeerLost, match="worker1") as raised:
+            use()
+        assert raised.value.peer == "worker1"
+    served.close()
+    dismiss("worker2")
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_the_death_of_another_worker_is_told_by_its_name(device: str) -> None:
+    outcomes = run_group(another_one_dies, 3, transport=device)
+    for rank in (0, 2):
+        assert not outcomes[rank].error, f"worker {rank}: {outcomes[rank].text}"
+
+
+def closes_late(what: str, rank: int) -> None:
+    """Worker 0 trains in vain, 1 serves, 2 ought to train, too."""
+    timeout, workers = 3.0, ["worker0", "worker2"]
+    if rank != 1:
+        served = rpc.serve(linear(), ["worker1"], torch.optim.SGD, lr=0.1, workers=workers, timeout=timeout)
+        served.pull()
+    if rank == 0:
+        server = rpc.rpc_sync("worker1", os.getpid)
+        one_step(served)
+        if what == "a server":
+            os.kill(server, signal.SIGSTOP)
+        with pytest.raises(rpc.TransferTimeout):
+            served.pull()
+        start = time.monotonic()
+        served.close()
+        took = time.monotonic() - start
+        os.kill(server, signal.SIGCONT)
+        assert took < timeout / 2
+        dismiss("worker2")
+    elif rank == 2:
+        until_dismissed()
+        served.close()
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("what", ["a worker", "a server"])
+def test_closing_after_a_timeout_does_not_wait_again(what: str) -> None:
+    results(run_group(partial(closes_late, what), 3))
 
 
 def refusals(rank: int) -> None:
