@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
@@ -51,7 +52,10 @@ PeerLostCallback = Callable[[str, RdmaError], None]
 class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
-    def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    def __init__(
+        self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
+    ) -> None:
+        """``undo`` takes what is to be done, the last first, if something of this raises."""
         self.group = Group(name, rank, world_size, options)
         self.me = self.group.me
         self.options, self.rpc_timeout = options, options.rpc_timeout
@@ -71,14 +75,12 @@ class Agent:
             on_connect=self._on_connect,
             peer_timeout=options.peer_timeout,
         )
-        try:
-            key = self.device.memory.identity.public.hex()
-            self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
-            if options.require:
-                self._check_ways()
-        except BaseException:
-            self.device.close()
-            raise
+        undo.callback(self.device.close)
+        key = self.device.memory.identity.public.hex()
+        self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
+        undo.callback(self.group.leave)
+        if options.require:
+            self._check_ways()
         self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
         self._ids = itertools.count()
         self._carrier = Carrier(self)
@@ -95,6 +97,7 @@ class Agent:
         self._lost_callbacks: list[PeerLostCallback] = []
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
+        undo.callback(self.progress.stop)
         self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
         self._links, self._rows = self.links.by_worker, self.links.rows
         self.contexts = Contexts(self.number, self._tell_end)
@@ -103,6 +106,7 @@ class Agent:
         if gpu.current is not None:
             self.links.at_once = gpu.current.let_go
         self.caller = Caller(self.device, self.progress, self.rrefs)
+        undo.callback(self.caller.stop)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.on_tick, self.caller.distrust = self._look_after, self.links.distrust
         self.progress.outstanding = self.caller.futures

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,11 @@ from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions, WorkerInfo
 from .rref import RRef, _rref_context_get_debug_info
-from .transport import PeerLost
+from .transport import PeerLost, RdmaError
+from .transport.guard import hint_for, need_descriptors
+
+_DESCRIPTORS = 32
+"""What a worker of a small group takes: its store, its device, the connections to one or two others."""
 
 
 def init_rpc(
@@ -38,7 +43,8 @@ def init_rpc(
     """Join the group as ``name``. Returns when all ``world_size`` workers have joined and can be called.
 
     Raises ``RuntimeError`` (already initialised, name not unique), ``AuthenticationError`` (another secret),
-    ``TransferTimeout`` (somebody did not join within ``rpc_timeout``; the text names who), what torch's rendezvous raises.
+    ``RdmaError`` (too few files may be open), ``TransferTimeout`` (somebody did not join within ``rpc_timeout``; the text
+    names who), what torch's rendezvous raises.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -52,7 +58,17 @@ def init_rpc(
     WorkerInfo(name, 0)
     options = rpc_backend_options or RpcBackendOptions()
     options.validate()
-    agent = Agent(name, int(rank), world_size, options)
+    try:
+        need_descriptors(_DESCRIPTORS)
+        with contextlib.ExitStack() as undo:
+            agent = Agent(name, int(rank), world_size, options, undo)
+            undo.pop_all()
+    except (OSError, RuntimeError, ImportError) as error:
+        if not (hint := hint_for(error)):
+            raise
+        # What the error's frames hold (the store, the device) would live as long as the error.
+        traceback.clear_frames(error.__traceback__)
+        raise RdmaError(f"init_rpc failed for want of what the system gives: {error}", hint=hint) from error
     _agent.set_current(agent)
     agent._ready.set()
     debug.listen_to_signal()

@@ -112,7 +112,8 @@ class Links:
                     if self._lock.wait_for(lambda: number in self.by_worker, timeout=limit):
                         return self.by_worker[number]
                 self._group.refresh()
-                raise self.lost.get(number) or _unreachable(record, error.message, error.status) from None
+                why = _unreachable(record, error.message, error.status, error.hint)
+                raise self.lost.get(number) or why from error.__cause__
             except RdmaError:
                 link.pool.close()
                 with self._lock:
@@ -281,5 +282,5 @@ def _lost(link: Link, error: RdmaError) -> PeerLost:
     return lost
 
 
-def _unreachable(record: Record, reason: str, status: str = "") -> PeerLost:
-    return PeerLost(f"worker {record.name} cannot be reached: {reason}", peer=record.name, status=status)
+def _unreachable(record: Record, reason: str, status: str = "", hint: str = "") -> PeerLost:
+    return PeerLost(f"worker {record.name} cannot be reached: {reason}", peer=record.name, status=status, hint=hint)

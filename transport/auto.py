@@ -32,6 +32,7 @@ from .arena import Pool
 from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, RdmaError
+from .guard import hint_for
 from .memory import Memory
 from .notify import Poller
 from .region import Region, RemoteRegion
@@ -121,6 +122,8 @@ class AutoDevice(Device):
         try:
             self.devices[kind] = make()
         except (RdmaError, OSError) as error:
+            if hint_for(error):  # what this process lacks, no other device has
+                raise
             self.refused[kind] = Refusal.of(error)
 
     def _open_verbs(self, options: dict[str, Any]) -> Device:

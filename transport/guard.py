@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
 
 from .errors import PeerLost, RdmaError
@@ -38,9 +39,22 @@ def open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def need_descriptors(count: int) -> None:
+    """``OSError`` if this process may not open so many files more."""
+    held: list[int] = []
+    try:
+        while len(held) < count:
+            held.extend(os.pipe2(os.O_CLOEXEC))
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
 def hint_for(error: BaseException) -> str:
     """What helps when the system had too little of something; empty: nothing known."""
     number = error.errno if isinstance(error, OSError) else None
+    if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library
+        number = errno.EMFILE
     if number == errno.EMFILE:
         return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
     if number == errno.ENFILE:
