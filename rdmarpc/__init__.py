@@ -31,6 +31,7 @@ from .transport import (
     RdmaError,
     RegistrationError,
     RemoteAccessError,
+    TlsOptions,
     TransferTimeout,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "RemoteAccessError",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "TlsOptions",
     "TransferTimeout",
     "WorkerInfo",
     "_get_current_rpc_agent",

@@ -70,6 +70,7 @@ class Agent:
         self.device = open_device(
             kind,
             require=options.require,
+            tls=options.tls,
             secret=secret,
             arena_limit=options.arena_limit,
             on_connect=self._on_connect,

@@ -14,7 +14,7 @@ import torch
 from . import constants
 from . import device_maps as _devices
 from .device_maps import DeviceLike, DeviceMap
-from .transport import check_require, check_secret
+from .transport import TlsOptions, check_require, check_secret, check_tls
 
 _MAX_ID = 2**15 - 1
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
@@ -62,6 +62,8 @@ class RpcBackendOptions:
     Or one of them alone, or ``"auto://ADDRESS"``, ``"tcp://ADDRESS"``: see ``transport.open_device``.
     ``require``: ``"rdma"`` makes it an error (``NotSupported``, with what to put right) that a worker can be reached over tcp
     only: in ``init_rpc`` for those who are in the group then. Workers of one host may use shm.
+    ``tls``: ``True``: what leaves this host is encrypted (TLS 1.3, proven by ``secret``), or refused: tcp then carries what
+    RDMA would. Or ``TlsOptions``: certificates of your own, ``rdma_in_clear``. The same at every worker.
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: random text of at least 16 bytes that every
     worker must know; by default what ``RDMARPC_SECRET`` says, or the file ``RDMARPC_SECRET_FILE`` (mode 600) holds. Without
     any the workers have to be of one user on one host (``job_secret``), else ``AuthenticationError``; or all of them say
@@ -83,6 +85,7 @@ class RpcBackendOptions:
         devices: Iterable[DeviceLike] | None = None,
         transport: str = "auto",
         require: str = "",
+        tls: bool | TlsOptions = False,
         arena_limit: int | None = None,
         secret: str | None = None,
         insecure: bool = False,
@@ -97,6 +100,7 @@ class RpcBackendOptions:
         self.devices: list[torch.device] = []
         self.transport = transport
         self.require = require
+        self.tls = tls
         self.arena_limit = arena_limit
         self.secret = secret
         self.insecure = insecure
@@ -121,6 +125,7 @@ class RpcBackendOptions:
         if self.num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
         check_require(self.require)
+        check_tls(self.tls)
         if self.secret:
             check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):

@@ -24,10 +24,12 @@ from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
+from .tls import TlsOptions
+from .tls import check as check_tls
 from .user_secret import read_private, user_secret
 
 
-def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Device:
+def open_device(name: str = "shm", *, require: str = "", tls: bool | TlsOptions = False, **options: Any) -> Device:
     """Open ``"shm"`` (this host), ``"cuda"`` (as ``shm``, and the memory of GPUs besides), ``"tcp"`` / ``"tcp://ADDRESS"`` (any
     host; listens on that local address), or ``"auto"`` / ``"auto://ADDRESS"``: all of them on one arena, each peer by the
     fastest that reaches it (``auto``; there ``tcp`` listens on ``ADDRESS``).
@@ -37,6 +39,9 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     what would have to be put right. ``"verbs://mlx5_0,mlx5_1"``: several RDMA ports, large copies parted over them
     (``stripes``).
 
+    ``tls``: ``True`` or ``TlsOptions``: what goes over ``tcp`` is encrypted, and so is the control stream of ``verbs``; what
+    RDMA carries is not, so ``verbs`` is refused unless ``TlsOptions.rdma_in_clear``. Nothing of ``shm`` and ``cuda`` is sent.
+
     Options: ``secret`` (at least 16 random bytes that both ends must share; without it only processes of this user on this host
     are let in, see ``user_secret``), ``arena_limit`` (bytes), ``on_connect`` (called with every channel a
     peer opens, before the peer can use it; returns the hello to answer with; without it use ``accept``), ``peer_timeout``
@@ -44,6 +49,7 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     ``memory`` (``memory.Memory``): what the device stands on, to share it with other devices (then without ``arena_limit``).
     """
     check_require(require)
+    check_tls(tls)
     kind, _, place = name.partition("://")
     if kind == "shm" and not place:
         return ShmDevice(**options)
@@ -54,18 +60,18 @@ def open_device(name: str = "shm", *, require: str = "", **options: Any) -> Devi
     if kind == "tcp" and require:
         raise NotSupported("require='rdma', and tcp is none", device="tcp", hint="open auto, verbs or shm")
     if kind == "tcp":
-        return TcpDevice(place, **options)
+        return TcpDevice(place, tls=tls, **options)
     if kind == "verbs":
         # These need libibverbs.
         if "," in place:
             from .stripes import StripedDevice
 
-            return StripedDevice(place.split(","), **options)
+            return StripedDevice(place.split(","), tls=tls, **options)
         from .verbs import VerbsDevice
 
-        return VerbsDevice(place, **options)
+        return VerbsDevice(place, tls=tls, **options)
     if kind == "auto":
-        return AutoDevice(place, require=require, **options)
+        return AutoDevice(place, require=require, tls=tls, **options)
     hint = "one of auto, shm, cuda, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
     raise NotSupported(f"no device {name!r}", hint=hint)
 
@@ -97,12 +103,14 @@ __all__ = [
     "RemoteRegion",
     "ShmDevice",
     "TcpDevice",
+    "TlsOptions",
     "Transfer",
     "TransferTimeout",
     "Window",
     "Work",
     "check_require",
     "check_secret",
+    "check_tls",
     "cuda_driver",
     "host_id",
     "kernels",

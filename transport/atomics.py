@@ -97,6 +97,18 @@ def errno(typingctx: Any) -> Any:
 
 
 @intrinsic
+def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """``call(function, a, b, c) -> int64``: the C function at an address, which returns an ``int`` and has at most three
+    arguments, integers or pointers (those that it has not are ignored: they travel in registers)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = builder.inttoptr(args[0], ir.FunctionType(_I32, [_I64] * 3).as_pointer())
+        return builder.sext(builder.call(target, args[1:]), _I64)
+
+    return i64(i64, i64, i64, i64), codegen
+
+
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop."""
 
@@ -181,6 +193,7 @@ __all__ = [
     "STREAM_ALIGN",
     "STREAM_BYTES",
     "WAKE_ALL",
+    "call",
     "compare_exchange",
     "fence",
     "fetch_add",

@@ -12,7 +12,8 @@ who answers in place of the acceptor does get a proof, and anybody who reads the
 against it without asking us again. So a secret has to be random; ``check_secret`` refuses short ones, and no slow derivation
 of keys is spent on guessable ones.
 
-Everything has a fixed size. What follows on the stream is neither encrypted nor protected from changes by somebody in between.
+Everything has a fixed size. What follows on the stream is neither encrypted nor protected from changes by somebody in between,
+but for ``tls``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .identity import KEY_BYTES, Identity, uid_of
 _MAGIC = b"rdmarpc\x02"
 _NONCE, _PROOF = 32, 32
 _HELLO = len(_MAGIC) + KEY_BYTES + _NONCE
+_TLS = (b"\x16\x03", b"\x15\x03")  # how a handshake of TLS begins, and an alert
 _REFUSED = b"refused".ljust(_PROOF, b"\0")
 MIN_SECRET_BYTES = 16
 HOW_TO_SET = "export RDMARPC_SECRET=$(openssl rand -hex 32), the same for every worker, or RDMARPC_SECRET_FILE=FILE (mode 0600)"
@@ -82,7 +84,7 @@ def authenticate(
         sock.sendall(_MAGIC + mine)
         hello = receive_exactly(sock, _HELLO)
         if hello[: len(_MAGIC)] != _MAGIC:
-            raise AuthenticationError("the other end does not speak this protocol", hint="is this the right address?")
+            raise _stranger(hello)
         theirs = hello[len(_MAGIC) :]
         peer = theirs[:KEY_BYTES]
         if expect and f"{uid_of(peer):016x}" != expect:
@@ -95,6 +97,13 @@ def authenticate(
     except OSError as error:
         raise PeerLost(f"the connection broke: {error}") from None
     return peer
+
+
+def _stranger(hello: bytes) -> AuthenticationError:
+    if hello[:2] in _TLS:
+        why, hint = "the other end speaks TLS, and this one does not", "tls at every worker, or at none"
+        return AuthenticationError(why, status="TLS", hint=hint)
+    return AuthenticationError("the other end does not speak this protocol", hint="is this the right address?")
 
 
 def _prove_first(sock: socket.socket, secret: bytes, shared: bytes, transcript: bytes) -> None:

@@ -38,6 +38,7 @@ from .notify import Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
+from .tls import TlsOptions
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -65,7 +66,7 @@ class Refusal:
 
 class AutoDevice(Device):
     """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``require``: ``"rdma"`` or empty.
-    ``channel.device`` is the device that reaches that peer."""
+    ``tls``: for tcp and verbs (``tls``). ``channel.device`` is the device that reaches that peer."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class AutoDevice(Device):
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
         require: str = "",
+        tls: bool | TlsOptions = False,
     ) -> None:
         super().__init__(
             "auto",
@@ -100,13 +102,13 @@ class AutoDevice(Device):
         try:
             self._open("shm", lambda: _open_shm(options))
             if self._has_rdma:
-                self._open("verbs", lambda: self._open_verbs(options))
+                self._open("verbs", lambda: self._open_verbs({**options, "tls": tls}))
             else:
                 self.refused["verbs"] = Refusal("this host has no RDMA device")
             if require:
                 self.refused["tcp"] = Refusal("require='rdma' forbids it")
             else:
-                self._open("tcp", lambda: TcpDevice(place, **options))
+                self._open("tcp", lambda: TcpDevice(place, tls=tls, **options))
                 if place and "tcp" in self.refused:
                     raise NotSupported(self.refused["tcp"].why, device="tcp", hint=self.refused["tcp"].hint)
             if not self.devices:

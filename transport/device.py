@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 import weakref
@@ -28,6 +30,7 @@ from .user_secret import user_secret
 OnConnect = Callable[[Channel], bytes]
 _CLOSE_TIMEOUT_S = 1.0
 _FORKED, _FORK_HINT = "a device cannot be used in a forked child", "fork first, or use spawn"
+_REASONS = 100
 
 
 class Device(abc.ABC):
@@ -76,6 +79,7 @@ class Device(abc.ABC):
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
+        self._refusals: set[str] = set()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self._pid = os.getpid()
         self.closed, self._close_by = False, 0.0
@@ -233,6 +237,17 @@ class Device(abc.ABC):
         if uid != uid_of(key):
             raise AuthenticationError("the peer shows the uid of another one", device=self.name, status="PROTOCOL")
         channel.peer_key = key
+
+    def _refused(self, sock: socket.socket, error: BaseException) -> None:
+        """A peer that came was not let in: say so, once for each reason."""
+        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
+            return
+        self._refusals.add(error.message)
+        where = "a peer that has hung up"
+        with contextlib.suppress(OSError):
+            where = "{}:{}".format(*sock.getpeername())
+        text = f"{error.message} ({error.hint})" if error.hint else error.message
+        logging.getLogger("rdmarpc").warning("%s refused a connection from %s: %s", self.name, where, text)
 
     def _welcomed(self, channel: Channel) -> None:
         """The handshake of a channel that a peer opened is complete."""

@@ -16,10 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from .errors import GONE, PeerLost, RdmaError
 from .guard import Guard
 
+Stream = TypeVar("Stream")
 HANDSHAKE_S = 5.0
 """What an acceptor gives a peer for all that it has to say."""
 MAX_UNPROVEN = 128
@@ -144,16 +146,14 @@ class Handshakes:
         self.listener.close()
 
 
-def reach(
-    dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], bytes], deadline: float
-) -> tuple[socket.socket, bytes]:
-    """A stream on which both ends have proven themselves, and the peer's key: ``dial`` connects within so many seconds,
+def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:
+    """What ``prove`` returns: a stream on which both ends have proven themselves. ``dial`` connects within so many seconds,
     ``prove`` talks. A peer that hangs up meanwhile had to make way for others: then once more, until the deadline."""
     pause = _FIRST_PAUSE_S
     while True:
         sock = dial(max(deadline - time.monotonic(), 0.001))
         try:
-            return sock, prove(sock)
+            return prove(sock)
         except BaseException as error:
             sock.close()
             again = isinstance(error, PeerLost) and error.status not in GONE

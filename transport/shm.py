@@ -185,9 +185,9 @@ class ShmDevice(Device):
             sock.close()
             raise
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._service.handshakes.limited(sock, deadline):
-            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+            return sock, auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""

@@ -29,6 +29,7 @@ from .device import Device, OnConnect
 from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
+from .tls import TlsOptions
 from .verbs import VerbsDevice
 from .verbs_channel import VerbsChannel
 
@@ -51,6 +52,7 @@ class StripedDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
+        tls: bool | TlsOptions = False,
     ) -> None:
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
@@ -58,7 +60,7 @@ class StripedDevice(Device):
         self._sides: dict[int, dict[int, VerbsChannel]] = {}  # of connections that are being made, by token
         self._striped: dict[VerbsChannel, StripedChannel] = {}
         self.rails: list[VerbsDevice] = []
-        options: dict[str, Any] = {"secret": secret, "peer_timeout": peer_timeout, "memory": self.memory}
+        options: dict[str, Any] = {"secret": secret, "peer_timeout": peer_timeout, "memory": self.memory, "tls": tls}
         try:
             for place in places:
                 self.rails.append(VerbsDevice(place, on_connect=self._met, **options))

@@ -36,6 +36,7 @@ from .region import RemoteRegion, local_bytes
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
 from .tcp_wire import BEAT, END_BROKEN, END_SILENT, HEADER
+from .tls import TlsOptions, authenticated, prepare
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
@@ -62,10 +63,12 @@ class TcpDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
+        tls: bool | TlsOptions = False,
     ) -> None:
         super().__init__(
             "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
+        self._tls = prepare(tls, self.secret, "tcp")
         self._by_fd: dict[int, TcpChannel] = {}
         self._stop_at = 0.0
         self._guard = Guard("rdmarpc-tcp")
@@ -127,10 +130,12 @@ class TcpDevice(Device):
             with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
                 limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
         known = "every peer proves the job secret" if self.given else "this user's processes on this host only"
+        hidden = self._tls.explain() if self._tls is not None else "none: what travels is not encrypted (option tls)"
         return "\n".join(
             (
                 f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
-                f"  authentication {known}; what travels is not encrypted",
+                f"  authentication {known}",
+                f"  encryption     {hidden}",
                 f"  buffers        {', '.join(limits) or 'unknown'}",
                 f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
                 *(self.memory.explain() if self._own_memory else ()),
@@ -192,18 +197,23 @@ class TcpDevice(Device):
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._handshakes.limited(sock, deadline):
-            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+            return authenticated(
+                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
+            )
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _welcome(self, came: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel, adopted = None, False
+        sock, channel, adopted = came, None, False
         deadline = time.monotonic() + HANDSHAKE_S
         try:
+            with self._handshakes.limited(came, deadline):
+                sock, key = authenticated(
+                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
+                )
+            self._handshakes.proven(came)
             with self._handshakes.limited(sock, deadline):
-                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
-                self._handshakes.proven(sock)
                 channel = self._receive_setup(sock)
             self._know(channel, channel.peer_uid, key)
             # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
@@ -211,8 +221,8 @@ class TcpDevice(Device):
             adopted = self._adopt(channel)
             if adopted:
                 self._welcomed(channel)
-        except EXPECTED:
-            pass
+        except EXPECTED as error:
+            self._refused(sock, error)
         finally:
             if not adopted:
                 sock.close()
@@ -371,4 +381,6 @@ class TcpDevice(Device):
         self._wake()
         if not self.on_io_thread():
             self._io.join(timeout=5.0)
+        if self._tls is not None:
+            self._tls.close(_LINGER)
         self.heart.stop()

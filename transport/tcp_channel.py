@@ -50,6 +50,7 @@ from .tcp_wire import (
     WRITE,
     memory_at,
 )
+from .tls import failure
 
 if TYPE_CHECKING:
     from .tcp import TcpDevice
@@ -287,14 +288,16 @@ class TcpChannel(Channel):
                     wanted, got = self._receive_some()
                     self._heard = True
                     if got == 0:
-                        return PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
+                        ended = PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="tcp", status="EOF")
+                        return failure(self.sock) or ended
                     room -= got
                     if got < wanted:
                         break
             except BlockingIOError:
                 pass
             except OSError as error:
-                return PeerLost(f"the connection broke: {error}", peer=self.peer, device="tcp", status="BROKEN")
+                broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="tcp", status="BROKEN")
+                return failure(self.sock) or broken
             except RdmaError as error:
                 return error
             self._send_ack()

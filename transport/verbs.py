@@ -27,7 +27,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from . import auth, cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
 from . import verbs_layout as at
 from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
@@ -40,6 +40,7 @@ from .memory import Memory
 from .notify import Poller
 from .region import Region, local_bytes
 from .service import Service
+from .tls import TlsOptions, authenticated, permit_rdma, prepare
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -47,6 +48,7 @@ from .verbs_gpu import FlushedPoller, GpuMemory
 from .verbs_provider import LOCAL, REMOTE_READ, REMOTE_WRITE, MemoryRegion, QueuePair
 from .verbs_status import EVENT_MEANINGS
 
+_LINGER_S = 1.0
 _TICK_NS = 500_000_000
 _SETTLE_S = 3.0
 _RETRY_S = 0.05
@@ -70,16 +72,19 @@ class VerbsDevice(Device):
         on_connect: OnConnect | None = None,
         peer_timeout: float = 10.0,
         memory: Memory | None = None,
+        tls: bool | TlsOptions = False,
         qps: int = 1,
     ) -> None:
         if not 1 <= qps <= verbs_control.MAX_QPS:
             raise ValueError(f"qps is from 1 to {verbs_control.MAX_QPS}, got {qps}")
+        permit_rdma(tls)
         self._at = verbs_ports.choose(verbs_provider.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__(
             "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
+        self._tls = prepare(tls, self.secret, "verbs")
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self.gpu_kind = cuda_driver.kind()
@@ -179,6 +184,8 @@ class VerbsDevice(Device):
             (
                 f"verbs: reliable connected queue pairs over {self._at.name}",
                 *(f"  {line}" for line in self._at.lines),
+                f"  control        {self._tls.explain() if self._tls is not None else 'not encrypted (option tls)'}",
+                "  payload        not encrypted: it goes past the processor",
                 f"  messages       of up to {self.max_msg_sz} bytes; {self._sends} a queue pair, {self._srq.depth} receives",
                 f"  adapter        firmware {limits.fw_ver or 'unknown'}; at most {limits.max_mr} memory regions",
                 f"  arena          {self.arena.used} of {self.arena.capacity} bytes used, limit {limit}",
@@ -343,9 +350,11 @@ class VerbsDevice(Device):
             status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
             raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
 
-    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> bytes:
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._service.handshakes.limited(sock, deadline):
-            return auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+            return authenticated(
+                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
+            )
 
     def _meet(self, sock: socket.socket, key: bytes, hello: bytes, deadline: float, pool: Pool | None) -> VerbsChannel:
         """The initiator's side of the handshake, from the setups on."""
@@ -370,14 +379,18 @@ class VerbsDevice(Device):
             raise
         return channel
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _welcome(self, came: socket.socket) -> None:
         """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
-        channel, handshakes = None, self._service.handshakes
+        sock, channel, handshakes = came, None, self._service.handshakes
+        deadline = time.monotonic() + HANDSHAKE_S
         qps: list[QueuePair] = []
         try:
-            with handshakes.limited(sock, time.monotonic() + HANDSHAKE_S):
-                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
-                handshakes.proven(sock)
+            with handshakes.limited(came, deadline):
+                sock, key = authenticated(
+                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
+                )
+            handshakes.proven(came)
+            with handshakes.limited(sock, deadline):
                 theirs = verbs_control.receive_setup(sock)
                 try:
                     qps, ours = self._queue_pairs(len(theirs.queue_pairs))
@@ -395,6 +408,7 @@ class VerbsDevice(Device):
             self._adopt(channel, theirs)
             self._welcomed(channel)
         except BaseException as error:
+            self._refused(sock, error)
             if channel is not None:
                 broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
                 if channel.lose(broken) and channel.known:
@@ -603,6 +617,8 @@ class VerbsDevice(Device):
             channel.lose(PeerLost("the device was closed meanwhile", peer=channel.peer, device="verbs", status="CLOSED"))
         self._service.stop()
         self._end_completions()
+        if self._tls is not None:
+            self._tls.close(_LINGER_S)
         self._heart.stop()
         self._srq.close()
         self._cq.close()

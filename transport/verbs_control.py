@@ -27,6 +27,7 @@ from typing import NamedTuple
 from . import auth
 from .errors import NotSupported, PeerLost
 from .pulse import Pulse
+from .tls import failure
 from .verbs_endpoint import Endpoint
 
 SEGMENT, REGION, GONE, GONE_ACK, SYNC, SYNC_ACK, BYE, LANDING, BEAT = range(1, 10)
@@ -161,9 +162,11 @@ class ControlStream:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
+            broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN")
+            raise failure(self.sock) or broken from None
         if not data:
-            raise PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
+            ended = PeerLost("the peer's process ended, or it aborted", peer=self.peer, device="verbs", status="EOF")
+            raise failure(self.sock) or ended
         self.heard = True
         data = self._rest + data
         whole = len(data) // MESSAGE.size * MESSAGE.size

@@ -6,29 +6,45 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transport_peer import Across, Pair, Peer, accept
+from transport_peer import ENCRYPTED, Across, Pair, Peer, accept
 
 from rdmarpc import transport
 from rdmarpc.transport import Device
 
 KINDS = ("shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma))
 
+WHOLE = ("test_contract", "test_end", "test_peers", "test_stress")
+"""Modules whose tests are for encrypted streams, too."""
 
-@pytest.fixture(params=KINDS)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kind" in metafunc.fixturenames and not hasattr(metafunc.module, "kind"):
+        encrypted = ["tcp+tls"] if metafunc.module.__name__ in WHOLE else []
+        metafunc.parametrize("kind", [*KINDS, *encrypted], indirect=True)
+
+
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return request.param.partition("+")[0]
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of every device that a test opens: those of a kind such as ``tcp+tls``."""
+    given = getattr(request.node, "callspec", None)
+    return ENCRYPTED if given is not None and str(given.params.get("kind", "")).endswith("+tls") else {}
 
 
 @pytest.fixture
 def open_device(
-    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+    request: pytest.FixtureRequest, options: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> Iterator[Callable[..., Device]]:
     """``transport.open_device``; everything opened is closed after the test."""
     opened: list[Device] = []
     dying = request.module.__name__ in ("test_end", "test_peers")  # what is posted there may never be sent
 
-    def open_one(*args: Any, **options: Any) -> Device:
-        opened.append(transport.open_device(*args, **options))
+    def open_one(*args: Any, **given: Any) -> Device:
+        opened.append(transport.open_device(*args, **{**options, **given}))
         return opened[-1]
 
     yield open_one
@@ -39,12 +55,12 @@ def open_device(
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
+def start_peer(options: dict[str, Any]) -> Iterator[Callable[..., Peer]]:
     """``Peer``; everything started is ended after the test."""
     started: list[Peer] = []
 
-    def start_one(*args: Any, **options: Any) -> Peer:
-        started.append(Peer(*args, **options))
+    def start_one(*args: Any, **given: Any) -> Peer:
+        started.append(Peer(*args, **{**options, **given}))
         return started[-1]
 
     yield start_one

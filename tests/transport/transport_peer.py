@@ -14,6 +14,8 @@ from forks import forks
 from rdmarpc import transport
 from rdmarpc.transport import Channel, Device, RemoteRegion
 
+ENCRYPTED = {"tls": True, "secret": b"a secret of tests"}
+"""Options of a device whose streams are encrypted."""
 C, S = ord("c"), ord("s")
 """Bytes that come from the connecting side, and from the other one: a copy in the wrong direction shows."""
 

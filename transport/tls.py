@@ -1,0 +1,101 @@
+"""TLS 1.3 for the streams that leave a host: the whole of ``tcp``, and the stream beside a queue pair of ``verbs``.
+
+Both ends prove themselves in the handshake, in one of two ways: by the job secret (a pre-shared key that is derived from it,
+with an ephemeral key exchange), or by certificates of one authority, which each end has and checks. Then the ends authenticate
+as they do without TLS (``auth``), bound to this very stream: so whom else the authority has signed for is in between nowhere.
+
+There is no way down: an end that has TLS on speaks TLS 1.3 or nothing. No tickets, no resumption, no renegotiation.
+
+The payload that RDMA carries is not encrypted by any of this: adapters move it, past the processor. So a device for ``verbs``
+is refused when TLS is on, unless ``TlsOptions.rdma_in_clear`` says that this is known.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import auth
+from .errors import GONE, NotSupported, PeerLost
+
+if TYPE_CHECKING:
+    from .identity import Identity
+    from .tls_handshake import Tls
+
+
+@dataclass(frozen=True)
+class TlsOptions:
+    """``certificate`` (with its chain), ``key``, ``authority``: PEM files, all three or none. Without them the job secret
+    proves both ends. With them each end shows its certificate, which the other's ``authority`` has to have signed: any
+    name in it will do, so let it be an authority of the job's own. ``rdma_in_clear``: let RDMA carry payload, which is
+    not encrypted; control messages are."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    rdma_in_clear: bool = False
+
+    def __post_init__(self) -> None:
+        files = (self.certificate, self.key, self.authority)
+        if any(files) and not all(files):
+            raise ValueError("certificate, key and authority belong together: give all three files, or none")
+
+
+def check(tls: object) -> None:
+    """``TypeError`` for what is no argument ``tls`` of a device."""
+    if not isinstance(tls, (bool, TlsOptions)):
+        raise TypeError(f"tls is True, False or TlsOptions, got {tls!r}")
+
+
+def failure(sock: socket.socket) -> PeerLost | None:
+    """Why an encrypted stream ended, where it was not the peer's end. ``None`` also for any other stream."""
+    return getattr(sock, "failure", None)
+
+
+def permit_rdma(tls: bool | TlsOptions) -> None:
+    """``NotSupported`` where RDMA would carry in clear what has to be encrypted."""
+    check(tls)
+    if tls and not (isinstance(tls, TlsOptions) and tls.rdma_in_clear):
+        raise NotSupported(
+            "tls is on, and what RDMA carries is not encrypted",
+            device="verbs",
+            hint="tls=TlsOptions(rdma_in_clear=True) allows it, where the fabric is trusted",
+        )
+
+
+def prepare(tls: bool | TlsOptions, secret: bytes, device: str) -> Tls | None:
+    """What a device does with its argument ``tls``. ``None``: it is off."""
+    check(tls)
+    if not tls:
+        return None
+    from .tls_handshake import Tls  # compiles more kernels
+
+    return Tls(tls if isinstance(tls, TlsOptions) else TlsOptions(), secret, device)
+
+
+def authenticated(
+    sock: socket.socket,
+    tls: Tls | None,
+    secret: bytes,
+    identity: Identity,
+    *,
+    initiator: bool,
+    deadline: float,
+    expect: str = "",
+) -> tuple[socket.socket, bytes]:
+    """``auth.authenticate``; with TLS on a stream that is encrypted before. Returns the stream to go on with, and the peer's
+    key. ``sock`` has been closed if it is another one; after an error it is the caller's to close."""
+    stream, binding = (sock, b"") if tls is None else tls.seal(sock, initiator=initiator, deadline=deadline)
+    try:
+        key = auth.authenticate(stream, secret, identity, initiator=initiator, expect=expect, binding=binding)
+    except BaseException as error:
+        broken = failure(stream) if isinstance(error, PeerLost) and error.status not in GONE else None
+        if stream is not sock:
+            stream.close()
+        if broken is not None:
+            raise broken from None
+        raise
+    if stream is not sock:
+        sock.close()
+    return stream, key
