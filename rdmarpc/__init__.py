@@ -22,6 +22,7 @@ from .api import (
 )
 from .debug import counters, debug_info, explain
 from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo
+from .permits import NotAllowed
 from .rref import RRef, _rref_context_get_debug_info
 from .transport import (
     ArenaFull,
@@ -44,6 +45,7 @@ __all__ = [
     "ArenaFull",
     "AuthenticationError",
     "BackendType",
+    "NotAllowed",
     "NotSupported",
     "PeerLost",
     "RRef",

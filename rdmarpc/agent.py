@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, forked, gpu, gpu_streams, grad_pass, profiling, serialize, timeline
+from . import exits, forked, gpu, gpu_streams, grad_pass, permits, profiling, serialize, timeline
 from .callee import Callee
 from .caller import REMOTE, Caller
 from .device_maps import Targets
@@ -61,6 +61,7 @@ class Agent:
         self.options, self.rpc_timeout = options, options.rpc_timeout
         self.since = time.monotonic()
         serialize.use_cloudpickle(options.pickler == "cloudpickle")
+        permits.use(None if options.allow is None else permits.Permits(options.allow))
         grad_pass.first_call()
         self.guard = Guard("rdmarpc")
         self._ready = threading.Event()  # peers may connect before we are complete
@@ -201,14 +202,15 @@ class Agent:
 
     def refused(self) -> dict[str, int]:
         """What came from peers and was not theirs to say (docs/protocols.md, 13): answers to calls that were made to others,
-        words about references that others hold, ends of others' autograd contexts, gradients of tensors that others got, and
-        landing places that others hold."""
+        words about references that others hold, ends of others' autograd contexts, gradients of tensors that others got,
+        landing places that others hold, and names that ``allow`` does not have."""
         return {
             "refused_answers": self.caller.refused,
             "refused_references": self.rrefs.refused,
             "refused_ends": self.contexts.refused,
             "refused_gradients": self.contexts.refused_gradients,
             "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
+            "refused_names": 0 if permits.current is None else permits.current.refused,
         }
 
     def new_id(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import struct
 import threading
 import traceback
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import gpu_streams, profiling, remote_error, serialize
+from . import gpu_streams, permits, profiling, remote_error, serialize
 from .caller import (
     BULK,
     FLAT,
@@ -56,6 +55,8 @@ from .tensors import (
 from .transport import ArenaFull, Device, PeerLost, RdmaError
 from .transport.arena import Block
 
+_MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
+"""How many functions are remembered by their pickles, and the longest of these."""
 _MAX_KEPT = 1 << 16
 """Results that one worker has still to read: an honest one has at most as many as calls under way."""
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
@@ -249,7 +250,11 @@ class Callee:
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
         if found is None:
-            found = self._functions[name] = pickle.loads(name)
+            found = permits.load_called(name)
+            if len(name) <= _MAX_NAME:
+                if len(self._functions) >= _MAX_FUNCTIONS:
+                    self._functions.clear()
+                self._functions[name] = found
         return found
 
     # -- answering

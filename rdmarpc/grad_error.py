@@ -10,6 +10,8 @@ import pickle
 import traceback
 from typing import Any
 
+from . import permits
+
 
 class BackwardError(RuntimeError):
     """A backward pass failed: a node, a hook, or a worker that was lost. Also an instance of the original exception's type
@@ -81,9 +83,11 @@ def dump(error: Exception) -> bytes:
 
 
 def load(packed: bytes) -> Exception:
-    text, inner = pickle.loads(packed)
+    text, inner = permits.loads(packed)
     try:
-        kind, state = pickle.loads(inner)
-    except Exception:  # a type that is not known here
+        kind, state = permits.loads(inner)
+    except Exception:  # a type that is not known, or not allowed, here
+        return BackwardError(text)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
         return BackwardError(text)
     return made(kind, text, state)

@@ -10,14 +10,20 @@ Conjugate and negative bits travel as bits: memory goes as it lies.
 
 from __future__ import annotations
 
-import pickle
+import struct
 from typing import NamedTuple
 
 import torch
 
+from .transport import RdmaError
+
 SMALL_STORAGE = 8192
 CONJUGATE, NEGATIVE = 1, 2
 _MAX_CACHE = 4096
+_HEAD = struct.Struct("<BBBQQ")
+"""Of an encoded description: rank, bits, length of the dtype's name, offset, bytes of the run. The name follows, the shape,
+and, with ``_STRIDED``, the strides. Bits: 1 requires_grad, 2 plain, 4 strides, 8 conjugate, 16 negative."""
+_STRIDED = 4
 _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
 
@@ -106,9 +112,17 @@ def encode(what: Description) -> bytes:
     if found is None:
         if len(_encoded) >= _MAX_CACHE:
             _encoded.clear()
-        found = _encoded[what] = pickle.dumps(tuple(what), 5)
+        found = _encoded[what] = _encode(what)
         _decoded[found] = what
     return found
+
+
+def _encode(what: Description) -> bytes:
+    name = str(what.dtype).removeprefix("torch.").encode()
+    bits = what.requires_grad | what.plain << 1 | (what.strides is not None) << 2 | what.flips << 3
+    numbers = what.shape if what.strides is None else what.shape + what.strides
+    head = _HEAD.pack(len(what.shape), bits, len(name), what.offset, what.nbytes)
+    return head + name + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def decode(text: bytes) -> Description:
@@ -116,8 +130,32 @@ def decode(text: bytes) -> Description:
     if found is None:
         if len(_decoded) >= _MAX_CACHE:
             _decoded.clear()
-        found = _decoded[text] = Description(*pickle.loads(text))
+        found = _decoded[text] = _decode(text)
     return found
+
+
+def _decode(text: bytes) -> Description:
+    """Raises ``RdmaError`` for what describes no tensor inside its run."""
+    try:
+        rank, bits, length, offset, nbytes = _HEAD.unpack_from(text)
+        at = _HEAD.size + length
+        numbers = struct.unpack(f"<{rank * (2 if bits & _STRIDED else 1)}Q", text[at:])
+        dtype = getattr(torch, text[_HEAD.size : at].decode(), None)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RdmaError(f"what came describes no tensor: {error}") from None
+    shape, strides = numbers[:rank], numbers[rank:] if bits & _STRIDED else None
+    what = Description(dtype, shape, strides, offset, bool(bits & 1), bits >> 3, nbytes, bool(bits & 2))  # type: ignore[arg-type]
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTISED or what.flips > (CONJUGATE | NEGATIVE) or not _inside(what):
+        raise RdmaError(f"what came describes no tensor inside {nbytes} bytes: {shape}, {strides} from {offset}")
+    return what
+
+
+def _inside(what: Description) -> bool:
+    """Whether a tensor lies in its run: all of it, where it is plain."""
+    used = span(what.shape, dense(what.shape) if what.strides is None else what.strides) * what.dtype.itemsize
+    if what.plain:
+        return what.strides is None and not what.offset and not what.flips and 0 < used == what.nbytes
+    return not used or what.offset * what.dtype.itemsize + used <= what.nbytes
 
 
 def physical(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 import threading
 from typing import Any
 
 import torch
 
 from . import agent as _agent
-from . import autograd
+from . import autograd, permits
 from .functions import MAY_DEFER
 from .future import bare, fail
 from .gpu_streams import use_here
@@ -82,7 +81,7 @@ class LocalOptimizer:
                 del group[key]
             else:
                 group[key] = value
-        wanted = pickle.loads(changes) if changes else {}
+        wanted = permits.loads(changes) if changes else {}
         changed = [(group, wanted[number]) for number, group in self.groups().items() if number in wanted]
         self._own = [(group, key, group.get(key, _ABSENT)) for group, new in changed for key in new]
         for group, new in changed:
@@ -147,4 +146,7 @@ def load_state_dict(rref: int, state: dict[str, Any]) -> None:
 
 def _find(rref: int) -> LocalOptimizer:
     # By its number: a reference among the arguments would have to be forked and deleted for every step.
-    return _agent.current().rrefs.future(rref).wait()
+    found = _agent.current().rrefs.future(rref).wait()
+    if not isinstance(found, LocalOptimizer):
+        raise TypeError(f"reference {rref:#x} is to a {type(found).__name__}, which is no part of a DistributedOptimizer")
+    return found

@@ -17,7 +17,7 @@ from torch.distributed import _remote_device
 from torch.utils import _pytree as pytree
 
 from . import agent as _agent
-from . import serialize
+from . import permits, serialize
 from .functions import async_execution
 from .future import Pending, bare, fail, mapped
 from .rref import RRef
@@ -245,7 +245,7 @@ def _module(rref: int) -> nn.Module:
 
 
 def _remote_forward(*args: Any, **kwargs: Any) -> Any:
-    return _module(args[-1]).forward(*args[:-1], **kwargs)
+    return permits.method(_module(args[-1]), "forward")(*args[:-1], **kwargs)
 
 
 def _remote_forward_on(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ def _remote_forward_on(*args: Any, **kwargs: Any) -> Any:
         return tensor.to(device)
 
     inputs, kwargs = pytree.tree_map_only(torch.Tensor, moved, (inputs, kwargs))
-    result = _module(rref).forward(*inputs, **kwargs)
+    result = permits.method(_module(rref), "forward")(*inputs, **kwargs)
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if from_cpu and not mapped else result
 
 
@@ -267,8 +267,8 @@ _remote_forward._names_callee = _remote_forward_on._names_callee = -1  # type: i
 
 
 def _parameters(recurse: bool, rref: int) -> list[RRef[nn.Parameter]]:
-    return [RRef(parameter) for parameter in _module(rref).parameters(recurse)]
+    return [RRef(parameter) for parameter in permits.method(_module(rref), "parameters")(recurse)]
 
 
 def _train(mode: bool, rref: int) -> None:
-    _module(rref).train(mode)
+    permits.method(_module(rref), "train")(mode)

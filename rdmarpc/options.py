@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
+from typing import Any
 
 import torch
 
 from . import constants
 from . import device_maps as _devices
 from .device_maps import DeviceLike, DeviceMap
+from .permits import Permits
 from .transport import TlsOptions, check_require, check_secret, check_tls
 
 _MAX_ID = 2**15 - 1
@@ -72,6 +74,11 @@ class RpcBackendOptions:
     and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
     ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
     1; 0: never). A peer whose process ends is lost at once.
+    ``allow``: functions, classes and modules (with all that is defined there, and below a package) that peers may use here; by
+    default everything that can be imported. Else a request, an answer or an error that names anything else is ``NotAllowed``;
+    it is not even imported. A call that another worker makes needs its function in ``allow`` there; objects that travel, types
+    of values that are asked for methods, remote modules and optimizers need their classes where they arrive. ``rdmarpc.wrap``
+    in it: peers may place parts of wrapped models here, which may run anything of torch. Not with ``"cloudpickle"``.
     ``timeline``: folder, or file ending in ``.json``, for a timeline of the run (default: ``RDMARPC_TIMELINE``).
     """
 
@@ -92,6 +99,7 @@ class RpcBackendOptions:
         pickler: str = "pickle",
         peer_timeout: float = constants.DEFAULT_PEER_TIMEOUT_SEC,
         timeline: str | None = None,
+        allow: Iterable[Any] | None = None,
     ) -> None:
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = rpc_timeout
@@ -107,6 +115,7 @@ class RpcBackendOptions:
         self.pickler = pickler
         self.peer_timeout = peer_timeout
         self.timeline = timeline
+        self.allow = None if allow is None else list(allow)
         self.validate()
         for to, given in (device_maps or {}).items():
             self.set_device_map(to, given)
@@ -130,6 +139,12 @@ class RpcBackendOptions:
             check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):
             raise ValueError(f"pickler is 'pickle' or 'cloudpickle', got {self.pickler!r}")
+        if self.allow is not None:
+            if self.pickler == "cloudpickle":
+                raise ValueError(
+                    "allow=[...] names what peers may use, and pickler='cloudpickle' lets them send code: not both"
+                )
+            Permits(self.allow)
         if self.pickler == "cloudpickle" and importlib.util.find_spec("cloudpickle") is None:
             raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
 

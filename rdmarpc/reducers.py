@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import device_maps, gpu
+from . import device_maps, gpu, permits
 from .layout import travels
 
 _COMPRESSED = {
@@ -40,15 +40,17 @@ def reduce_tensor(value: torch.Tensor) -> Any:
 
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
-    # Valid where it came from; the check would read every index.
-    made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+    # Valid where it came from; the check would read every index. Of peers that are not trusted it does.
+    checked = permits.current is not None
+    made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked, is_coalesced=coalesced)
     return made.requires_grad_(requires_grad)
 
 
 def _compressed(
     outer: torch.Tensor, inner: torch.Tensor, values: torch.Tensor, shape: torch.Size, layout: torch.layout, requires_grad: bool
 ) -> torch.Tensor:
-    made = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=False)
+    checked = permits.current is not None
+    made = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=checked)
     return made.requires_grad_(requires_grad)
 
 
@@ -88,6 +90,8 @@ def reduce_subclass(value: torch.Tensor) -> Any:
 
 
 def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:
+    if not issubclass(kind, torch.Tensor):
+        raise TypeError(f"{kind.__qualname__} is no kind of tensor")
     made = plain.as_subclass(kind).requires_grad_(requires_grad)
     if state:
         torch._utils._set_obj_state(made, state)

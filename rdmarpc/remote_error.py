@@ -6,7 +6,7 @@ back spoils nothing else, the type and the exception. The caller rebuilds, in th
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
 2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
 3. the type, made with the remote text;
-4. where even that fails: ``RuntimeError`` with both.
+4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 import traceback
 
+from . import permits
 from .options import WorkerInfo
 
 _PICKLER_HINT = (
@@ -43,17 +44,17 @@ def text_of(payload: bytes) -> str:
 
 def rebuild(payload: bytes) -> Exception:
     """The exception to raise at the caller."""
-    name, text, kind, whole = pickle.loads(payload)
+    name, text, kind, whole = permits.loads(payload)
     if whole:
         try:
-            error = pickle.loads(whole)
+            error = permits.loads(whole)
             if isinstance(error, Exception):
                 error.__cause__ = RuntimeError(text)
                 return error
         except BaseException:
             pass
     try:
-        error = pickle.loads(kind)(text)
+        error = permits.loads(kind)(text)
         if isinstance(error, Exception):
             return error
     except BaseException:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import permits
 from .functions import async_execution
 from .future import bare, fail
 from .grad_context import current
@@ -88,12 +89,12 @@ def _function(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _run(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref.local_value(), name)(*args, **kwargs)
+    return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 
 @async_execution
 def _run_async(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref.local_value(), name)(*args, **kwargs)
+    return permits.method(rref.local_value(), name)(*args, **kwargs)
 
 
 # Each method has landing places of its own.

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from . import device_maps, gpu, reducers, unpicklable
+from . import device_maps, gpu, permits, reducers, unpicklable
 from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
@@ -252,8 +252,8 @@ def loads(
     _incoming.on_gpu = on_gpu
     try:
         if not count:
-            return pickle.loads(payload)
-        return pickle.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
+            return permits.loads(payload)
+        return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
         _incoming.tensors, _incoming.references, _incoming.parts, _incoming.on_gpu = outer
 
@@ -320,7 +320,7 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Inverse of ``dump_flat``."""
     if payload == _EMPTY:
         return ()
-    values = pickle.loads(payload)
+    values = permits.load_plain(payload)
     if not tensors:
         return values
     remaining = iter(tensors)

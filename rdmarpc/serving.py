@@ -14,6 +14,10 @@ from .transport import RdmaError
 
 _servers: weakref.WeakKeyDictionary[Agent, dict[str, Server]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_ASKED = frozenset(
+    ("connect", "counters", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"),
+)
+"""Its methods that workers ask for."""
 
 
 def _table(agent: Agent) -> dict[str, Server]:
@@ -61,6 +65,8 @@ def enter(
 
 def ask(model: str, method: str, args: tuple[Any, ...]) -> Any:
     """Called at a server: a method of its ``Server``."""
+    if method not in _ASKED:
+        raise RdmaError(f"a server is not asked to {method!r}")
     return _find(model).ask(method, *args)
 
 

@@ -204,6 +204,8 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
 
 def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     what = layout.decode(text)
+    if len(data) != what.nbytes:
+        raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(data)}")
     run = torch.frombuffer(bytearray(data), dtype=what.dtype)
     return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
@@ -265,12 +267,17 @@ def unpack(
         at += _ENTRY.size + length
         if way >= VIEW:
             (base,) = _INDEX.unpack_from(table, at)
+            if base >= len(runs):
+                raise RdmaError("a tensor lies in the memory of one that comes after it", peer=channel.peer)
             runs.append(runs[base])
             if way == SAME:
                 tensors.append(tensors[base])
             else:
                 # Of its own: the run may be the other tensor by now.
-                tensors.append(layout.rebuilt(runs[base].detach(), layout.decode(table[at - length : at])))
+                what = layout.decode(table[at - length : at])
+                if what.nbytes > runs[base].nbytes:
+                    raise RdmaError(f"a view of {what.nbytes} bytes in a run of {runs[base].nbytes}", peer=channel.peer)
+                tensors.append(layout.rebuilt(runs[base].detach(), what))
             at += _INDEX.size
             continue
         what = layout.decode(table[at - length : at])
@@ -278,6 +285,8 @@ def unpack(
             # A bytearray of its own: received tensors are writable and outlive the frame.
             piece = bytearray(data[offset : offset + what.nbytes])
             offset += what.nbytes
+            if len(piece) != what.nbytes:
+                raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(piece)}", peer=channel.peer)
             run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
         elif way == HANDED:
             run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))

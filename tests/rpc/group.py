@@ -70,6 +70,8 @@ def _main(scenario: Callable[..., Any], rank: int, size: int, place: str, option
     import rdmarpc as rpc
 
     torch.set_num_threads(1)
+    if callable(allow := options.get("allow")):
+        options["allow"] = allow()  # modules cannot be sent to the process
     os.environ.update(options.pop("environment", {}))
     try:
         if options.pop("gpu", False):
@@ -98,7 +100,7 @@ def run_group(
     """``scenario(rank)`` runs in each worker after ``init_rpc`` and has to shut down itself. ``options`` go to
     ``RpcBackendOptions`` (``each``: per rank, also ``name``). ``ranks``: start only these. Fails if a worker hangs.
     With ``dynamic=True`` it is ``scenario(meeting)``, without ``init_rpc``; with ``gpu=True`` each has a GPU (``gpu.load``).
-    ``environment``: variables of the workers."""
+    ``environment``: variables of the workers. ``allow``: a function that gives the option."""
     if options.get("gpu"):
         gpu.build()
     outcomes = [Outcome() for _ in range(size)]
