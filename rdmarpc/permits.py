@@ -204,7 +204,7 @@ class _Quick(pickle.Unpickler):
         self.find_class = find  # type: ignore[method-assign]
 
 
-_Python: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Python: Any = pickle._Unpickler
 
 
 class _Careful(_Python):
