@@ -275,6 +275,9 @@ class Callee:
             answer = [(source or future).value()]
         except BaseException as error:
             self._fail(link, call, control, error, rref)
+            # The future holds the error, the error this frame, and this frame the future: no collector sees that circle, as the
+            # future is C++, and all of this worker would live in it.
+            error.__traceback__ = None
             return
         self._reply(link, call, control, answer, sizes, places, rref, context)
 
