@@ -289,4 +289,6 @@ class Executor(threading.Thread):
         while self._jobs:
             _, _, future = self._jobs.popleft()
             if not future.done():
-                future.set_exception(RdmaError(f"the executor has ended: {self.error}"))
+                # Whoever was lost is what the caller is told, by type and name.
+                why = self.error if isinstance(self.error, RdmaError) else RdmaError("")
+                future.set_exception(type(why)(f"the executor has ended: {self.error}", peer=why.peer))
