@@ -100,7 +100,9 @@ class Agent:
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         undo.callback(self.progress.stop)
-        self.links = Links(self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost)
+        self.links = Links(
+            self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout
+        )
         self._links, self._rows = self.links.by_worker, self.links.rows
         self.contexts = Contexts(self.number, self._tell_end)
         gpu.current = self._open_gpus()

@@ -20,11 +20,13 @@ from .group import Group
 from .link import RING, Link
 from .members import Record
 from .progress import Progress
-from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError
+from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"
 _CONNECT_TIMEOUT_S = 10.0
+_LOOK_S = 0.1
+_HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
@@ -56,6 +58,7 @@ class Links:
         progress: Progress,
         ended: Callable[[Link, RdmaError], list[Any]],
         missed: Callable[[int, RdmaError], None],
+        peer_timeout: float,
     ) -> None:
         self._device, self._poller, self._group, self._progress = device, poller, group, progress
         self._ended, self._missed = ended, missed
@@ -74,6 +77,9 @@ class Links:
         self._lock = threading.Condition()
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
+        self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
+        self._unanswered: dict[int, tuple[float, RdmaError]] = {}
+        """The last attempt at each worker that nobody answered: when it ended, and how."""
         group.missed = self.miss
         self.at_once: Callable[[int], None] = lambda worker: None
         """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
@@ -83,55 +89,82 @@ class Links:
     # -- connecting
 
     def to(self, number: int) -> Link:
-        """The link to a worker, connecting if there is none yet. Raises ``PeerLost`` (for good, once lost)."""
+        """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; for all who
+        waited for this attempt, if it does not answer."""
         self._device.check()
-        with self._connect_locks.setdefault(number, threading.Lock()):
-            record = self._group.record(number)
-            if record is None:
-                self.miss(number)
-            with self._lock:
-                found = self.by_worker.get(number)
-                if found is not None:
-                    return found
-                if number in self.lost:
-                    raise fresh(self.lost[number])
-                assert record is not None
-                self._connecting.add(number)
-            pool = self._own_pool if number == self._group.number else self._device.pool()
-            link = Link(self._device, None, number, pool)
-            try:
-                channel = self._device.connect(
-                    record.address.encode(), hello=self._hello() + link.inbox, timeout=_CONNECT_TIMEOUT_S, pool=link.pool
-                )
-            except PeerLost as error:
-                link.pool.close()
-                with self._lock:
-                    self._connecting.discard(number)
-                    # Both ends connected at once, and the other one's connection counts (``on_connect``).
-                    limit = 0.0 if error.status in GONE else _CROSSING_S
-                    if self._lock.wait_for(lambda: number in self.by_worker, timeout=limit):
-                        return self.by_worker[number]
-                self._group.refresh()
-                why = _unreachable(record, error.message, error.status, error.hint)
-                raise self.lost.get(number) or why from error.__cause__
-            except RdmaError:
-                link.pool.close()
-                with self._lock:
-                    self._connecting.discard(number)
-                raise
-            link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
-            known = channel.peer_key.hex() == record.key
-            if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
-                self._supersede(record)
-                with self._lock:
-                    self._connecting.discard(number)
-                    if number not in self.lost:
-                        self._enter(link, record, serve_only=False)
-                        return link
+        asked = time.monotonic()
+        lock = self._connect_locks.setdefault(number, threading.Lock())
+        while not lock.acquire(timeout=_LOOK_S):
+            self._check_answered(number, asked)
+        try:
+            return self._link(number, asked)
+        finally:
+            lock.release()
+
+    def _check_answered(self, number: int, asked: float) -> None:
+        """Raises how an attempt to connect ended that nobody answered, if it ended after somebody asked for the link."""
+        ended, error = self._unanswered.get(number, (0.0, None))
+        if error is not None and ended > asked:
+            raise fresh(error)
+
+    def _link(self, number: int, asked: float) -> Link:
+        """With the worker's lock held."""
+        record = self._group.record(number)
+        if record is None:
+            self.miss(number)
+        with self._lock:
+            found = self.by_worker.get(number)
+            if found is not None:
+                return found
+            if number in self.lost:
+                raise fresh(self.lost[number])
+            self._check_answered(number, asked)
+            assert record is not None
+            self._connecting.add(number)
+        pool = self._own_pool if number == self._group.number else self._device.pool()
+        link, limit = Link(self._device, None, number, pool), time.monotonic() + self._patience
+        try:
+            channel = self._device.connect(
+                record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
+            )
+        except TransferTimeout:
+            link.pool.close()
             with self._lock:
                 self._connecting.discard(number)
-            channel.close()
-            raise self.lost.get(number) or _unreachable(record, "another one listens there now")
+                if number in self.by_worker:
+                    return self.by_worker[number]
+                silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
+                self._unanswered[number] = time.monotonic(), silent
+            raise silent from None
+        except PeerLost as error:
+            link.pool.close()
+            with self._lock:
+                self._connecting.discard(number)
+                # Both ends connected at once, and the other one's connection counts (``on_connect``).
+                crossing = 0.0 if error.status in GONE else min(_CROSSING_S, max(limit - time.monotonic(), 0.0))
+                if self._lock.wait_for(lambda: number in self.by_worker, timeout=crossing):
+                    return self.by_worker[number]
+            self._group.refresh()
+            why = _unreachable(record, error.message, error.status, error.hint)
+            raise self.lost.get(number) or why from error.__cause__
+        except RdmaError:
+            link.pool.close()
+            with self._lock:
+                self._connecting.discard(number)
+            raise
+        link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
+        known = channel.peer_key.hex() == record.key
+        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+            self._supersede(record)
+            with self._lock:
+                self._connecting.discard(number)
+                if number not in self.lost:
+                    self._enter(link, record, serve_only=False)
+                    return link
+        with self._lock:
+            self._connecting.discard(number)
+        channel.close()
+        raise self.lost.get(number) or _unreachable(record, "another one listens there now")
 
     def _hello(self) -> bytes:
         return _HELLO.pack(_HELLO_MAGIC, self._group.number)
@@ -235,7 +268,8 @@ class Links:
         self._poller.kick()
         record = self._group.workers.record(link.worker)
         if self._group.dynamic and record is not None:
-            if not left:
+            # Only our connection may have ended, because one of us had enough of the other: then it is a member for all others.
+            if not left and not (error.status == "EOF" and listens(self._device, record)):
                 self._group.take_out(record)
             self._group.refresh()
 

@@ -1,0 +1,67 @@
+"""Workers that are called for the first time when they do not run any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from group import run_group
+
+import rdmarpc as rpc
+
+DEVICES = ["shm", "tcp"]
+
+
+def number(value):
+    return value
+
+
+def call_one_that_stopped(rank):
+    """Rank 1 stops before anybody has called it; three threads call it at once, and again."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    time.sleep(0.3)
+    found = []
+
+    def call() -> None:
+        for _ in range(2):
+            start = time.monotonic()
+            try:
+                rpc.rpc_sync("worker1", number, (1,))
+            except rpc.PeerLost as error:
+                found.append((time.monotonic() - start, str(error)))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    peers = [thread for thread in threads if thread.is_alive()]
+    with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
+        children = [int(pid) for pid in file.read().split()]
+    rpc.shutdown(graceful=False)
+    for pid in children:
+        if pid != os.getpid() and _stopped(pid):
+            os.kill(pid, signal.SIGKILL)
+    return len(peers), found
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_first_call_to_a_stopped_worker_is_an_error_for_all_at_once(device):
+    outcomes = run_group(call_one_that_stopped, 2, transport=device, peer_timeout=1.0)
+    hanging, found = outcomes[0].result
+    assert not hanging and len(found) == 6
+    for seconds, text in found:
+        assert seconds < 1.0 + 3.0 + 1.0 and "worker1" in text, found
