@@ -1,6 +1,7 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
+# make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 # make vm-bench  the verbs device beside perftest and torch RPC, in such a guest
 # make vm-cluster  two emulated hosts: faults between them, a SLURM over them (Debian; see docs/clusters.md)
@@ -13,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run test test-cuda vm-test vm-bench vm-cluster bench lint format typecheck-links clean
+.PHONY: run test test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -27,7 +28,7 @@ test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(CALM) || status=1; \
-	$(BIN)/python -m pytest tests/rpc tests/transport tests/vm || status=1; \
+	$(BIN)/python -m pytest tests/rpc tests/transport tests/vm tests/campaign || status=1; \
 	exit $$status
 else
 	$(BIN)/python -m pytest $(ARGS)
@@ -35,6 +36,9 @@ endif
 
 test-cuda: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+campaign: $(INSTALLED)
+	$(BIN)/python -m tests.campaign $(ARGS)
 
 vm-test: $(INSTALLED)
 	$(BIN)/python tests/vm/suite.py $(ARGS)
