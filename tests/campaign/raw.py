@@ -47,7 +47,10 @@ class Ends:
         self.channels: dict[int, Any] = {}
         self.places: dict[int, Any] = {}
         self.device = transport.open_device(
-            scene.trial.device, secret=b"campaign", peer_timeout=scene.options["peer_timeout"], on_connect=self._welcome
+            scene.trial.device,
+            secret=b"the secret of a campaign",
+            peer_timeout=scene.options["peer_timeout"],
+            on_connect=self._welcome,
         )
         self._room = [self.device.empty(LANES * _LANE, dtype=torch.uint8) for _ in range(scene.trial.size)]
         self._exports = [self.device.export(room) for room in self._room]

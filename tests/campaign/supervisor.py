@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from .worker import INIT_TIMEOUT_S, main
 
 _TICK_S = 0.02
 _START_S = 40.0
+_CROWD = 4.0  # threads a core that want to run: those of a trial or two
 _SETTLE_S = 0.8
 TAMPER_S = 8.0
 _LONGER = {"init": INIT_TIMEOUT_S, "join": INIT_TIMEOUT_S, "wrap": 20.0}
@@ -56,10 +58,10 @@ def run(trial: Trial, keep: Path | None = None, siege: Siege | None = None) -> O
         with _namespaces(trial) as namespaces:
             watch = _Watch(trial, folder, namespaces, siege)
             watch.run()
-        outcome.lag, outcome.operations = watch.lag, watch.operations
+        outcome.lag, outcome.operations = watch.late, watch.operations
         entries = _read(folder)
         outcome.frames = sum(entry["frames"] for entry in entries if entry["event"] == "tampered")
-        outcome.problems = watch.problems + verdict.judge(trial, entries, watch.times(), watch.lag, watch.exits, watch.hung)
+        outcome.problems = watch.problems + verdict.judge(trial, entries, watch.times(), watch.late, watch.exits, watch.hung)
         outcome.problems += verdict.left_behind(entries, shared)
         if outcome.problems and keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
@@ -102,8 +104,9 @@ class _Watch:
         self.problems: list[str] = []
         self.hung: set[int] = set()
         self.exits: dict[int, int | None] = {}
-        self.lag = 0.0
+        self.lag = self.late = 0.0
         self.operations = 0
+        self._crowd: deque[int] = deque([1], maxlen=round(5.0 / _TICK_S))
         self._last = time.monotonic()
         cut = {fault.victim for fault in trial.faults if fault.kind == "cut"}
         self.processes = []
@@ -163,7 +166,14 @@ class _Watch:
             if now - self._last > 3 * _TICK_S:
                 self.lag += now - self._last - _TICK_S
             self._last = now
+            self._crowd.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
             self._look()
+            self.late = max(self.late, self.lag + PEER_TIMEOUT_S * (self.stretch - 1))
+
+    @property
+    def stretch(self) -> float:
+        """By how much limits are longer, because many more threads of this host want to run than a trial has."""
+        return max(1.0, sum(self._crowd) / len(self._crowd) / (os.cpu_count() or 1) / _CROWD)
 
     def times(self) -> list[tuple[int, int]]:
         """Of each fault: when it began, and was over; 0 if not."""
@@ -179,13 +189,13 @@ class _Watch:
             if self._gone(rank) or self._stopped(rank) or rank in self.hung or self._phase(rank) == STARTING:
                 continue
             for began, touched, kind in self.board.under_way(rank):
-                limit = PEER_TIMEOUT_S + GRACE_S + self.lag + (_LONGER.get(KINDS[kind], 0.0))
+                limit = (PEER_TIMEOUT_S + GRACE_S) * self.stretch + self.lag + (_LONGER.get(KINDS[kind], 0.0))
                 since = max(began, self._concerns(rank), *(self._left(other) for other in self._ranks() if kind == 1))
                 if now - since > limit * 1e9:
                     who = [f"worker{other}" for other in self._ranks() if touched >> other & 1]
                     self.problems.append(
                         f"hang: worker{rank} has been in {KINDS[kind]!r} with {', '.join(who)} for {(now - began) / 1e9:.1f} s,"
-                        f" {(now - since) / 1e9:.1f} s of them after the last fault (lag {self.lag:.1f} s)"
+                        f" {(now - since) / 1e9:.1f} s of them after the last fault (limit {limit:.1f} s)"
                     )
                     self.hung.add(rank)
                     break
