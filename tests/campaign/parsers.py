@@ -51,7 +51,7 @@ class _Device:
     def can_lend(self, *_: Any) -> bool:
         return True
 
-    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+    def lend(self, tensor: torch.Tensor, *_: Any) -> RemoteRegion:
         return RemoteRegion(1, 2, 3, 4, tensor.data_ptr(), tensor.numel())
 
     def count_staged(self, nbytes: int) -> None:
@@ -90,7 +90,7 @@ def inside(value: Any, depth: int = 0) -> None:
 def _link() -> Parser:
     """Frames in a ring, as another link wrote them."""
     device = open_device("shm")
-    sender, receiver = Link(device, None, 1), Link(device, None, 0)
+    sender, receiver = (Link(device, None, number, device.pool()) for number in (1, 0))
     caught: list[bytes] = []
 
     class Catch(Window):

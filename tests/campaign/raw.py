@@ -52,7 +52,7 @@ class Ends:
             peer_timeout=scene.options["peer_timeout"],
             on_connect=self._welcome,
         )
-        self._room = [self.device.empty(LANES * _LANE, dtype=torch.uint8) for _ in range(scene.trial.size)]
+        self._room = [self.device.empty(LANES * _LANE, dtype=torch.uint8, writable=True) for _ in range(scene.trial.size)]
         self._exports = [self.device.export(room) for room in self._room]
 
     def _welcome(self, channel: Any) -> bytes:
