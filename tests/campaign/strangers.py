@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import encodings.idna  # noqa: F401 (of addresses; another user may not be able to import it)
 import json
 import os
 import random
