@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import NotSupported, RdmaError, RemoteRegion
+from ..transport import Device, NotSupported, RdmaError, RemoteRegion
+from ..transport.arena import SLOTS
 from .header import HEADER_BYTES, Header
 from .layout import dense, strides
 from .place import Edge
 
 if TYPE_CHECKING:
-    from ..transport import Channel, Device, Transfer, Work
+    from ..transport import Channel, Transfer, Work
     from .station import Station
 
 WEIGHT = "weight"
@@ -78,6 +79,8 @@ class Room:
     def __init__(self, home: Device | Channel, bundle: Bundle) -> None:
         self.bundle = bundle
         self.memory = home.empty(bundle.nbytes, dtype=torch.uint8)
+        device = home if isinstance(home, Device) else home.device
+        device.arena.note(self.memory, SLOTS)
         array = self.memory.numpy()
         self.head = memoryview(array[:HEADER_BYTES])
         self.note = memoryview(array[HEADER_BYTES : bundle.front])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import RdmaError
+from ..transport.arena import SLOTS
 from . import staging
 from .devices import find
 from .header import HEADER_BYTES, NONE, SHARED, Header
@@ -39,6 +40,7 @@ class Slot:
     ) -> None:
         """``channel``: to the sender, who alone may write it. ``payload=False``: it lies elsewhere."""
         self.memory = channel.empty(HEADER_BYTES + (edge.nbytes if payload else 0), dtype=torch.uint8)
+        device.arena.note(self.memory, SLOTS)
         array = self.memory.numpy()
         self.head = memoryview(array[:HEADER_BYTES])
         self.payload = array[HEADER_BYTES:]

@@ -25,14 +25,14 @@ from .future import Future, Pending
 from .grad_context import Contexts
 from .grad_context import current as _current_context
 from .group import Group
-from .link import CONTROL, CREDIT, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
+from .link import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
 from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
+from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_mail import Carrier, NotTheirs
 from .rref_store import LOCAL_BITS
-from .tensors import NOTHING
 from .termination import Termination
 from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, cuda_driver, open_device
 from .transport.guard import Guard, broken_by
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
+_GOODBYE_S, _PAUSE_S = 5.0, 0.001
 _IDLE_POLL_S = 0.005
 _PASSED_S = 1e-9
 _NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
@@ -112,6 +113,7 @@ class Agent:
         self.caller = Caller(self.device, self.progress, self.rrefs)
         undo.callback(self.caller.stop)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
+        self.caller.memory = Patience(self)
         self.caller.on_tick, self.caller.distrust = self._look_after, self.links.distrust
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
@@ -184,17 +186,20 @@ class Agent:
 
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
-        (messages received of which something large had to be READ, for want of a landing place), ``rrefs``,
-        ``rpc_failures`` (functions that failed here for others), ``autograd_contexts``, ``autograd_surveys`` (backward passes
-        that had to find out which calls take part), and what came and was not its sender's to say, which has had no effect: see
-        ``refused``."""
-        sent, requests, _, reads = self.links.counts
+        (messages received of which something large had to be READ, for want of a landing place), ``rpc_queued`` (frames that
+        had to wait for a peer to read what was before them), ``rpc_dropped`` (frames that were not sent because the peer was
+        lost), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
+        (backward passes that had to find out which calls take part), and what came and was not its sender's to say, which has
+        had no effect: see ``refused``."""
+        sent, requests, _, reads, queued, dropped = self.links.counts
         return {
             **self.device.counters(),
             "rpc_messages": sent,
             "rpc_calls": requests,
             "rpc_reads": reads,
             "rpc_failures": self.callee.failures.count,
+            "rpc_queued": queued,
+            "rpc_dropped": dropped + self.callee.dropped,
             "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
             "autograd_contexts": len(self.contexts.live),
@@ -331,11 +336,12 @@ class Agent:
                 self.guard.note(error, "handling a message")
                 self.links.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self.device.name))
                 return
-        if link.owes_credit:
-            try:
-                link.try_send(CREDIT, 0)
-            except PeerLost:
-                pass
+        if link.behind:
+            link.flush()
+            self.progress.completed()
+        if link.held:
+            self.callee.resume(link)
+        link.give_credit()
 
     def _ended(self, link: Link, error: RdmaError) -> list[Any]:
         """A worker is lost, or has left: see ``Links``."""
@@ -359,17 +365,25 @@ class Agent:
         if link is None:
             return  # lost, and its part with it
         try:
-            self.caller.send(link, ENDED, context, CONTROL, NOTHING, b"", b"", None)
+            link.post(ENDED, context, CONTROL)
         except RdmaError:
             pass
 
     def _look_after(self) -> None:
-        """Every second or so: what dead references and dead peers left, and what was released."""
+        """Every second or so."""
+        self.tidy()
+        for link in list(self.links.rows.values()):
+            if link.behind:  # where the device's own queue was full, no frame of the peer need follow
+                link.flush()
+                self.progress.submit(partial(self.callee.resume, link))
+        if gpu.current is not None:
+            gpu.current.sweep()
+
+    def tidy(self) -> None:
+        """Let go what dead references and dead peers left, and what was released."""
         self.rrefs.collect()
         self.callee.handovers.sweep()
         self.links.sweep()
-        if gpu.current is not None:
-            gpu.current.sweep()
 
     # -- the end
 
@@ -381,7 +395,7 @@ class Agent:
     @property
     def counts(self) -> tuple[int, int]:
         """Requests of users sent, and answered, ever."""
-        _, requests, answers, _ = self.links.counts
+        _, requests, answers, *_ = self.links.counts
         return requests, answers
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
@@ -423,7 +437,7 @@ class Agent:
         """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
         limit = time.monotonic() + _LEAVE_TIMEOUT_S
         limit = limit if deadline is None else min(limit, deadline)
-        while not (self.idle and self.callee.settled) and time.monotonic() < limit:
+        while not (self.idle and self.callee.settled and self.links.flushed) and time.monotonic() < limit:
             time.sleep(_IDLE_POLL_S)
         self._let_gpus_finish(deadline)
 
@@ -435,12 +449,16 @@ class Agent:
             time.sleep(_IDLE_POLL_S)
 
     def say_goodbye(self) -> None:
-        """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits for nobody;
-        a peer with a full ring does not hear it."""
+        """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits at most for
+        rings that were never written to; a peer with a full ring does not hear it."""
         kind, text = exits.reason()
-        for link in list(self._links.values()) if kind else ():
-            with suppress(RdmaError):
-                link.try_send(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
+        links = list(self._links.values()) if kind else []
+        for link in links:
+            with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
+                link.post(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
+        limit = time.monotonic() + _GOODBYE_S
+        while any(link.looked_up for link in links) and time.monotonic() < limit:
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         error = PeerLost("RPC was shut down here", peer=self.name)
@@ -451,6 +469,7 @@ class Agent:
         self.caller.stop()
         self._fail_calls(error)
         self.progress.stop()
+        self.links.stop()
         self.device.close()
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
         if gpu.current is not None:

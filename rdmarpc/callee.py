@@ -52,13 +52,11 @@ from .tensors import (
     unpack,
     unpack_lone,
 )
-from .transport import ArenaFull, Device, PeerLost, RdmaError
+from .transport import ArenaFull, Device, PeerLost
 from .transport.arena import Block
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the longest of these."""
-_MAX_KEPT = 1 << 16
-"""Results that one worker has still to read: an honest one has at most as many as calls under way."""
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
 
@@ -73,6 +71,8 @@ class Callee:
         self._grants = itertools.count(1)
         self._sources: dict[tuple[Link, int], Kept] = {}
         self._lock = threading.Lock()
+        self.dropped = 0
+        """Answers that came too late for a peer that was lost."""
         self.handovers = Handovers(device)
         self.failures = Failures()
         self.refused_grants = 0
@@ -87,14 +87,33 @@ class Callee:
             self._introduce(link, frame)
         self.caller.progress.jobs.append(partial(self._serve, link, frame))
 
+    def _hold(self, link: Link, frame: Frame) -> None:
+        """The peer does not take the answers that it has: begin no more of its requests."""
+        link.held.append(frame)
+        self.resume(link)  # it may have taken them meanwhile
+
+    def resume(self, link: Link) -> None:
+        """Begin what was held, unless the peer still does not take its answers. Never blocks."""
+        while not link.crowded:
+            try:
+                frame = link.held.popleft()
+            except IndexError:
+                return
+            self.caller.progress.jobs.append(partial(self._serve, link, frame))
+
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
-        self._sources.pop((link, call), None)
+        kept = self._sources.pop((link, call), None)
+        if kept is not None:
+            link.lend(-kept.nbytes)
+            if link.held:
+                self.resume(link)
 
-    def _keep(self, link: Link, call: int, what: Any) -> Kept:
-        kept = self._sources[link, call] = Kept(what)
-        if len(self._sources) > _MAX_KEPT and sum(owner is link for owner, _ in list(self._sources)) > _MAX_KEPT:
-            self.caller.distrust(link, RdmaError(f"it has not read {_MAX_KEPT} results that are kept for it", peer=link.name))
+    def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
+        """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
+        kept = Kept(runs)
+        self._sources[link, call] = kept
+        link.lend(kept.nbytes)
         return kept
 
     def forgo(self, link: Link, frame: Frame) -> None:
@@ -115,6 +134,13 @@ class Callee:
         """Whether no peer has still to fetch a result from our memory."""
         return not self._sources
 
+    def granted_bytes(self) -> dict[Link, int]:
+        """What the landing places take that peers hold of us."""
+        found: dict[Link, int] = {}
+        for (owner, _), landing in list(self._landings.items()):
+            found[owner] = found.get(owner, 0) + sum(landing.sizes)
+        return found
+
     def granted(self, link: Link) -> int:
         """How many landing places this peer holds of us."""
         return sum(owner is link for owner, _ in list(self._landings))
@@ -123,13 +149,16 @@ class Callee:
 
     def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
         """Without ``references`` for the first time; with them when those among the arguments are confirmed."""
+        if link.crowded and references is None:
+            self._hold(link, frame)
+            return
         call, flags = frame.call, frame.flags
         control = flags & CONTROL
         rref: int | None = None
         streams = gpu_streams.current
         try:
             if flags & BULK:
-                frame = fetch_bulk(frame, self.device, link)
+                frame = fetch_bulk(frame, self.caller.memory, link)
             if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
                 if flags & BULK:
@@ -225,7 +254,13 @@ class Callee:
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
             tensors, sizes, was_read = unpack(
-                body[table_at:data_at], body[data_at:], frame.tensors, self.device, link.channel, landing, link.places
+                body[table_at:data_at],
+                body[data_at:],
+                frame.tensors,
+                self.caller.memory,
+                link.channel,
+                landing,
+                link.places,
             )
             if was_read:
                 link.count_read()
@@ -325,7 +360,9 @@ class Callee:
             else:
                 payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
             if tensors:
-                out = pack(describe_all(tensors, self.device), self.device, link.channel, places)
+                described = describe_all(tensors, self.device)
+                out = pack(described, self.device, link.channel, places, self.caller.memory)
+                del described
             flags |= READS if out.lent else 0
             if context is not None and not flags & LONE:
                 message = context.send(link.worker, [*(tensors or ()), *parts])
@@ -337,14 +374,17 @@ class Callee:
                 payload = RESPONSE_HEAD.pack(grant, len(blob), message) + blob + payload
             kept = None
             if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
-                # Before it is sent: the caller may have read it, and say so, before we are back.
-                kept = self._keep(link, call, out.lent)
-            self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept)
+                kept = self._lend(link, call, out.lent)
+            taken_back = None
+            if not flags & FLAT and payload:
+                taken_back = partial(self._take_back, link, flags, payload, RESPONSE_HEAD.size + len(blob))
+            self.caller.send(link, RESPONSE, call, flags, out, b"", payload, kept, taken_back)
         except PeerLost:
-            self._sources.pop((link, call), None)
+            self.dropped += 1
+            self.release(link, call)
             self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
         except BaseException as error:
-            self._sources.pop((link, call), None)
+            self.release(link, call)
             self._take_back(link, flags, payload, RESPONSE_HEAD.size + len(blob))
             self._fail(link, call, control, remote_error.unsendable(error), None)
 
@@ -380,10 +420,11 @@ class Callee:
         try:
             kept = None
             if len(payload) > MAX_BODY:
-                kept = self._keep(link, call, None)
+                kept = self._lend(link, call, [])
             self.caller.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
-            pass
+            self.dropped += 1
+            self.release(link, call)
 
     # -- landing places
 

@@ -26,6 +26,7 @@ from .future import Future, Pending, fresh
 from .grad_context import Context
 from .grad_record import attach, unbound
 from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
+from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_mail import NotTheirs
@@ -42,7 +43,7 @@ from .tensors import (
     unpack,
     unpack_lone,
 )
-from .transport import Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 from .transport.guard import Guard
 
 # Flags of requests and responses.
@@ -53,32 +54,30 @@ FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # an
 REQUEST_HEAD = struct.Struct("<QQQIQQ")
 RESPONSE_HEAD = struct.Struct("<QIQ")
 NO_CONTEXT = (1 << 64) - 1
-_BYTE = torch.uint8
 _CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 _STOP_S = 1.0
 
 
 class Room:
-    """Done when a link can take another frame (see ``Caller.send``)."""
+    """Done when a link can queue another request, or has ended."""
 
-    def __init__(self, attempt: Callable[[], bool]) -> None:
-        self._attempt = attempt
-        self._sent = False
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
     @property
     def done(self) -> bool:
-        self._sent = self._sent or self._attempt()
-        return self._sent
+        return not self._link.full or self._link.channel.error is not None
 
 
 class Kept:
-    """What a peer may still read of an answer."""
+    """What a peer may still read of an answer: runs of ``nbytes`` in all."""
 
-    __slots__ = ("keep",)
+    __slots__ = ("keep", "nbytes")
 
-    def __init__(self, keep: Any) -> None:
-        self.keep = keep
+    def __init__(self, runs: list[torch.Tensor]) -> None:
+        self.keep: Any = runs
+        self.nbytes = sum([run.nbytes for run in runs])
 
 
 class Caller:
@@ -100,6 +99,8 @@ class Caller:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every second or so on the thread of timeouts."""
         self._stopped = threading.Event()
+        self.memory: Patience
+        """Set by the agent."""
         progress.finish = self._finish_all
         self._guard = Guard("rdmarpc-timeouts")
         self._clock = threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True)
@@ -129,8 +130,8 @@ class Caller:
         fork: int,
         context: Context | None,
     ) -> Pending:
-        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error. ``context``: the
-        autograd context that it carries."""
+        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
+        deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
         name = serialize.reference(function) or b""
         label: bytes | str = name
         tensors: list[torch.Tensor] | None = None
@@ -174,13 +175,17 @@ class Caller:
                 described = describe_all(tensors, self.device)
                 sizes = described.sizes
                 granted = link.grants.take(size_classes(sizes)) if sizes else None
-                out = pack(described, self.device, link.channel, granted[1] if granted else None)
+                places_there = granted[1] if granted else None
+                out = pack(described, self.device, link.channel, places_there, self.memory, pending.deadline)
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
             pending.key = (label, sizes)
             if result_sizes := link.grants.result_sizes.get(pending.key):
-                pending.landing = Landing(link.channel, result_sizes)
-                places = pending.landing.places
+                try:
+                    pending.landing = Landing(link.channel, result_sizes)
+                    places = pending.landing.places
+                except ArenaFull:
+                    pass  # the result finds a place when it is here
             if grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
                     pending.rref = rref
@@ -204,19 +209,32 @@ class Caller:
                 if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
                     return pending
                 out = Outgoing(lone[0], lone[1], 1, [])
-            self.send(link, REQUEST, call, flags, out, name, payload, pending)
-        except PeerLost as error:
+            if link.full and not flags & CONTROL:
+                self._await_room(pending)
+            taken_back = None
+            if not flags & FLAT:
+                taken_back = partial(self._take_back, link, flags, payload, REQUEST_HEAD.size + len(places))
+            self.send(link, REQUEST, call, flags, out, name, payload, pending, taken_back)
+        except (PeerLost, TransferTimeout) as error:
             if future and pending.future is None:
                 pending.future = Future(self, pending)
             self.pending.pop(call, None)
+            self._expired.pop(call, None)
             self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
-            self._answer(pending, link.why(error))
+            if not (pending.answers or pending.done):
+                self._answer(pending, link.why(error) if isinstance(error, PeerLost) else error)
         except BaseException:
             self.pending.pop(call, None)
             self.futures.pop(call, None)
             self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
             raise
         return pending
+
+    def _await_room(self, pending: Pending) -> None:
+        """The peer has not read for a while, and as many requests are queued for it as may be."""
+        room = self.progress.wait_for(Room(pending.link), pending.deadline)
+        if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
+            raise TransferTimeout(_timed_out(pending), peer=pending.link.name)
 
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
         """The references in a request that was not sent, and the GPU memory that it lends."""
@@ -235,23 +253,25 @@ class Caller:
         function: bytes,
         payload: bytes,
         keep: Pending | Kept | None,
+        dropped: Callable[[], None] | None = None,
     ) -> None:
-        """Send a frame, making progress while the peer's ring is full. A body too large for a frame (``MAX_BODY``) is left in
-        our memory for the peer to READ: ``keep`` keeps it alive."""
+        """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
+        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keep`` keeps it alive."""
         table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             body = b"".join((function, payload, table, data))
-            bulk = link.channel.empty(len(body), dtype=_BYTE)
+            bulk = self.memory.empty(link.channel, len(body), keep.deadline if isinstance(keep, Pending) else None)
             memoryview(bulk.numpy())[:] = body
             lengths = _BULK.pack(len(function), len(payload), len(table), len(data))
             function, payload, table, data = b"", lengths + self.device.lend(bulk, link.channel).dump(), b"", b""
             flags |= BULK
             if keep is not None:
                 keep.keep = (keep.keep, bulk)
+            if isinstance(keep, Kept):
+                keep.nbytes += bulk.nbytes
+                link.lend(bulk.nbytes)
         if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
-            # The peer has to consume first.
-            attempt = partial(link.try_send, kind, call, flags, out.tensors, function, payload, table, data)
-            self.progress.wait_for(Room(attempt))
+            link.post(kind, call, flags, out.tensors, function, payload, table, data, dropped)
 
     # -- in
 
@@ -281,7 +301,7 @@ class Caller:
         if future is not None:
             self.futures.pop(pending.call, None)
             if answer.__class__ is Frame and not (future._has_callbacks or pending.waited):
-                if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT:
+                if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT and not answer.tensors:
                     # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
                     # may want the landing places that the answer brings.
                     self._complete(future, pending, answer)
@@ -389,12 +409,13 @@ class Caller:
         """The result, or raise the exception. Runs user code (unpickling)."""
         if isinstance(answer, Exception):
             raise fresh(answer)
-        link, device = pending.link, self.device
+        link = pending.link
         if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
             return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
         lent = answer.flags & (READS | BULK)
+        deadline = None if pending.expired else pending.deadline
         try:
-            frame = fetch_bulk(answer, device, link)
+            frame = fetch_bulk(answer, self.memory, link, deadline)
         except BaseException:
             self._release(pending)
             raise
@@ -427,9 +448,7 @@ class Caller:
             # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
             forgone = link.grants.make_room(size_classes(pending.key[1])) if pending.key[1] else []
         if forgone:
-            numbers = struct.pack(f"<{len(forgone)}Q", *forgone)
-            # By the pool: this may be the thread that reads the rings, which must not wait for room in one.
-            self.progress.submit(partial(self.send, link, FORGO, 0, 0, NOTHING, b"", numbers, None))
+            self._tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
         if frame.flags & LONE:
             value = unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
             if message:
@@ -442,7 +461,9 @@ class Caller:
             if frame.tensors:
                 table, data = frame.body[payload_end:table_end], frame.body[table_end:]
                 landing, known = pending.landing, link.places
-                tensors, sizes, was_read = unpack(table, data, frame.tensors, device, link.channel, landing, known)
+                tensors, sizes, was_read = unpack(
+                    table, data, frame.tensors, self.memory, link.channel, landing, known, deadline
+                )
         finally:
             if lent:
                 self._release(pending)
@@ -470,7 +491,14 @@ class Caller:
 
     def _release(self, pending: Pending) -> None:
         """What the callee left in its memory for us has been read, or is not wanted."""
-        self.send(pending.link, RELEASE, pending.call, 0, NOTHING, b"", b"", None)
+        self._tell(pending.link, RELEASE, pending.call)
+
+    def _tell(self, link: Link, kind: int, call: int, payload: bytes = b"") -> None:
+        """A frame that means nothing to a peer that is lost."""
+        try:
+            link.post(kind, call, 0, payload=payload)
+        except PeerLost:
+            pass
 
     # -- giving up
 
@@ -495,12 +523,7 @@ class Caller:
     def _give_up(self, pending: Pending) -> None:
         if not self._expect_late(pending):
             return
-        error = TransferTimeout(
-            f"RPCErr:1:RPC ran for more than set timeout ({int(pending.timeout * 1000)} ms) "
-            "and will now be marked with an error",
-            peer=pending.link.name,
-        )
-        self._answer(pending, error)
+        self._answer(pending, TransferTimeout(_timed_out(pending), peer=pending.link.name))
 
     def _bury(self, pending: Pending, frame: Frame | Exception) -> None:
         """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
@@ -550,15 +573,21 @@ class Caller:
             pending.done = True
 
     def lost(self, link: Link, error: RdmaError) -> list[Pending]:
-        """Fail every call that waits for this peer. Returns the calls, which hold the memory that the peer may touch."""
+        """Fail every call that waits for this peer, and forget what is queued for it. Returns the calls, which hold the memory
+        that the peer may touch. Futures are completed here and now, but for those whose callbacks may block."""
+        link.drop()
         found = []
         for calls in (self.pending, self._expired):
             for call in [call for call, pending in list(calls.items()) if pending.link is link]:
                 pending = calls.pop(call, None)
-                if pending is not None:
-                    found.append(pending)
-                    if calls is self.pending:
-                        self._answer(pending, error)
+                if pending is None:
+                    continue
+                found.append(pending)
+                if calls is self._expired:
+                    continue
+                self._answer(pending, error)
+                if pending.future is not None and not pending.future._has_callbacks:
+                    self.finish(pending)
         self.progress.interrupt()
         return found
 
@@ -571,15 +600,20 @@ class Caller:
             self._clock.join(_STOP_S)
 
 
+def _timed_out(pending: Pending) -> str:
+    limit = int(pending.timeout * 1000)
+    return f"RPCErr:1:RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
+
+
 _BULK = struct.Struct("<QQQQ")
 
 
-def fetch_bulk(frame: Frame, device: Device, link: Link) -> Frame:
+def fetch_bulk(frame: Frame, memory: Patience, link: Link, deadline: float | None = None) -> Frame:
     """The frame with its body, READ from the sender if it did not fit."""
     if not frame.flags & BULK:
         return frame
     function, payload, table, data = _BULK.unpack_from(frame.body)
-    body = link.channel.empty(function + payload + table + data, dtype=_BYTE)
+    body = memory.empty(link.channel, function + payload + table + data, deadline)
     link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
     link.count_read()
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())

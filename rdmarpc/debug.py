@@ -46,8 +46,9 @@ def debug_info() -> dict[str, int]:
     ``num_queued`` (requests and callbacks that wait for a thread), ``num_workers``, ``num_lost``, ``uptime_ms``;
     ``num_owner_rrefs`` and what else is known of references; ``link.NAME.*`` for each connected worker: ``frames``,
     ``requests`` and ``answers`` sent, ``posts`` and ``bytes`` written to its memory, ``grants_held`` (landing places it gave
-    us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes`` (sent, and not known to be read yet); ``device.*``: see
-    ``counters``.
+    us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes`` (sent, and not known to be read yet),
+    ``queued`` (bytes of frames that find no room there), ``held`` (requests of that peer that are not begun before it reads its
+    answers), ``lent`` (bytes of results that it has still to READ); ``device.*``: see ``counters``.
     """
     agent = _agent.current()
     progress, pending = agent.progress, list(agent.caller.pending.values())
@@ -82,6 +83,9 @@ def _link(agent: Agent, link: Link) -> dict[str, int]:
         "grants_given": agent.callee.granted(link),
         "ring_used": link._written - link._credit,
         "ring_bytes": RING_BYTES,
+        "queued": link.waiting + link.answering,
+        "held": len(link.held),
+        "lent": link.lent,
     }
 
 

@@ -86,6 +86,11 @@ class Handovers:
         place = RemoteRegion(device.uid, device.epoch, segment.number, segment.key, offset, run.nbytes)
         return place.dump() + board.remote[_WORD_BYTES * word : _WORD_BYTES * (word + 1)].dump()
 
+    @property
+    def outstanding(self) -> int:
+        """Bytes handed over and not released yet."""
+        return self._outstanding
+
     def sweep(self) -> None:
         """Take back what was released."""
         with self._lock:

@@ -32,6 +32,7 @@ _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
 _NOT_ITS_OWN_END = ("SILENT", "GIVEN_UP", "ABORTED")
+_STOP_S = 1.0
 
 
 def listens(device: Device, record: Record) -> bool:
@@ -73,7 +74,8 @@ class Links:
         self.lost: dict[int, RdmaError] = {}
         self.kept: list[tuple[Channel, list[Any]]] = []
         """What a peer that stopped in the middle of a copy may still touch."""
-        self._past = [0, 0, 0, 0]
+        self._past = [0] * 6
+        self._losses: set[threading.Thread] = set()
         self._lock = threading.Condition()
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
@@ -202,6 +204,7 @@ class Links:
         """With the lock held."""
         link.name = link.channel.peer = record.name
         link.rank = record.rank
+        link.refuse = lambda link, error: self.cut_off(link, link.channel.error or error)
         link.row = self._poller.add(link.channel, RING)
         self.rows[link.row] = link
         # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
@@ -221,20 +224,43 @@ class Links:
         self._missed(number, error)
 
     def _on_lost(self, channel: Channel) -> None:
-        """A connection ended (device's thread): let the pool settle what depended on it."""
+        """A connection ended (device's thread)."""
         link = next((link for link in list(self.rows.values()) if link.channel is channel), None)
         if link is not None:
             self.at_once(link.worker)
-            self._progress.submit(partial(self._settle, link))
+            self._apart(partial(self._settle, link))
 
     def refuse(self, link: Link, error: RdmaError) -> None:
         """What came over it cannot be trusted (holder of the polling role)."""
         self.forget_row(link)
-        self._progress.jobs.append(partial(self.cut_off, link, error))
+        self._apart(partial(self.cut_off, link, error))
+
+    def _apart(self, job: Callable[[], None]) -> None:
+        """Deal with a loss on a thread of its own: those of the pool may all be inside functions of users, for as long as they
+        like, and one loss need not wait for the callbacks of another."""
+        thread = threading.Thread(target=self._run_apart, args=(job,), name="rdmarpc-loss", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # this process may have no more threads
+            self._progress.submit(job)
+
+    def _run_apart(self, job: Callable[[], None]) -> None:
+        self._losses.add(threading.current_thread())
+        try:
+            job()
+        finally:
+            self._losses.discard(threading.current_thread())
+
+    def stop(self) -> None:
+        """Let losses that are being dealt with be told, for a second at most."""
+        limit = time.monotonic() + _STOP_S
+        for thread in list(self._losses):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
 
     def distrust(self, link: Link, error: RdmaError) -> None:
         """``refuse``, from any thread."""
-        self._progress.submit(partial(self.cut_off, link, error))
+        self._apart(partial(self.cut_off, link, error))
 
     def cut_off(self, link: Link, error: RdmaError) -> None:
         """End a connection whose other end does not keep to the protocol."""
@@ -296,13 +322,19 @@ class Links:
     # -- looking
 
     @property
+    def flushed(self) -> bool:
+        """Whether nothing is queued for a peer that may still take it."""
+        return not any(link.behind for link in list(self.rows.values()))
+
+    @property
     def counts(self) -> list[int]:
-        """Frames sent, requests of users sent and answered, and messages of which something had to be READ, ever."""
+        """Frames sent, requests of users sent and answered, messages of which something had to be READ, frames queued, and
+        frames dropped, ever."""
         return [sum(each) for each in zip(self._past, *map(_counts, list(self.rows.values())), strict=True)]
 
 
-def _counts(link: Link) -> tuple[int, int, int, int]:
-    return link.sent, link.requests, link.answers, link.reads
+def _counts(link: Link) -> tuple[int, ...]:
+    return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped
 
 
 def _lost(link: Link, error: RdmaError) -> PeerLost:

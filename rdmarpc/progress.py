@@ -44,6 +44,13 @@ class Awaited(Protocol):
     def done(self) -> bool: ...
 
 
+class _Never:
+    done = False
+
+
+_NEVER = _Never()
+
+
 class Progress:
     """``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block.
     ``threads``: user functions that may run at once."""
@@ -116,6 +123,22 @@ class Progress:
             if deadline is not None and not awaited.done and time.monotonic() >= deadline:
                 return False
         return True
+
+    def pause(self, seconds: float) -> None:
+        """Make progress for that long."""
+        self.wait_for(_NEVER, time.monotonic() + seconds)
+
+    @property
+    def reading(self) -> bool:
+        """Whether this thread reads the rings this moment: it must not wait for what comes through them."""
+        held = kernels.load(self._token)
+        local = self._local.__dict__
+        return held & 3 == words.HOLDING and held >> 3 in (local.get("waiter", 0) >> 3, local.get("pool", 0))
+
+    @property
+    def others_run(self) -> bool:
+        """Whether functions run, besides the one that this thread may be in."""
+        return bool(self._running - {self._local.__dict__.get("pool", 0)})
 
     def _waiter(self) -> int:
         try:
@@ -273,6 +296,7 @@ class Progress:
         # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
         torch.get_num_threads()
         mine = 8 * number + words.POLLING
+        self._local.pool = number
         while not self._stopping:
             seen = kernels.load(self._jobs_word)
             self._called = False

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ _ENTRY = struct.Struct("<BQQ")
 MAX_AHEAD = 1 << 16
 """Numbers of one sender taken before one of its earlier ones."""
 _BATCH = 1024  # the reader of the rings takes a whole message at once
-_PAUSE_S = 0.001  # between attempts to write to a ring that is full
 
 
 class NotTheirs(RdmaError):
@@ -129,9 +127,9 @@ class Mail:
 class Carrier:
     """``Mail.transmit`` over the agent's links.
 
-    What can go at once goes at once, on whatever thread. What cannot (no link yet, no room in the peer's ring) is left to a
-    thread of that peer's own, which ends when it has caught up, or found the peer lost. So the reader of the rings never waits,
-    a peer that does not read holds up nobody else, and none of it queues behind users' functions.
+    The link queues what the peer has no room for. What has no link yet is left to a thread of that peer's own, which ends when
+    it has caught up, or found the peer lost. So the reader of the rings never waits, and none of it queues behind users'
+    functions.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -147,7 +145,8 @@ class Carrier:
             return
         link = agent.links.by_worker.get(worker)
         try:
-            if link is not None and link._window is not None and link.try_send(REFERENCES, 0, CONTROL, payload=message):
+            if link is not None:
+                link.post(REFERENCES, 0, CONTROL, payload=message)
                 return
         except PeerLost:
             return
@@ -174,10 +173,7 @@ class Carrier:
                     return
             try:
                 link = agent.links.to(worker)
-                while not link.try_send(REFERENCES, 0, CONTROL, payload=left[0]):
-                    time.sleep(_PAUSE_S)
-                    if self._stopped:
-                        return
+                link.post(REFERENCES, 0, CONTROL, payload=left[0])
             except BaseException as error:
                 if not isinstance(error, RdmaError):
                     agent.guard.note(error, "telling a worker of references")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -210,8 +210,22 @@ def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
     return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
 
-def pack(described: Described, device: Device, channel: Channel, places: list[RemoteRegion] | None) -> Outgoing:
-    """Move the large runs to ``places`` if these fit; otherwise give out descriptors that the receiver may READ."""
+class Memory(Protocol):
+    """Where the memory for messages comes from (``patience``)."""
+
+    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
+
+
+def pack(
+    described: Described,
+    device: Device,
+    channel: Channel,
+    places: list[RemoteRegion] | None,
+    memory: Memory,
+    deadline: float | None = None,
+) -> Outgoing:
+    """Move the large runs to ``places`` if these fit; otherwise give out descriptors that the receiver may READ.
+    ``deadline``: how long ``memory`` for staging may be waited for."""
     table: list[bytes] = []
     data: list[bytes] = []
     lent = []
@@ -225,7 +239,7 @@ def pack(described: Described, device: Device, channel: Channel, places: list[Re
             channel.memcpy(next(remaining), run)
             table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
         else:
-            source = lendable(run, device, channel)
+            source = _lendable(run, device, channel, memory, deadline)
             lent.append(source)
             table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source, channel).dump())
     return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
@@ -236,11 +250,11 @@ def pack_handed(text: bytes, place: bytes) -> Outgoing:
     return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
 
 
-def lendable(run: torch.Tensor, device: Device, channel: Channel) -> torch.Tensor:
+def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memory, deadline: float | None) -> torch.Tensor:
     """``run`` itself where the peer can read it, else a staging copy that it alone can reach (counted)."""
     if device.can_lend(run, channel):
         return run
-    staged = channel.empty(run.shape, dtype=run.dtype)
+    staged = memory.empty(channel, run.nbytes, deadline).view(run.dtype).view(run.shape)
     staged.copy_(run)
     device.count_staged(run.numel() * run.element_size())
     return staged
@@ -250,13 +264,14 @@ def unpack(
     table: bytes,
     data: bytes,
     count: int,
-    device: Device,
+    memory: Memory,
     channel: Channel,
     landing: Landing | None,
     known: dict[bytes, list[RemoteRegion]],
+    deadline: float | None = None,
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
     """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
-    waits for our release). ``known``: as for ``load_places``."""
+    waits for our release). ``known``: as for ``load_places``. ``deadline``: as for ``pack``."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -298,7 +313,7 @@ def unpack(
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
                 run = landing.take(what.nbytes)
             else:
-                run = channel.pool.run(what.nbytes)
+                run = memory.empty(channel, what.nbytes, deadline)
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
                 at += RemoteRegion.WIRE_SIZE
         runs.append(run)

@@ -17,7 +17,7 @@ named by its caller's rank and number at both ends. Times: ns of ``time.monotoni
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +107,13 @@ class TracedCaller(Caller):
         function: bytes,
         payload: bytes,
         keep: Pending | Kept | None,
+        dropped: Callable[[], None] | None = None,
     ) -> Any:
         if kind == REQUEST or kind == RESPONSE:
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
             held = self.timeline.message.bytes
             held.update(carried, tensors=out.tensors, pickle=len(payload))
-        return super().send(link, kind, call, flags, out, function, payload, keep)
+        return super().send(link, kind, call, flags, out, function, payload, keep, dropped)
 
     def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
         error = ""

@@ -36,6 +36,8 @@ READ, WRITE, OWN = range(3)
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
+TENSORS, SLOTS, RINGS = "tensors of this program", "slots of wrapped models", "rings"
+"""What memory is for (``Arena.note``)."""
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -89,10 +91,11 @@ class Block:
 
 
 class _Lease(weakref.ref):
-    __slots__ = ("block", "storage")
+    __slots__ = ("block", "purpose", "storage")
     block: Block
     storage: int
     """Which storage holds the block, as torch identifies it."""
+    purpose: str
 
 
 def parse_bytes(text: str) -> int:
@@ -291,7 +294,7 @@ class Arena:
         lease = _Lease(view, self._expired)
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
         tensor = torch.frombuffer(view, dtype=dtype, count=count)
-        lease.block, lease.storage = block, tensor.untyped_storage()._cdata
+        lease.block, lease.storage, lease.purpose = block, tensor.untyped_storage()._cdata, TENSORS
         self._leases[block.segment.address + block.offset] = lease
         return tensor
 
@@ -324,6 +327,20 @@ class Arena:
                 self._sort([segment for segment in self.segments if segment not in gone])
         for segment in gone:
             self._drop_segment(segment)
+
+    def note(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Have ``held`` count this tensor of the arena apart. Returns it."""
+        lease = self._leases.get(tensor.data_ptr())
+        if lease is not None:
+            lease.purpose = purpose
+        return tensor
+
+    def held(self) -> dict[str, int]:
+        """Bytes of live tensors by purpose (``note``)."""
+        found: dict[str, int] = {}
+        for lease in list(self._leases.values()):
+            found[lease.purpose] = found.get(lease.purpose, 0) + lease.block.nbytes
+        return found
 
     def _expired(self, lease: _Lease) -> None:
         self._leases.pop(lease.block.segment.address + lease.block.offset, None)

@@ -107,7 +107,12 @@ class Window(abc.ABC):
     @abc.abstractmethod
     def put(self, offset: int, nbytes: int) -> None:
         """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. The caller keeps the range inside
-        the window, and leaves the local bytes as they are until it knows from the peer that they are there. Any thread."""
+        the window, and leaves the local bytes as they are until it knows from the peer that they are there. Any thread. Waits
+        where the device's own queue is full."""
+
+    @abc.abstractmethod
+    def put_now(self, offset: int, nbytes: int) -> bool | None:
+        """As ``put``, without waiting: true if nothing was sent because the device's own queue is full."""
 
 
 class Mapped(abc.ABC):

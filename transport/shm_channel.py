@@ -175,6 +175,8 @@ class ShmWindow(_Closable, Window):
         if kernels.put(self._address, self._remote + offset, self._local + offset, nbytes) != kernels.OK:
             raise self._channel._ended()
 
+    put_now = put  # nothing is queued here
+
 
 class ShmMapped(_Closable, Mapped):
     """A piece of the peer's arena, which is mapped here anyway."""

@@ -55,9 +55,9 @@ class Lane:
         """Until ``passed``. ``TransferTimeout``."""
         wait_done(self.address, seq, timeout, self.port, peer=self.peer, device="verbs")
 
-    def wait_for_room(self, count: int) -> None:
+    def wait_for_room(self, count: int, limit_ns: int = kernels.SLICE_NS) -> None:
         """Until ``count`` more requests fit, or a moment has passed."""
-        kernels.wait_count(self.address, self.posted + count - self.depth, kernels.SPIN, kernels.SLICE_NS, self.port)
+        kernels.wait_count(self.address, self.posted + count - self.depth, kernels.SPIN, limit_ns, self.port)
 
     def end(self) -> None:
         """No post any more, and every wait returns."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
+_PATIENCE_NS = 1_000_000
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _REQUEST = struct.Struct("<QQQiIIIQI")
 _ELEMENT = struct.Struct("<QII")
@@ -345,21 +346,31 @@ class VerbsWindow(Window):
         self._lock = threading.Lock()
 
     def put(self, offset: int, nbytes: int) -> None:
+        while self.put_now(offset, nbytes):
+            self._lane.wait_for_room(1)
+
+    def put_now(self, offset: int, nbytes: int) -> bool:
         channel = self._channel
         if not nbytes:
             channel.notify(self._notify)
-            return
+            return False
         if nbytes > channel.max_msg_sz:
             remote, local = self._slices
             flat = local.view(-1).view(torch.uint8)
             channel.prepare([(remote[offset : offset + nbytes], flat[offset : offset + nbytes])], notify=self._notify).post()
-            return
+            return False
         with self._lock:
-            while True:
-                lane, chain = self._lane, self._chain.address
+            lane, chain = self._lane, self._chain.address
+            for limit in (_PATIENCE_NS, 0):
                 seq = verbs_kernels.put(
                     lane.address, chain, self._local + offset, self._remote + offset, nbytes, lane.max_inline
                 )
                 if seq > 0:
-                    return
-                channel.make_room(lane, seq, 1)
+                    return False
+                if seq != verbs_kernels.FULL:
+                    channel.make_room(lane, seq, 1)  # raises
+                if limit:
+                    # The adapter takes microseconds for what is before us, unless the peer has no receives left.
+                    channel.device.count("send_queue_full")
+                    lane.wait_for_room(1, limit)
+        return True

@@ -1,0 +1,97 @@
+"""An arena that is full for a moment is waited for; one that stays full is an error that says who has it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from group import on_every_device, results
+from test_calls import identity
+
+import rdmarpc as rpc
+from rdmarpc import agent
+
+MIB = 1 << 20
+LIMIT, PIECE = 100 * MIB, 40 * MIB
+held: list[torch.Tensor] = []
+full = threading.Event()
+
+
+def fill() -> list[torch.Tensor]:
+    """All of the part of the arena in which messages with the other worker lie, but for small ones: two pieces of it."""
+    (link,) = agent.current().links.by_worker.values()
+    return [link.channel.empty(PIECE, dtype=torch.uint8) for _ in range(2)]
+
+
+def hold(seconds: float) -> None:
+    pieces = fill()
+    full.set()
+    time.sleep(seconds)
+    pieces.clear()
+
+
+def is_full() -> bool:
+    return full.wait(20)
+
+
+def keep() -> None:
+    held.extend(fill())
+
+
+def large(nbytes: int) -> torch.Tensor:
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
+def waits() -> int:
+    return agent.current().caller.memory.waits
+
+
+def full_for_a_moment(rank):
+    if rank == 0:
+        # There: the arguments, READ for want of a landing place, find no room. Here: the result.
+        holding = rpc.rpc_async("worker1", hold, (1.0,))
+        assert rpc.rpc_sync("worker1", is_full)
+        assert rpc.rpc_sync("worker1", identity, (large(PIECE)[:-7],)).sum() == PIECE - 7
+        holding.wait()
+        assert rpc.rpc_sync("worker1", waits) > 0
+        holder = threading.Thread(target=hold, args=(1.0,))
+        holder.start()
+        assert is_full()
+        before = waits()
+        others = rpc.rpc_async("worker1", time.sleep, (2.0,))  # something is under way
+        assert rpc.rpc_sync("worker1", large, (PIECE,)).sum() == PIECE
+        assert waits() > before
+        holder.join()
+        others.wait()
+    rpc.shutdown()
+
+
+def test_memory_that_is_about_to_be_freed_is_waited_for():
+    for outcomes in on_every_device(full_for_a_moment, 2, arena_limit=LIMIT).values():
+        results(outcomes)
+
+
+def full_for_good(rank):
+    if rank == 0:
+        rpc.rpc_sync("worker1", keep)
+        rpc.rpc_sync("worker1", identity, (large(3 * MIB),))
+        text = r"limit 104857600(.|\n)*waiting for memory; in use: granted to worker0 for calls to come \d+ bytes"
+        text += r"(.|\n)*rings \d+ bytes, tensors of this program \d+ bytes(.|\n)*arena_limit"
+        start = time.monotonic()
+        with pytest.raises(rpc.ArenaFull, match=text):
+            rpc.rpc_sync("worker1", identity, (large(PIECE),))
+        # A call of its own that may free nothing is waited for until the deadline, and no longer.
+        keep()
+        others = rpc.rpc_async("worker1", time.sleep, (3.0,))
+        with pytest.raises((rpc.ArenaFull, rpc.TransferTimeout)):
+            rpc.rpc_sync("worker1", large, (PIECE,), timeout=1.5)
+        assert time.monotonic() - start < 12
+        others.wait()
+    rpc.shutdown()
+
+
+def test_an_arena_that_stays_full_says_who_has_it():
+    for outcomes in on_every_device(full_for_good, 2, arena_limit=LIMIT).values():
+        results(outcomes)
