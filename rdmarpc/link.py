@@ -158,13 +158,14 @@ class Link:
             return
         with self._lock:
             self._window = window
-        self.flush()
+            self._write_on()
         self.give_credit()
 
     @property
     def looked_up(self) -> bool:
         """Whether the peer's ring is being found, and frames wait for that."""
-        return self.behind and self._window is None and self.channel.error is None
+        with self._lock:  # what waits is sent before the lock is let go
+            return self.behind and self._window is None and self.channel.error is None
 
     def _open_soon(self) -> None:
         with self._lock:
