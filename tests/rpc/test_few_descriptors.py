@@ -82,8 +82,8 @@ rpc.shutdown()
 
 @pytest.mark.parametrize(("transport", "group"), [("shm", "static"), ("tcp", "static"), ("auto", "dynamic")])
 def test_too_few_descriptors_are_a_named_error_at_every_step(transport: str, group: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, transport, group, ",".join(map(str, range(0, 24, 2)))]
+    command = [sys.executable, "-c", PROGRAM, transport, group, ",".join(map(str, range(0, 24, 4)))]
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout.split()[-1]) >= 14
+    assert int(done.stdout.split()[-1]) >= 7
