@@ -74,7 +74,7 @@ def test_memory_outside_the_arena_is_registered_or_staged_and_let_go(open_device
     b.accept(timeout=T)
     theirs = filled(b, 100_000, S)
     remote = RemoteRegion.load(b.export(theirs))
-    filled(a, 1, 0)
+    a.empty(1)  # what is staged lies there
     before = a.counters()
     plain = torch.full((100_000,), C, dtype=torch.uint8)
     ab.memcpy(remote, plain).wait(T)
@@ -96,7 +96,7 @@ def test_memory_outside_the_arena_is_registered_or_staged_and_let_go(open_device
     gc.collect()
     ab.prepare([])  # sweeps
     assert not ab._left
-    filled(a, 1, 0)  # takes back what was freed
+    a.empty(1)  # takes back what was freed
     assert a.counters()["arena_used"] == before["arena_used"]
 
 
@@ -111,8 +111,8 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
     ours, theirs, others = filled(a, 1000, C), filled(b, 1000, S), filled(c, 1000, S)
     remote = RemoteRegion.load(b.export(theirs))
     ab.memcpy(ours, remote).wait(T)
-    for number, (address, nbytes, key, rkey) in list(ab._places.items()):
-        ab._places[number] = (address, nbytes, key, rkey ^ 0x5A00)
+    for number, (address, nbytes, key, rkey, writable) in list(ab._places.items()):
+        ab._places[number] = (address, nbytes, key, rkey ^ 0x5A00, writable)
     remote = RemoteRegion.load(b.export(theirs))
     with pytest.raises(RemoteAccessError, match="REM_ACCESS_ERR") as caught:
         ab.memcpy(remote, ours, notify=1).wait(T)

@@ -116,10 +116,10 @@ def altered(state: State, to: str, descriptor: str, changes: dict[str, int]) -> 
 
 def forge_rkey(state: State, to: str, descriptor: str) -> None:
     """Have the channel believe in another rkey than the peer announced."""
-    places: dict[int, tuple[int, int, int, int]] = vars(state.channels[to])["_places"]
+    places: dict[int, tuple[int, int, int, int, bool]] = vars(state.channels[to])["_places"]
     number = RemoteRegion.load(bytes.fromhex(descriptor)).region
-    address, nbytes, key, rkey = places[number]
-    places[number] = address, nbytes, key, rkey ^ 0xFF00
+    address, nbytes, key, rkey, writable = places[number]
+    places[number] = address, nbytes, key, rkey ^ 0xFF00, writable
 
 
 def read(state: State, to: str, name: str, descriptor: str, timeout: float) -> None:
