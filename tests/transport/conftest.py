@@ -18,6 +18,9 @@ WHOLE = ("test_contract", "test_end", "test_peers", "test_stress")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if any("kind" in (names.replace(",", " ").split() if isinstance(names, str) else names) for names in given):
+        return  # a test's own
     if "kind" in metafunc.fixturenames and not hasattr(metafunc.module, "kind"):
         encrypted = ["tcp+tls"] if metafunc.module.__name__ in WHOLE else []
         metafunc.parametrize("kind", [*KINDS, *encrypted], indirect=True)
