@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
-from .transport import AutoDevice, RdmaError, host_id, open_device, verbs_ports, verbs_provider
+from .transport import AutoDevice, RdmaError, host_id, open_device, openssl, verbs_ports, verbs_provider
 from .transport.arena import default_limit
 from .transport.tcp_place import routed_address
 from .transport.verbs_sysfs import Found, survey
@@ -75,7 +75,17 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.shared_memory(root),
         alone if route.startswith("127.") else Finding("tcp", OK, reach),
         host_facts.sockets(root),
+        encryption(),
     ]
+
+
+def encryption() -> Finding:
+    """Whether ``tls`` can be on."""
+    try:
+        library = openssl.library()
+    except RdmaError as error:
+        return Finding("tls", MISSING, error.message, error.hint)
+    return Finding("tls", OK, f"{openssl.version(library)}: tls=True encrypts tcp")
 
 
 def ways(auto: AutoDevice) -> list[Way]:

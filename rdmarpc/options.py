@@ -135,6 +135,8 @@ class RpcBackendOptions:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
         check_require(self.require)
         check_tls(self.tls)
+        if self.tls and self.insecure and not (isinstance(self.tls, TlsOptions) and self.tls.certificate):
+            raise ValueError("tls without certificates is proven by the secret, and insecure puts that into the store for everybody")
         if self.secret:
             check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):

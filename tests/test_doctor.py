@@ -11,7 +11,7 @@ import pytest
 
 from rdmarpc import doctor, host_facts
 from rdmarpc.host_facts import LIMITS, MISSING, OK
-from rdmarpc.transport import open_device, verbs_sysfs
+from rdmarpc.transport import NotSupported, open_device, openssl, verbs_sysfs
 
 GIB = 1 << 30
 INIT_USER = "         0          0 4294967295\n"
@@ -212,3 +212,14 @@ def test_rdma_hardware_that_does_not_work(
     assert [entry["state"] for entry in broken] == [MISSING] and broken[0]["hint"]
     verbs = next(way for way in found["devices"] if way["device"] == "verbs")
     assert verbs["why_not"] == broken[0]["text"]
+
+
+def test_whether_tls_can_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.encryption().state == OK
+
+    def refuse() -> None:
+        raise NotSupported("no libssl here", hint="install one")
+
+    monkeypatch.setattr(openssl, "library", refuse)
+    found = doctor.encryption()
+    assert (found.state, found.text, found.hint) == (MISSING, "no libssl here", "install one")

@@ -190,6 +190,8 @@ class Tls:
         if kind != openssl.ERROR_SSL or not code:
             text = "the peer hung up in the TLS handshake"
             return PeerLost(text, device=self._device, status="TLS", hint=f"does it have TLS on? {_HINT}")
+        if code & openssl.REASON_MASK == openssl.WRONG_VERSION_NUMBER:  # what came is no record of TLS
+            return AuthenticationError("the peer does not speak TLS", device=self._device, status="TLS", hint=_HINT)
         verified = self._lib.SSL_get_verify_result(ssl)
         if self._key:
             why, hint = openssl.reason(code), "give every worker the same secret, and tls the same way"

@@ -111,3 +111,8 @@ def says_why(meeting: Meeting) -> str:
         if rpc.api._is_current_rpc_agent_set():
             rpc.shutdown(graceful=False)
     return ""
+
+
+def test_a_secret_that_everybody_can_read_proves_nothing():
+    with pytest.raises(ValueError, match="insecure"):
+        rpc.RpcBackendOptions(tls=True, insecure=True).check()

@@ -96,7 +96,7 @@ def sockets() -> int:
     return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
 
 
-def soon(what: Callable[[], bool], seconds: float = 5.0) -> bool:
+def soon(what: Callable[[], bool], seconds: float = 15.0) -> bool:
     deadline = time.monotonic() + seconds
     while not what() and time.monotonic() < deadline:
         time.sleep(0.01)
