@@ -136,7 +136,9 @@ class RpcBackendOptions:
         check_require(self.require)
         check_tls(self.tls)
         if self.tls and self.insecure and not (isinstance(self.tls, TlsOptions) and self.tls.certificate):
-            raise ValueError("tls without certificates is proven by the secret, and insecure puts that into the store for everybody")
+            raise ValueError(
+                "tls without certificates is proven by the secret, and insecure puts that into the store for everybody"
+            )
         if self.secret:
             check_secret(self.secret.encode())
         if self.pickler not in ("pickle", "cloudpickle"):

@@ -115,4 +115,4 @@ def says_why(meeting: Meeting) -> str:
 
 def test_a_secret_that_everybody_can_read_proves_nothing():
     with pytest.raises(ValueError, match="insecure"):
-        rpc.RpcBackendOptions(tls=True, insecure=True).check()
+        rpc.RpcBackendOptions(tls=True, insecure=True).validate()
