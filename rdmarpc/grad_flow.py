@@ -36,7 +36,7 @@ from . import grad_error
 from .functions import TOLD_WHO
 from .grad_context import MAX_PASSES, Context
 from .grad_graph import reach
-from .grad_pass import Emitted, Gradients, NotTheirs, Pass
+from .grad_pass import Emitted, ForeignGradients, Gradients, Pass
 from .grad_record import RECEIVED, edge
 from .link import CONTROL
 
@@ -125,7 +125,7 @@ def _arrive(agent: Agent, run: Pass, worker: int, entries: Iterable[tuple[int, G
     try:
         for message, gradients in entries:
             run.arrive(worker, message, gradients)
-    except NotTheirs:
+    except ForeignGradients:
         agent.contexts.refused_gradients += 1
         raise
 
@@ -453,7 +453,7 @@ def _load_own(sender: int, header: bytes) -> tuple[Agent, Context, Name]:
     agent, context, name = _load(header)
     if name.worker != sender:
         agent.contexts.refused_gradients += 1
-        raise NotTheirs(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
+        raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
     return agent, context, name
 
 
@@ -464,7 +464,7 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
         agent, context, name = _load(header)
         if sender not in context.workers:
             agent.contexts.refused_gradients += 1
-            raise NotTheirs(f"worker number {sender} brings gradients in a context that it did not get from here")
+            raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
         run = _open(agent, context, name)
         _arrive(agent, run, sender, _unpack(heads, gradients))
         return _answered(Sprung(agent, name, run, sender).start([]))

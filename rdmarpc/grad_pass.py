@@ -58,7 +58,7 @@ _ordered: set[Node] = set()
 """Nodes whose sequence numbers are set for a run. Passes over one graph (``retain_graph``) that share some take turns."""
 
 
-class NotTheirs(RuntimeError):
+class ForeignGradients(RuntimeError):
     """Gradients came from a worker that never had the tensors."""
 
 
@@ -113,7 +113,8 @@ class Pass:
                 return
             known = self.context.sent.get(message)
             if known is not None and known.to != worker:
-                raise NotTheirs(f"worker number {worker} brings gradients of tensors that went to worker number {known.to}")
+                text = f"worker number {worker} brings gradients of tensors that went to worker number {known.to}"
+                raise ForeignGradients(text)
             sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
             if sent is None:
                 self.context.check()
