@@ -37,6 +37,7 @@ from typing import NamedTuple
 from .grants import Grants
 from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window
 from .transport.arena import RINGS, Pool
+from .transport.guard import broken_by
 
 RING = 0
 RING_BYTES = 1 << 20
@@ -153,8 +154,8 @@ class Link:
         """Resolve the peer's ring, which may take an answer of the peer, and send what waits for it."""
         try:
             window = self.channel.window(RemoteRegion.load(self.peer_inbox), self._out_tensor, notify=RING)
-        except RdmaError as error:
-            self.refuse(self, error)
+        except BaseException as error:
+            self.refuse(self, broken_by(error, "finding its ring", peer=self.name, device=self.channel.device.name))
             return
         with self._lock:
             self._window = window

@@ -21,6 +21,7 @@ from .link import RING, Link
 from .members import Record
 from .progress import Progress
 from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout
+from .transport.guard import Guard
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"
@@ -76,6 +77,7 @@ class Links:
         """What a peer that stopped in the middle of a copy may still touch."""
         self._past = [0] * 6
         self._losses: set[threading.Thread] = set()
+        self._guard = Guard("rdmarpc-loss")
         self._lock = threading.Condition()
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
@@ -248,6 +250,8 @@ class Links:
         self._losses.add(threading.current_thread())
         try:
             job()
+        except BaseException as error:
+            self._guard.note(error, "dealing with a loss")
         finally:
             self._losses.discard(threading.current_thread())
 

@@ -45,6 +45,9 @@ THREADS = {
     "rdmarpc/grad_flow.py _survey": "one backward pass, which fails then",
     "rdmarpc/traced_steps.py _follow": "guarded for each span",
     "rdmarpc/debug.py _print_on": "guarded for each signal",
+    "rdmarpc/link.py _open": "one peer's ring; the link is refused then",
+    "rdmarpc/links.py _run_apart": "guarded for each loss",
+    "transport/tls_relay.py _run": "one stream, in a kernel; the stream ends with it",
 }
 
 
