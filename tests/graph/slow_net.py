@@ -20,6 +20,7 @@ from rdmarpc.graph.sizes import FREE
 from rdmarpc.graph.slot import Inlet, Slot, take
 from rdmarpc.graph.station import Arrived, Fittings, Offer, Station
 from rdmarpc.transport import RemoteRegion
+from rdmarpc.transport.arena import Arena, Pool, Segment
 from rdmarpc.transport.channel import Work
 
 SHAPE = (4,)
@@ -177,11 +178,16 @@ class _Registered(NamedTuple):
         return self.remote.dump()
 
 
+def _no_segment(nbytes: int, pool: Pool) -> Segment:
+    raise AssertionError("memory here is of the network")
+
+
 class SlowDevice:
     name = "slow"
 
     def __init__(self, net: Net) -> None:
         self._net = net
+        self.arena = Arena(_no_segment)  # which knows nothing of our memory
 
     def empty(self, count: int, *, dtype: torch.dtype) -> torch.Tensor:
         """Memory that is used for something else the moment that nobody *here* holds it any more."""
