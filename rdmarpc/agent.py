@@ -79,6 +79,9 @@ class Agent:
             peer_timeout=options.peer_timeout,
         )
         undo.callback(self.device.close)
+        if kind.startswith("verbs"):
+            # What peers may read is registered now, and not in the first call that stages something.
+            self.device.arena.free(self.device.arena.allocate(1))
         key = self.device.memory.identity.public.hex()
         self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
         undo.callback(self.group.leave)

@@ -164,7 +164,8 @@ def from_the_second_call(rank):
             before = counted(*steady())
             for _ in range(3):
                 call()
-            assert counted(*steady()) == before, name
+            now = counted(*steady())
+            assert now == before, (name, steady(), before, now)
         before = counted(*steady())
         for _ in range(3):  # alternating
             for call in calls.values():
