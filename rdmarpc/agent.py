@@ -19,13 +19,14 @@ from torch.autograd import profiler as torch_profiler
 
 from . import exits, forked, gpu, gpu_streams, grad_pass, permits, profiling, serialize, timeline
 from .callee import Callee
-from .caller import REMOTE, Caller
+from .caller import Caller
 from .device_maps import Targets
+from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from .future import Future, Pending
 from .grad_context import Contexts
 from .grad_context import current as _current_context
 from .group import Group
-from .link import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REQUEST, RESPONSE, Link
+from .link import Link
 from .links import Links, listens
 from .options import RpcBackendOptions, WorkerInfo
 from .patience import Patience
@@ -79,9 +80,6 @@ class Agent:
             peer_timeout=options.peer_timeout,
         )
         undo.callback(self.device.close)
-        if kind.startswith("verbs"):
-            # What peers may read is registered now, and not in the first call that stages something.
-            self.device.arena.free(self.device.arena.allocate(1))
         key = self.device.memory.identity.public.hex()
         self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
         undo.callback(self.group.leave)

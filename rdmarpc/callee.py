@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import gpu_streams, permits, profiling, remote_error, serialize
-from .caller import (
+from . import bulks, gpu_streams, permits, profiling, remote_error, serialize
+from .bulks import Kept
+from .caller import Caller
+from .failures import Failures
+from .frames import (
     BULK,
+    CONTROL,
+    ERROR,
     FLAT,
     HEAD,
     LONE,
@@ -23,18 +28,16 @@ from .caller import (
     REFERENCE,
     REMOTE,
     REQUEST_HEAD,
+    RESPONSE,
     RESPONSE_HEAD,
-    Caller,
-    Kept,
-    fetch_bulk,
+    Frame,
 )
-from .failures import Failures
 from .functions import MAY_DEFER, TOLD_WHO
 from .future import Value, known
 from .grad_context import Context, Contexts, current
 from .grad_record import attach, unbound
 from .handover import Handovers, sole
-from .link import CONTROL, ERROR, MAX_BODY, RESPONSE, Frame, Link
+from .link import MAX_BODY, Link
 from .options import WorkerInfo
 from .rref_context import RRefContext
 from .rref_forks import Fork
@@ -158,7 +161,7 @@ class Callee:
         streams = gpu_streams.current
         try:
             if flags & BULK:
-                frame = fetch_bulk(frame, self.caller.memory, link)
+                frame = bulks.fetch(frame, self.caller.memory, link)
             if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
                 if flags & BULK:

@@ -21,11 +21,30 @@ from typing import Any
 
 import torch
 
-from . import gpu_streams, remote_error, serialize
+from . import bulks, gpu_streams, remote_error, serialize
+from .bulks import Kept
+from .frames import (
+    BULK,
+    CONTROL,
+    ERROR,
+    FLAT,
+    FORGO,
+    HEAD,
+    LONE,
+    NO_CONTEXT,
+    READS,
+    REFERENCE,
+    RELEASE,
+    REMOTE,
+    REQUEST,
+    REQUEST_HEAD,
+    RESPONSE_HEAD,
+    Frame,
+)
 from .future import Future, Pending, fresh
 from .grad_context import Context
 from .grad_record import attach, unbound
-from .link import CONTROL, ERROR, FORGO, MAX_BODY, RELEASE, REQUEST, Frame, Link
+from .link import MAX_BODY, Link, Room
 from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
@@ -46,38 +65,9 @@ from .tensors import (
 from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 from .transport.guard import Guard
 
-# Flags of requests and responses.
-FLAT, REFERENCE, REMOTE, BULK, READS, HEAD, LONE = 1, 2, 4, 8, 16, 64, 128  # and link.CONTROL, 32
-
-# With HEAD, before the pickle of a request: grant used, RRef id, fork id, bytes of result places, autograd context or
-# NO_CONTEXT, number of its message (``grad_record``) or 0; of a response: grant given, bytes of places, number of its message.
-REQUEST_HEAD = struct.Struct("<QQQIQQ")
-RESPONSE_HEAD = struct.Struct("<QIQ")
-NO_CONTEXT = (1 << 64) - 1
 _CALL = ("function", "args", "kwargs")
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 _STOP_S = 1.0
-
-
-class Room:
-    """Done when a link can queue another request, or has ended."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    @property
-    def done(self) -> bool:
-        return not self._link.full or self._link.channel.error is not None
-
-
-class Kept:
-    """What a peer may still read of an answer: runs of ``nbytes`` in all."""
-
-    __slots__ = ("keep", "nbytes")
-
-    def __init__(self, runs: list[torch.Tensor]) -> None:
-        self.keep: Any = runs
-        self.nbytes = sum([run.nbytes for run in runs])
 
 
 class Caller:
@@ -259,11 +249,9 @@ class Caller:
         a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keep`` keeps it alive."""
         table, data = out.table, out.data
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
-            body = b"".join((function, payload, table, data))
-            bulk = self.memory.empty(link.channel, len(body), keep.deadline if isinstance(keep, Pending) else None)
-            memoryview(bulk.numpy())[:] = body
-            lengths = _BULK.pack(len(function), len(payload), len(table), len(data))
-            function, payload, table, data = b"", lengths + self.device.lend(bulk, link.channel).dump(), b"", b""
+            deadline = keep.deadline if isinstance(keep, Pending) else None
+            payload, bulk = bulks.leave((function, payload, table, data), self.memory, link, deadline)
+            function, table, data = b"", b"", b""
             flags |= BULK
             if keep is not None:
                 keep.keep = (keep.keep, bulk)
@@ -376,7 +364,7 @@ class Caller:
             if not pending.expired:
                 pending.keep = None
             future._pending = None
-            _fail(future, remote_error.ordinary(error))
+            future.fail(remote_error.ordinary(error))
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             return
@@ -415,7 +403,7 @@ class Caller:
         lent = answer.flags & (READS | BULK)
         deadline = None if pending.expired else pending.deadline
         try:
-            frame = fetch_bulk(answer, self.memory, link, deadline)
+            frame = bulks.fetch(answer, self.memory, link, deadline)
         except BaseException:
             self._release(pending)
             raise
@@ -603,27 +591,3 @@ class Caller:
 def _timed_out(pending: Pending) -> str:
     limit = int(pending.timeout * 1000)
     return f"RPCErr:1:RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
-
-
-_BULK = struct.Struct("<QQQQ")
-
-
-def fetch_bulk(frame: Frame, memory: Patience, link: Link, deadline: float | None = None) -> Frame:
-    """The frame with its body, READ from the sender if it did not fit."""
-    if not frame.flags & BULK:
-        return frame
-    function, payload, table, data = _BULK.unpack_from(frame.body)
-    body = memory.empty(link.channel, function + payload + table + data, deadline)
-    link.channel.memcpy(body, RemoteRegion.load(frame.body[_BULK.size :])).wait()
-    link.count_read()
-    return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
-
-
-def _fail(future: Future, error: Exception) -> None:
-    if future.done():  # by the user; and ``set_exception`` would spoil what is there before it finds out
-        return
-    try:
-        future.set_exception(error)
-    except RuntimeError:
-        if not future.done():
-            raise

@@ -10,8 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import gpu_streams
+from .frames import Frame
 from .grants import Signature
-from .link import Frame, Link
+from .link import Link
 from .tensors import Landing
 
 if TYPE_CHECKING:
@@ -188,6 +189,16 @@ class Future(torch.futures.Future[Any]):
 
     def set_exception(self, result: Any) -> None:
         fail(self, bare(result))
+
+    def fail(self, error: Exception) -> None:
+        """Complete it with an error, unless the user has completed it."""
+        if self.done():  # ``set_exception`` would spoil what is there before it finds out
+            return
+        try:
+            self.set_exception(error)
+        except RuntimeError:
+            if not self.done():
+                raise
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""

@@ -33,12 +33,12 @@ import torch
 
 from . import agent as _agent
 from . import grad_error
+from .frames import CONTROL
 from .functions import TOLD_WHO
 from .grad_context import MAX_PASSES, Context
 from .grad_graph import reach
 from .grad_pass import Emitted, ForeignGradients, Gradients, Pass
 from .grad_record import RECEIVED, edge
-from .link import CONTROL
 
 if TYPE_CHECKING:
     from .agent import Agent

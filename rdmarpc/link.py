@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
 from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window
 from .transport.arena import RINGS, Pool
@@ -49,26 +50,7 @@ _ENTRY_BYTES = 512
 """What a queued frame takes besides its bytes, about."""
 _ALIGN = 64
 
-# Frame kinds.
-REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
-
-# The one flag that matters here: a message of our own, not of a user.
-CONTROL = 32
-
 _HEADER = struct.Struct("<IBBHQQIIII")
-
-
-class Frame(NamedTuple):
-    """What came: ``body`` is the concatenation of function, payload, table and data, of the lengths given."""
-
-    kind: int
-    flags: int
-    tensors: int
-    call: int
-    function: int
-    payload: int
-    table: int
-    body: bytes
 
 
 _new_frame = tuple.__new__
@@ -349,3 +331,14 @@ class Link:
         self._read += length
         # Not by name: a call of its own, which costs as much as the rest of this line.
         return _new_frame(Frame, (kind, flags, tensors, call, function, payload, table, body))
+
+
+class Room:
+    """Done when a link can queue another request, or has ended."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @property
+    def done(self) -> bool:
+        return not self._link.full or self._link.channel.error is not None

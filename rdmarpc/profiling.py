@@ -22,8 +22,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from . import rref_proxy
-from .caller import REMOTE
-from .link import CONTROL
+from .frames import CONTROL, REMOTE
 
 if TYPE_CHECKING:
     from .future import Pending

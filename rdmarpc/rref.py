@@ -8,9 +8,9 @@ import torch
 
 from . import agent as _agent
 from . import autograd, grad_error, grad_flow, serialize
+from .frames import CONTROL
 from .functions import MAY_DEFER, async_execution
 from .future import bare, fail, fresh, mapped
-from .link import CONTROL
 from .options import WorkerInfo
 from .rref_forks import Fork
 from .rref_proxy import Proxy, call, call_async, create

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from .link import CONTROL, REFERENCES
+from .frames import CONTROL, REFERENCES
 from .transport import PeerLost, RdmaError
 from .transport.guard import broken_by
 

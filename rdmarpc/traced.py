@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .bulks import Kept
 from .callee import Callee
-from .caller import LONE, Caller, Kept
+from .caller import Caller
+from .frames import LONE, REQUEST, RESPONSE, Frame
 from .future import Future, Pending
 from .grad_context import Context
-from .link import REQUEST, RESPONSE, Frame, Link
+from .link import Link
 from .profiling import kind_of, name_of
 from .tensors import Outgoing, traffic
 

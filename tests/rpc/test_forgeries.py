@@ -19,8 +19,20 @@ from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd, grad_flow, rref_mail, serialize
-from rdmarpc.caller import FLAT, HEAD, NO_CONTEXT, REFERENCE, REMOTE, REQUEST_HEAD
-from rdmarpc.link import CONTROL, ENDED, FORGO, REFERENCES, REQUEST, RESPONSE
+from rdmarpc.frames import (
+    CONTROL,
+    ENDED,
+    FLAT,
+    FORGO,
+    HEAD,
+    NO_CONTEXT,
+    REFERENCE,
+    REFERENCES,
+    REMOTE,
+    REQUEST,
+    REQUEST_HEAD,
+    RESPONSE,
+)
 from rdmarpc.rref_forks import Fork
 from rdmarpc.rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE
 

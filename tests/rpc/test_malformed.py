@@ -12,8 +12,7 @@ from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent
-from rdmarpc.caller import HEAD, REMOTE
-from rdmarpc.link import CONTROL, FORGO, REFERENCES, REQUEST
+from rdmarpc.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST
 
 FRAMES = {
     "references without a number": (REFERENCES, CONTROL, b"\1\2\3"),
