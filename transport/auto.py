@@ -102,7 +102,7 @@ class AutoDevice(Device):
         try:
             self._open("shm", lambda: _open_shm(options))
             if self._has_rdma:
-                self._open("verbs", lambda: self._open_verbs({**options, "tls": tls}))
+                self._open("verbs", lambda: _open_verbs({**options, "tls": tls}))
             else:
                 self.refused["verbs"] = Refusal("this host has no RDMA device")
             if require:
@@ -127,18 +127,6 @@ class AutoDevice(Device):
             if hint_for(error):  # what this process lacks, no other device has
                 raise
             self.refused[kind] = Refusal.of(error)
-
-    def _open_verbs(self, options: dict[str, Any]) -> Device:
-        from .verbs import VerbsDevice
-
-        device = VerbsDevice(**options)
-        try:
-            # The arena's first segment is made now: where it cannot be pinned, verbs is of no use here.
-            self.arena.free(self.arena.allocate(1))
-        except RdmaError:
-            device.close()
-            raise
-        return device
 
     @property
     def address(self) -> bytes:
@@ -285,6 +273,12 @@ class AutoDevice(Device):
 
     def _forked(self) -> None:
         """Each device hears of it."""
+
+
+def _open_verbs(options: dict[str, Any]) -> Device:
+    from .verbs import VerbsDevice
+
+    return VerbsDevice(**options)
 
 
 def _open_shm(options: dict[str, Any]) -> ShmDevice:

@@ -25,14 +25,10 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any
-
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numba.types import int64 as i64
 
-from .atomics import fetch_add, load_acquire, store_release
+from .atomics import call, fetch_add, load_acquire, store_release
 from .compiled import compiled, compiled_callback
 from .cuda_driver import CU_STREAM_CAPTURE_MODE_RELAXED
 from .kernels import CLOSED, OK, enter
@@ -63,20 +59,6 @@ CAPTURED = 900
 NOT_STARTED = 1 << 32
 """Added to an error of ``post`` after which ``FINISH`` will not run."""
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-
-@intrinsic
-def _call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """``int function(a, b, c, d)`` at an address. Arguments are pointers and numbers, which all travel in whole registers on
-    the ABIs we run on (x86-64, aarch64 Linux), so a function may have fewer of them."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target = builder.inttoptr(args[0], ir.FunctionType(_I32, [_I64] * 4).as_pointer())
-        return builder.sext(builder.call(target, args[1:]), _I64)
-
-    return i64(i64, i64, i64, i64, i64), codegen
-
 
 @compiled(i64(i64, i64))
 def _word(block: int, at: int) -> int:
@@ -89,18 +71,18 @@ def _group(job: int, group: int, table: int, status: int) -> int:
     stream, event, scratch = _word(group, GROUP_STREAM), _word(group, GROUP_EVENT), job + 8 * JOB_SCRATCH
     if status == 0:
         store_release(scratch, 0)
-        status = _call(_word(table, CAPTURING), _word(group, GROUP_AFTER), scratch, 0, 0)
+        status = call(_word(table, CAPTURING), _word(group, GROUP_AFTER), scratch, 0, 0)
         # Our stream would become a part of the graph, and the copies too.
         status = CAPTURED if status == 0 and load_acquire(scratch) != 0 else status
     if status == 0:
-        status = _call(_word(table, RECORD), event, _word(group, GROUP_AFTER), 0, 0)
+        status = call(_word(table, RECORD), event, _word(group, GROUP_AFTER), 0, 0)
     if status == 0:
-        status = _call(_word(table, AWAIT), stream, event, 0, 0)
+        status = call(_word(table, AWAIT), stream, event, 0, 0)
     at = group + 8 * GROUP_HEAD
     for _ in range(_word(group, GROUP_COUNT)):
         if status != 0:
             break
-        status = _call(_word(table, COPY), load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stream)
+        status = call(_word(table, COPY), load_acquire(at), load_acquire(at + 8), load_acquire(at + 16), stream)
         at += 24
     return status
 
@@ -119,31 +101,31 @@ def post(job: int) -> int:
     table, groups, scratch = _word(job, JOB_TABLE), _word(job, JOB_GROUPS), job + 8 * JOB_SCRATCH
     status, group, mode = 0, job + 8 * JOB_HEAD, job + 8 * JOB_MODE
     store_release(mode, CU_STREAM_CAPTURE_MODE_RELAXED)
-    _call(_word(table, MODE), mode, 0, 0, 0)
+    call(_word(table, MODE), mode, 0, 0, 0)
     for number in range(groups):
-        pushed = _call(_word(table, PUSH), _word(group, GROUP_CONTEXT), 0, 0, 0)
+        pushed = call(_word(table, PUSH), _word(group, GROUP_CONTEXT), 0, 0, 0)
         status = _group(job, group, table, status if status != 0 else pushed)
         if pushed == 0 and number < groups - 1:
             # Again the same event: the wait above stands for its recording of then.
-            failed = _call(_word(table, RECORD), _word(group, GROUP_EVENT), _word(group, GROUP_STREAM), 0, 0)
+            failed = call(_word(table, RECORD), _word(group, GROUP_EVENT), _word(group, GROUP_STREAM), 0, 0)
             status = status if status != 0 else failed
         elif pushed == 0:
             earlier = job + 8 * JOB_HEAD
             for _ in range(groups - 1):
-                failed = _call(_word(table, AWAIT), _word(group, GROUP_STREAM), _word(earlier, GROUP_EVENT), 0, 0)
+                failed = call(_word(table, AWAIT), _word(group, GROUP_STREAM), _word(earlier, GROUP_EVENT), 0, 0)
                 status = status if status != 0 else failed
                 earlier += 8 * (GROUP_HEAD + 3 * _word(earlier, GROUP_COUNT))
             if status != 0:
                 store_release(job + 8 * JOB_RESULT, status)
-            launched = _call(_word(table, LAUNCH), _word(group, GROUP_STREAM), _word(table, FINISH), job, 0)
+            launched = call(_word(table, LAUNCH), _word(group, GROUP_STREAM), _word(table, FINISH), job, 0)
             if launched != 0:
                 status = launched | NOT_STARTED
         else:
             status |= NOT_STARTED
         if pushed == 0:
-            _call(_word(table, POP), scratch, 0, 0, 0)
+            call(_word(table, POP), scratch, 0, 0, 0)
         group += 8 * (GROUP_HEAD + 3 * _word(group, GROUP_COUNT))
-    _call(_word(table, MODE), mode, 0, 0, 0)  # as it was
+    call(_word(table, MODE), mode, 0, 0, 0)  # as it was
     if status >= NOT_STARTED:
         store_release(job + 8 * JOB_RESULT, status & (NOT_STARTED - 1))
         if inflight != 0 and groups == 1:  # the streams of other GPUs may still run: then it stays counted

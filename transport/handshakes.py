@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from .errors import GONE, PeerLost, RdmaError
-from .guard import Guard
+from .guard import Guard, hint_for
 
 Stream = TypeVar("Stream")
 HANDSHAKE_S = 5.0
@@ -144,6 +144,19 @@ class Handshakes:
         for sock in {**self._deadlines, **self._unproven}:
             sock.close()
         self.listener.close()
+
+
+def dial(where: str, timeout: float, *, device: str) -> socket.socket:
+    """A connection to ``HOST:PORT`` within so many seconds. ``PeerLost`` if there is nobody; ``TimeoutError``, and an
+    ``OSError`` about what this process lacks, as they are."""
+    host, _, port = where.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout)
+    except OSError as error:
+        if isinstance(error, TimeoutError) or hint_for(error):
+            raise
+        status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+        raise PeerLost(f"nobody listens there: {error}", peer=where, device=device, status=status) from None
 
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:

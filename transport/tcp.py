@@ -28,8 +28,8 @@ from .arena import Pool
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
-from .guard import Guard, broken_by, hint_for
-from .handshakes import EXPECTED, HANDSHAKE_S, Handshakes, reach
+from .guard import Guard, broken_by
+from .handshakes import EXPECTED, HANDSHAKE_S, Handshakes, dial, reach
 from .heartbeat import Heart
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
@@ -166,7 +166,7 @@ class TcpDevice(Device):
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
         deadline = time.monotonic() + timeout
         try:
-            sock, key = reach(partial(self._dial, where), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
                 with self._handshakes.limited(sock, deadline):
                     self._send_setup(sock, hello)
@@ -185,17 +185,6 @@ class TcpDevice(Device):
                 raise broken_by(error, "connecting", peer=where, device="tcp") from error
             raise
         return channel
-
-    @staticmethod
-    def _dial(where: str, timeout: float) -> socket.socket:
-        host, _, port = where.rpartition(":")
-        try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout)
-        except OSError as error:
-            if isinstance(error, TimeoutError) or hint_for(error):
-                raise
-            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
-            raise PeerLost(f"nobody listens there: {error}", peer=where, device="tcp", status=status) from None
 
     def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._handshakes.limited(sock, deadline):

@@ -74,13 +74,13 @@ def _waits_for(at: int, result: int, heard: int) -> int:
     """After an operation on the ``SSL``: what the stream has to be ready for, or minus the kind of error. ``heard``: 1 after a
     read, whose error is why the stream ended."""
     code = errno()
-    kind = call(_word(at, _GET_ERROR), _word(at, _SSL), result, 0)
+    kind = call(_word(at, _GET_ERROR), _word(at, _SSL), result, 0, 0)
     if kind == ERROR_WANT_READ:
         return _POLLIN
     if kind == ERROR_WANT_WRITE:
         return _POLLOUT
     if kind == ERROR_SSL and _word(at, _CODE) == 0:
-        store_release(at + 8 * _CODE, call(_word(at, _LAST_ERROR), 0, 0, 0))
+        store_release(at + 8 * _CODE, call(_word(at, _LAST_ERROR), 0, 0, 0, 0))
     if kind == ERROR_SYSCALL and heard and result < 0:
         store_release(at + 8 * _ERRNO, code)
     return -kind
@@ -88,8 +88,8 @@ def _waits_for(at: int, result: int, heard: int) -> int:
 
 @compiled(i64(i64, i64, i64, i64))
 def _seal(at: int, function: int, buffer: int, nbytes: int) -> int:
-    call(_word(at, _CLEAR), 0, 0, 0)
-    return call(_word(at, function), _word(at, _SSL), buffer, nbytes)
+    call(_word(at, _CLEAR), 0, 0, 0, 0)
+    return call(_word(at, function), _word(at, _SSL), buffer, nbytes, 0)
 
 
 @compiled(i64(i64))
@@ -115,7 +115,7 @@ def relay(at: int) -> int:
                 out_at, out_left, sealed, moved = out_at + done, out_left - done, sealed + done, True
                 if sealed >= _word(at, _RENEW):
                     sealed = 0
-                    call(_word(at, _KEY_UPDATE), _word(at, _SSL), 0, 0)
+                    call(_word(at, _KEY_UPDATE), _word(at, _SSL), 0, 0, 0)
             else:
                 write_waits = _waits_for(at, done, 0)
         elif sending == _GOODBYE:

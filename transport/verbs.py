@@ -15,7 +15,6 @@ has to acknowledge); a process that is stopped does not beat.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import socket
@@ -24,23 +23,22 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from . import cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
-from . import verbs_layout as at
 from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
-from .guard import Guard, broken_by, hint_for
-from .handshakes import EXPECTED, HANDSHAKE_S, reach
+from .guard import Guard, broken_by
+from .handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from .heartbeat import Heart
 from .memory import Memory
 from .notify import Poller
 from .region import Region, local_bytes
 from .service import Service
 from .tls import TlsOptions, authenticated, permit_rdma, prepare
+from .verbs_block import LANES, PortBlock
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
 from .verbs_endpoint import Endpoint
@@ -53,10 +51,9 @@ _TICK_NS = 500_000_000
 _SETTLE_S = 3.0
 _RETRY_S = 0.05
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
-_RECEIVES, _RECEIVE_CHAIN, _SENDS, _COMPLETIONS, _INLINE = 4096, 64, 256, 1 << 16, 220
+_RECEIVES, _SENDS, _COMPLETIONS, _INLINE = 4096, 256, 1 << 16, 220
 # A packet is sent 4.096 us * 2 ** 16 = 0.27 s apart, seven times. Not 7 retries: Soft-RoCE takes that for endless ones.
 _TIMEOUT, _RETRY_CNT = 16, 6
-_LANES = 1 << 13
 
 
 class VerbsDevice(Device):
@@ -101,6 +98,9 @@ class VerbsDevice(Device):
             self._open_queues(undo, qps)
             for segment in self.memory.attach(self):
                 self._announce_segment(segment)
+            # What peers may read is registered now, not in the first call that stages something; and where nothing can be
+            # pinned, this device is of no use.
+            self.arena.free(self.arena.allocate(1))
             host = self._at.address if secret else "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
@@ -132,47 +132,9 @@ class VerbsDevice(Device):
         self._sends, self._qps = min(_SENDS, limits.max_qp_wr), qps
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         undo.callback(os.close, self._woken)
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """The port block, and the receive requests that are posted again and again."""
-        library = ctypes.CDLL("libibverbs.so.1")
-        taking, acknowledging = (
-            ctypes.cast(function, ctypes.c_void_p).value or 0
-            for function in (library.ibv_get_cq_event, library.ibv_ack_cq_events)
-        )
-        depth = self._srq.depth // _RECEIVE_CHAIN * _RECEIVE_CHAIN
-        self._wc = np.zeros(verbs_kernels.WC_BATCH * at.WC_BYTES, np.uint8)
-        self._table = np.zeros((2 * _LANES, 2), np.int64)
-        self._receives = np.zeros((_RECEIVE_CHAIN, at.RECV_WR_BYTES // 8), np.int64)
-        first = self._receives.ctypes.data
-        self._receives[:-1, at.RECV_WR_NEXT // 8] = first + np.arange(1, _RECEIVE_CHAIN) * at.RECV_WR_BYTES
-        fds = (self._cq.channel_fd, self._context.async_fd, self._woken)
-        self._fds = np.array([fd | 1 << 32 for fd in fds], np.int64)  # struct pollfd: fd, POLLIN, what happened
-        words = self._port_words = np.zeros(verbs_kernels.PORT_WORDS, np.int64)
-        self.port = words.ctypes.data
-        words[verbs_kernels.PORT_CQ] = self._cq.address
-        words[verbs_kernels.PORT_POLL_CQ] = self.operation(at.OPS_POLL_CQ)
-        words[verbs_kernels.PORT_REQ_NOTIFY] = self.operation(at.OPS_REQ_NOTIFY_CQ)
-        words[verbs_kernels.PORT_SRQ] = self._srq.address
-        words[verbs_kernels.PORT_POST_RECV] = self.operation(at.OPS_POST_SRQ_RECV)
-        words[verbs_kernels.PORT_RECV_CHAIN] = first
-        words[verbs_kernels.PORT_RECV_COUNT] = _RECEIVE_CHAIN
-        words[verbs_kernels.PORT_RECV_USED] = depth  # nothing is posted yet: the first look posts them all
-        words[verbs_kernels.PORT_WC] = self._wc.ctypes.data
-        words[verbs_kernels.PORT_TABLE] = self._table.ctypes.data
-        words[verbs_kernels.PORT_TABLE_MASK] = len(self._table) - 1
-        words[verbs_kernels.PORT_BELLS] = self.bells
-        words[verbs_kernels.PORT_GET_EVENT] = taking
-        words[verbs_kernels.PORT_ACK_EVENTS] = acknowledging
-        words[verbs_kernels.PORT_CHANNEL] = ctypes.c_uint64.from_address(self._cq.address + at.CQ_CHANNEL).value
-        words[verbs_kernels.PORT_FDS] = self._fds.ctypes.data
-        words[verbs_kernels.PORT_WAKE] = self._woken
+        self._block = PortBlock(self._context, self._cq, self._srq, bells=self.bells, woken=self._woken)
+        self.port, self.post_send = self._block.address, self._block.post_send
         kernels.progress(self.port)
-
-    def operation(self, offset: int) -> int:
-        """Address of one of the context's operations."""
-        return int(ctypes.c_uint64.from_address(self._context.address + offset).value)
 
     @property
     def address(self) -> bytes:
@@ -327,7 +289,7 @@ class VerbsDevice(Device):
         where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
         deadline = time.monotonic() + timeout
         try:
-            sock, key = reach(partial(self._dial, where), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            sock, key = reach(partial(dial, where, device="verbs"), partial(self._prove, uid=uid, deadline=deadline), deadline)
             return self._meet(sock, key, hello, deadline, pool)
         except (OSError, RdmaError, ValueError) as error:
             if self.closed:
@@ -338,17 +300,6 @@ class VerbsDevice(Device):
             if isinstance(error, OSError):
                 raise broken_by(error, "connecting", peer=where, device="verbs") from error
             raise
-
-    @staticmethod
-    def _dial(where: str, timeout: float) -> socket.socket:
-        host, _, port = where.rpartition(":")
-        try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout)
-        except OSError as error:
-            if isinstance(error, TimeoutError) or hint_for(error):
-                raise
-            status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
-            raise PeerLost(f"nobody listens there: {error}", peer=where, device="verbs", status=status) from None
 
     def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._service.handshakes.limited(sock, deadline):
@@ -422,7 +373,7 @@ class VerbsDevice(Device):
 
     def _queue_pairs(self, count: int) -> tuple[list[QueuePair], Setup]:
         with self._lock:
-            room = min((self._cq.depth - self._srq.depth) // self._sends, _LANES)
+            room = min((self._cq.depth - self._srq.depth) // self._sends, LANES)
             if len(self._by_qp) + count > room:
                 raise NotSupported(f"the completion queue of {self._at.name} has room for {room} queue pairs", device="verbs")
         qps: list[QueuePair] = []

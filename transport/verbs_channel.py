@@ -64,7 +64,7 @@ class VerbsChannel(Channel):
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        posting = device.operation(at.OPS_POST_SEND)
+        posting = device.post_send
         self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
         self._turns = itertools.count()
         self._places: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)

@@ -20,7 +20,7 @@ from rdmarpc.tensors import load_places
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device, verbs_control
 
 LIMIT_BYTES = 64 << 20
-"""What a parser may allocate: the stand-in of an arena below has no more."""
+"""What a parser may allocate: ``_Memory`` has no more."""
 
 
 class Escaped(Exception):
@@ -36,17 +36,8 @@ class Parser(NamedTuple):
     allowed: tuple[type[BaseException], ...]
 
 
-class _Arena:
-    def run(self, nbytes: int) -> tuple[torch.Tensor, int]:
-        if nbytes > LIMIT_BYTES:
-            raise ArenaFull(f"{nbytes} bytes")
-        return torch.empty(nbytes, dtype=torch.uint8), nbytes
-
-
 class _Device:
     """Lends what it is asked for, and has nothing to READ."""
-
-    arena = _Arena()
 
     def can_lend(self, *_: Any) -> bool:
         return True
