@@ -40,7 +40,6 @@ from .tls import TlsOptions, authenticated, prepare
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
-_NO_TIMEOUT = 24 * 3600.0
 _LINGER = 1.0  # for the peers to hang up too
 _END_PAUSE_S, _RETRY_S = 0.05, 0.05
 _IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
@@ -234,16 +233,8 @@ class TcpDevice(Device):
         """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
         sock = channel.sock
         sock.setblocking(False)
-        milliseconds = max(int((self._looks.timeout or _NO_TIMEOUT) * 1000), 1000)
-        for level, option, value in (
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(milliseconds // 4000, 1)),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(milliseconds // 4000, 1)),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds),
-        ):
-            sock.setsockopt(level, option, value)
+        # No limits of the system's own (keepalive, TCP_USER_TIMEOUT): they would give up a peer that runs and does not read.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if self.closed or channel.error is not None:
                 return False

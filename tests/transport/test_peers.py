@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -172,6 +173,30 @@ def test_a_peer_that_is_stopped_is_not_lost_but_late(across: Across) -> None:
     across.peer.call(wait_for, 1, 1, T)
     across.peer.call(notify, 1)
     across.channel.expect(1).wait(T)
+
+
+def hold_the_gil(state: State, seconds: float) -> None:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def test_a_peer_that_runs_and_does_not_read_is_not_lost(
+    kind: str, open_device: Callable[..., Device], start_peer: Callable[..., Peer]
+) -> None:
+    """For longer than ``peer_timeout``, and with all buffers between the two full."""
+    peer, device = start_peer(kind), open_device(kind, peer_timeout=1.0)
+    peer.start(accept)
+    channel = device.connect(peer.address)
+    peer.finish()
+    size = 96 << 20
+    theirs = RemoteRegion.load(peer.call(make, "theirs", size, S))
+    ours = tensor_of(device, size, C)
+    peer.start(hold_the_gil, 2.5)
+    time.sleep(0.2)
+    channel.memcpy(theirs, ours, notify=1).wait(20.0)
+    peer.finish()
+    assert channel.error is None
+    peer.call(wait_for, 1, 1, T)
+    peer.call(close_channel)
 
 
 def test_a_peer_that_closes_its_channel_is_lost(across: Across) -> None:
