@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from halt import halt
 from torch import nn
 
 import rdmarpc as rpc
@@ -366,7 +367,7 @@ def closes_late(what: str, rank: int) -> None:
         server = rpc.rpc_sync("worker1", os.getpid)
         one_step(served)
         if what == "a server":
-            os.kill(server, signal.SIGSTOP)
+            halt(server)
         with pytest.raises(rpc.TransferTimeout):
             served.pull()
         start = time.monotonic()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from halt import halt
 from torch import nn
 
 import rdmarpc as rpc
@@ -46,7 +47,7 @@ def stop_now_and_then(pids: list[int], over: threading.Event) -> None:
     chance = random.Random(4)
     while not over.wait(chance.uniform(0.1, 1.0)):
         pid = chance.choice(pids)
-        os.kill(pid, signal.SIGSTOP)
+        halt(pid)
         time.sleep(chance.uniform(0.01, 0.4))
         os.kill(pid, signal.SIGCONT)
 

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from group import dismiss, on_every_device, results, until_dismissed
+from halt import halt
 from test_calls import identity
 from test_silence import hold_the_gil, stop
 
@@ -82,7 +83,7 @@ def after(seconds: float, *kill: tuple[int, signal.Signals]) -> None:
 def lose_in_calls(kill: bool) -> None:
     """On worker 0: calls with more than the ring of a stopped worker takes end, and all of them."""
     pid = rpc.rpc_sync("worker1", os.getpid)
-    os.kill(pid, signal.SIGSTOP)
+    halt(pid)
     if kill:
         after(0.5, (pid, signal.SIGKILL))
     start = time.monotonic()
@@ -203,7 +204,7 @@ def test_what_is_queued_is_sent_in_order():
 def past_their_deadline(rank):
     if rank == 0:
         pid = rpc.rpc_sync("worker1", os.getpid)
-        os.kill(pid, signal.SIGSTOP)
+        halt(pid)
         try:
             start = time.monotonic()
             futures = [rpc.rpc_async("worker1", identity, (piece(1),), timeout=0.5) for _ in range(MANY // 2)]

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from group import die, dismiss, on_every_device, results, run_group, until_dismissed
+from halt import halt
 from test_calls import identity, slow
 
 import rdmarpc as rpc
@@ -108,7 +109,7 @@ def stopped(rank):
         return "went on"
     if rank == 0:
         pid = rpc.rpc_sync("worker1", os.getpid)
-        lose_worker1(lambda: os.kill(pid, signal.SIGSTOP), "has not been seen running for 2 s", 3 * TIMEOUT)
+        lose_worker1(lambda: halt(pid), "has not been seen running for 2 s", 3 * TIMEOUT)
         os.kill(pid, signal.SIGCONT)
         assert rpc.rpc_sync("worker2", identity, ("after",)) == "after"
         time.sleep(0.5)
@@ -190,7 +191,7 @@ def stopped_while_it_copies(rank):
     deadline = time.monotonic() + 10.0
     while kernels.load(channel.inbox + INFLIGHT_AT) == 0:
         assert time.monotonic() < deadline
-    os.kill(pid, signal.SIGSTOP)
+    halt(pid)
     with pytest.raises(rpc.PeerLost, match="has not been seen running"):
         future.wait()
     del future

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from halt import halt
 from transport_peer import (
     Across,
     C,
@@ -150,7 +151,7 @@ def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
     remote = RemoteRegion.load(across.peer.call(make, "theirs", size, S))
     ours = tensor_of(across.device, size, C)
     assert across.peer.process.pid
-    os.kill(across.peer.process.pid, signal.SIGSTOP)
+    halt(across.peer.process.pid)
     works = [across.channel.memcpy(remote, ours), across.channel.memcpy(remote, ours)]
     threading.Timer(0.2, across.peer.kill).start()
     for work in works:
@@ -165,7 +166,7 @@ def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
 
 def test_a_peer_that_is_stopped_is_not_lost_but_late(across: Across) -> None:
     assert across.peer.process.pid
-    os.kill(across.peer.process.pid, signal.SIGSTOP)
+    halt(across.peer.process.pid)
     across.channel.notify(1)
     with pytest.raises(TransferTimeout):
         across.channel.expect(1).wait(0.2)
@@ -266,7 +267,7 @@ def test_no_byte_lands_after_abort(across: Across, nbytes: int) -> None:
 
 def test_abort_with_a_stopped_peer_returns(across: Across) -> None:
     assert across.peer.process.pid
-    os.kill(across.peer.process.pid, signal.SIGSTOP)
+    halt(across.peer.process.pid)
     started = time.monotonic()
     try:
         across.channel.abort(0.3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 import time
@@ -11,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from halt import halt
 from transport_peer import C, Pair, Peer, S, accept, make, works
 
 from rdmarpc import transport
@@ -124,7 +123,7 @@ def test_a_peer_that_takes_nothing_any_more_is_lost(open_device: Open, start_pee
     size = 96 << 20
     remote = RemoteRegion.load(peer.call(make, "theirs", size, S))
     assert peer.process.pid
-    os.kill(peer.process.pid, signal.SIGSTOP)
+    halt(peer.process.pid)
     work = channel.memcpy(remote, device.empty(size, dtype=torch.uint8).fill_(C))
     with pytest.raises(PeerLost):
         work.wait(20.0)
@@ -141,7 +140,7 @@ def test_a_device_with_stopped_peers_closes_in_bounded_time(open_device: Open, s
         peer.finish()
         remote = RemoteRegion.load(peer.call(make, "theirs", 16 << 20, S))
         assert peer.process.pid
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        halt(peer.process.pid)
         channel.memcpy(remote, device.empty(16 << 20, dtype=torch.uint8))
     started = time.monotonic()
     device.close()

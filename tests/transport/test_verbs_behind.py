@@ -140,6 +140,7 @@ def refuses_what_is_captured() -> None:
     module = softgpu.load()
     with Bench() as bench:
         wire = Wire()
+        module.drain()
         with module.capture(), pytest.raises(NotSupported, match="captured into a CUDA graph"):
             behind(bench, wire, 0)
         assert behind(bench, wire, 1) is DONE
