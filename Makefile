@@ -22,17 +22,16 @@ run: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m experiments.bench $(ARGS)
 
-# Tests that mostly wait (for processes to start, for a limit to pass) run two at once; the other ones of calls and devices, which
-# look at times, alone.
-WAITING := $(addsuffix .py,$(addprefix tests/rpc/test_,allow few_descriptors first_cause forgeries full_arena full_rings \
-	identity lives lives_end ranks secrets slurm unanswered unexpected)) \
-	$(addsuffix .py,$(addprefix tests/transport/test_,compiled handed handshakes threads user_secret))
-CALM := tests/conformance tests/graph tests/softgpu $(wildcard tests/test_*.py) $(WAITING)
+# Most tests wait more than they compute (for processes to start, for a limit to pass): they run two at once. Those that look at
+# times or at the memory of this process run alone.
+ALONE := tests/campaign tests/vm $(addsuffix .py,$(addprefix tests/rpc/test_,autograd_errors autograd_memory autograd_results \
+	calls errors gpu_calls group_references groups interrupts observability rref rref_ends silence) \
+	$(addprefix tests/transport/test_,cuda cuda_end heartbeat peers stress strangers tcp tls))
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(CALM) || status=1; \
-	$(BIN)/python -m pytest tests/rpc tests/transport tests/vm tests/campaign $(addprefix --ignore=,$(WAITING)) || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(ALONE)) || status=1; \
+	$(BIN)/python -m pytest $(ALONE) || status=1; \
 	exit $$status
 else
 	$(BIN)/python -m pytest $(ARGS)
