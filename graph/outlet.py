@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import NotSupported, RdmaError, RemoteRegion
+from ..transport.sole import STORAGE_USES, storage_uses
 from . import staging
 from .devices import find
 from .header import HEADER_BYTES, NONE, SHARED, Header
@@ -25,10 +26,6 @@ from .place import Edge
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer, Work
     from .station import Station
-
-
-_OWN_USES = 2
-"""Of a storage that nobody else has: the tensor that we hold, and the Python object that asks."""
 
 
 class Target:
@@ -363,7 +360,7 @@ def keep_apart(outlets: Sequence[Outlet], parameters: Sequence[torch.Tensor]) ->
     for outlet in outlets:
         for source in outlet.sources():
             storage = source.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
+            if storage_uses(storage) > STORAGE_USES:
                 addresses.add(storage.data_ptr())
     if addresses:
         for parameter in parameters:

@@ -18,7 +18,6 @@ its number, also one that is still to be entered.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ import torch
 
 from .gpu_streams import Joint, use_here
 from .grad_record import Sent, sent
+from .transport.sole import KEPT, references
 
 if TYPE_CHECKING:
     from .grad_pass import Pass
@@ -40,8 +40,6 @@ MAX_PASSES = 4096
 """Backward passes of one context that may be under way here."""
 # References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
 _UNSHARED = 2
-# References to a gradient that is only kept here: the table's, a variable's, and getrefcount's own.
-_OURS = 3
 
 
 class Context:
@@ -95,7 +93,7 @@ class Context:
                 self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
             elif before.is_sparse and not gradient.is_sparse:
                 self.gradients[leaf] = gradient + before
-            elif not gradient.is_sparse and sys.getrefcount(before) <= _OURS:
+            elif not gradient.is_sparse and references(before) <= KEPT:
                 before.add_(gradient)
             else:
                 self.gradients[leaf] = before + gradient

@@ -14,7 +14,6 @@ most a quarter of the arena's limit: beyond that results are copied.
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from .layout import travels
 from .transport import Channel, Device, RemoteRegion, kernels
 from .transport.arena import Arena, Block
+from .transport.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
 
 _WORDS = 256
 _WORD_BYTES = 8
@@ -30,14 +30,12 @@ _WORD_BYTES = 8
 def sole(tensor: torch.Tensor, arena: Arena) -> Block | None:
     """The block of the arena that this tensor lies in, if the caller's one variable is all that refers to the tensor and to its
     storage: no view, no graph, no user."""
-    # The caller's variable, our parameter, and getrefcount's own.
-    if sys.getrefcount(tensor) != 3 or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
+    if references(tensor) != PASSED or tensor.requires_grad or tensor._use_count() != 1:  # type: ignore[attr-defined]
         return None
     if not travels(tensor):  # of several parts, or of elements that mean nothing without their scale
         return None
     storage = tensor.untyped_storage()
-    # Python's view of a storage counts once there, and is itself held by the storage, by us, and by getrefcount.
-    if torch._C._storage_Use_Count(storage._cdata) != 2 or sys.getrefcount(storage) != 3:
+    if storage_uses(storage) != STORAGE_USES or references(storage) != STORAGE:
         return None
     return arena.leased(storage)
 
