@@ -14,6 +14,9 @@ import pytest
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes of Python's own that live as long as the test run."""
 
+SEMAPHORE = "sem."
+"""What names in /dev/shm begin with that are never ours, but ``multiprocessing``'s."""
+
 lasting: set[int] = set()
 """Processes that a fixture of wider scope keeps."""
 
@@ -56,7 +59,7 @@ def _children() -> dict[int, str]:
 
 def _ownerless(before: set[str]) -> set[str]:
     """What is new in /dev/shm and that no process has: tests that run beside these may have something there for a moment."""
-    new = set(os.listdir("/dev/shm")) - before
+    new = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith(SEMAPHORE)}
     for process in psutil.process_iter() if new else ():
         try:
             used = Path(f"/proc/{process.pid}/maps").read_text() + " ".join(
