@@ -19,7 +19,7 @@ import threading
 import torch
 
 from .layout import travels
-from .transport import Channel, Device, RemoteRegion, kernels
+from .transport import ArenaFull, Channel, Device, RemoteRegion, kernels
 from .transport.arena import Arena, Block
 from .transport.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
 
@@ -66,11 +66,14 @@ class Handovers:
 
     def give(self, channel: Channel, run: torch.Tensor, block: Block) -> bytes | None:
         """Hand the memory of ``run``, in ``block``, over to the peer: the descriptors to send, of the memory and of its release
-        word. ``None`` where enough has been handed over."""
+        word. ``None`` where enough has been handed over, or there is no memory for the words."""
         with self._lock:
             board = self._boards.get(channel)
             if board is None:
-                board = self._boards[channel] = _Board(channel)
+                try:
+                    board = self._boards[channel] = _Board(channel)
+                except ArenaFull:  # the result is copied, from where it lies
+                    return None
             self._sweep(board)
             if not board.free or self._outstanding + block.nbytes > self._limit:
                 return None

@@ -84,10 +84,9 @@ class Link:
         self.pool = pool
         """Memory of ours that the peer alone may touch: that of the channel. Its frames are no secret to it, so ours are
         composed there too."""
-        self._in_tensor = self.pool.run(RING_BYTES)
-        self._out_tensor = self.pool.run(RING_BYTES)
-        for ring in (self._in_tensor, self._out_tensor):
-            device.arena.note(ring, RINGS)
+        # Apart from what messages may take: a worker whose arena is full is reached, and leaves the group, as any other.
+        rings = device.arena.note(self.pool.set_apart(2 * RING_BYTES), RINGS)
+        self._in_tensor, self._out_tensor = rings[:RING_BYTES], rings[RING_BYTES:]
         self._in = memoryview(self._in_tensor.numpy()).cast("B")
         self._out = memoryview(self._out_tensor.numpy()).cast("B")
         self.inbox = device.export(self._in_tensor)

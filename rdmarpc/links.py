@@ -21,12 +21,13 @@ from .link import RING, Link
 from .members import Record
 from .progress import Progress
 from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout
-from .transport.guard import Guard
+from .transport.guard import Guard, broken_by, hint_for
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"
 _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
+_AGAIN_S = 1.0
 _HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
@@ -82,8 +83,8 @@ class Links:
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
-        self._unanswered: dict[int, tuple[float, RdmaError]] = {}
-        """The last attempt at each worker that nobody answered: when it ended, and how."""
+        self._failed: dict[int, tuple[float, RdmaError]] = {}
+        """The last attempt at each worker that took its time and led to no link: when it ended, and how."""
         group.missed = self.miss
         self.at_once: Callable[[int], None] = lambda worker: None
         """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
@@ -94,24 +95,25 @@ class Links:
 
     def to(self, number: int) -> Link:
         """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; for all who
-        waited for this attempt, if it does not answer."""
+        waited for this attempt, or ask within ``_AGAIN_S`` after it, if it does not answer. So many calls to a worker that is
+        silent take as long as one."""
         self._device.check()
-        asked = time.monotonic()
+        since = time.monotonic() - _AGAIN_S
         lock = self._connect_locks.setdefault(number, threading.Lock())
         while not lock.acquire(timeout=_LOOK_S):
-            self._check_answered(number, asked)
+            self._check_failed(number, since)
         try:
-            return self._link(number, asked)
+            return self._link(number, since)
         finally:
             lock.release()
 
-    def _check_answered(self, number: int, asked: float) -> None:
-        """Raises how an attempt to connect ended that nobody answered, if it ended after somebody asked for the link."""
-        ended, error = self._unanswered.get(number, (0.0, None))
-        if error is not None and ended > asked:
+    def _check_failed(self, number: int, since: float) -> None:
+        """Raises how the last attempt to connect ended, if it failed after that moment."""
+        ended, error = self._failed.get(number, (0.0, None))
+        if error is not None and ended > since and number not in self.by_worker:
             raise fresh(error)
 
-    def _link(self, number: int, asked: float) -> Link:
+    def _link(self, number: int, since: float) -> Link:
         """With the worker's lock held."""
         record = self._group.record(number)
         if record is None:
@@ -122,11 +124,11 @@ class Links:
                 return found
             if number in self.lost:
                 raise fresh(self.lost[number])
-            self._check_answered(number, asked)
+            self._check_failed(number, since)
             assert record is not None
+            link = self._new_link(number)
             self._connecting.add(number)
-        pool = self._own_pool if number == self._group.number else self._device.pool()
-        link, limit = Link(self._device, None, number, pool), time.monotonic() + self._patience
+        limit = time.monotonic() + self._patience
         try:
             channel = self._device.connect(
                 record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
@@ -138,23 +140,28 @@ class Links:
                 if number in self.by_worker:
                     return self.by_worker[number]
                 silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
-                self._unanswered[number] = time.monotonic(), silent
+                self._failed[number] = time.monotonic(), silent
             raise silent from None
         except PeerLost as error:
             link.pool.close()
             with self._lock:
                 self._connecting.discard(number)
                 # Both ends connected at once, and the other one's connection counts (``on_connect``).
-                crossing = 0.0 if error.status in GONE else min(_CROSSING_S, max(limit - time.monotonic(), 0.0))
+                at_once = error.status in GONE or hint_for(error)
+                crossing = 0.0 if at_once else min(_CROSSING_S, max(limit - time.monotonic(), 0.0))
                 if self._lock.wait_for(lambda: number in self.by_worker, timeout=crossing):
                     return self.by_worker[number]
+                why = _unreachable(record, error.message, error.status, error.hint)
+                if not at_once:
+                    self._failed[number] = time.monotonic(), why
             self._group.refresh()
-            why = _unreachable(record, error.message, error.status, error.hint)
             raise self.lost.get(number) or why from error.__cause__
-        except RdmaError:
+        except BaseException as error:
             link.pool.close()
             with self._lock:
                 self._connecting.discard(number)
+            if isinstance(error, OSError):  # this process, or host, lacks something
+                raise broken_by(error, "connecting", peer=record.name, device=self._device.name) from error
             raise
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
         known = channel.peer_key.hex() == record.key
@@ -169,6 +176,14 @@ class Links:
             self._connecting.discard(number)
         channel.close()
         raise self.lost.get(number) or _unreachable(record, "another one listens there now")
+
+    def _new_link(self, number: int) -> Link:
+        pool = self._own_pool if number == self._group.number else self._device.pool()
+        try:
+            return Link(self._device, None, number, pool)
+        except BaseException:
+            pool.close()
+            raise
 
     def _hello(self) -> bytes:
         return _HELLO.pack(_HELLO_MAGIC, self._group.number)

@@ -30,7 +30,7 @@ SEGMENT_BYTES = 64 << 20
 PINNED_SEGMENT_BYTES = 12 << 20
 """The first one where registering it pins all of it."""
 POOL_BYTES = 2 << 20
-"""The first one of a pool that one peer has: the two rings of a connection."""
+"""The first one of a pool that one peer has, besides what is set apart there."""
 READ, WRITE, OWN = range(3)
 """What peers may do in a pool: all read; all read and write; the one whose pool it is reads and writes, others nothing."""
 _RESERVE = 1 << 20
@@ -50,6 +50,8 @@ class Segment:
         self.view = memoryview(memory)
         self.nbytes = len(memory)
         self.address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self.apart = False
+        """Made by ``Pool.set_apart``: it does not count."""
         self._reserved = 0
         # Refused where the system does not allow huge pages for this kind of memory; the pages are then small ones.
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -160,6 +162,11 @@ class Pool:
         """As ``tensor``, of ``nbytes`` > 0 bytes."""
         return self._arena.hold(self.allocate(nbytes), nbytes, torch.uint8, nbytes)
 
+    def set_apart(self, nbytes: int) -> torch.Tensor:
+        """As ``run``, but in a segment of its own, which the arena's limit does not count: for what a connection itself needs,
+        and messages must not keep from it. Raises ``ArenaFull`` where the system has no more."""
+        return self._arena.hold(self._arena.set_apart(nbytes, self), nbytes, torch.uint8, nbytes)
+
     def close(self) -> None:
         """Of a pool that one peer had, which cannot reach it any more: its segments go back to the system when nothing here
         uses them. Idempotent; takes no lock."""
@@ -176,10 +183,12 @@ class Pool:
             return ready.pop()
         return self._carve(size)
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: Segment, taken: int = 0) -> None:
+        """``taken``: bytes of it that are in use already."""
         self._index[segment.number] = len(self.segments)
         self.segments.append(segment)
-        bisect.insort(self.extents, (len(self.segments) - 1, 0, segment.nbytes // ALIGN * ALIGN))
+        if free := segment.nbytes // ALIGN * ALIGN - taken:
+            bisect.insort(self.extents, (len(self.segments) - 1, taken, free))
 
     def take_segments(self) -> list[Segment]:
         """All of them: nothing is in use here."""
@@ -220,8 +229,8 @@ class Pool:
 
 class Arena:
     """Thread-safe. ``new_segment(nbytes, pool)`` makes and registers a segment of at least that size, ``drop_segment`` undoes
-    that; ``limit`` (bytes) bounds the sum of all segments. A segment lives as long as the arena, or until its pool was closed
-    and nothing uses it."""
+    that; ``limit`` (bytes) bounds the sum of all segments but those set apart (``Pool.set_apart``). A segment lives as long as
+    the arena, or until its pool was closed and nothing uses it."""
 
     def __init__(
         self,
@@ -279,6 +288,18 @@ class Arena:
             pool.used += size
             self.used += size
         return block
+
+    def set_apart(self, nbytes: int, pool: Pool) -> Block:
+        """See ``Pool.set_apart``."""
+        size = size_class(nbytes)
+        with self._lock:
+            segment = self._new_segment(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, pool)
+            segment.apart = True
+            self._add(segment, pool, size)
+            segment.reserve(size)
+            pool.used += size
+            self.used += size
+        return Block(segment, 0, size)
 
     def free(self, block: Block) -> None:
         """Give a block back. No lock is taken: safe from finalizers and from any thread."""
@@ -359,18 +380,22 @@ class Arena:
         self._by_address = [segment.address for segment in segments], segments
 
     def _grow(self, size: int, pool: Pool) -> None:
-        capacity, first = self.capacity, POOL_BYTES if pool.access == OWN else min(self.segment_bytes, self.limit // 8)
+        apart = sum(segment.nbytes for segment in self.segments if segment.apart)
+        capacity, first = self.capacity - apart, POOL_BYTES if pool.access == OWN else min(self.segment_bytes, self.limit // 8)
         wanted = max(first, min(pool.capacity, _MAX_GROWTH), -(-size // _HUGE_PAGE) * _HUGE_PAGE)
         room = (self.limit - capacity) // mmap.PAGESIZE * mmap.PAGESIZE
         if room < size:
             raise ArenaFull(
-                f"the arena is full: {size} bytes asked for, {self.used} of {capacity} bytes in use, limit {self.limit}",
+                f"the arena is full: {size} bytes asked for, {self.used - apart} of {capacity} bytes in use, "
+                f"limit {self.limit}",
                 hint="raise arena_limit (open_device, RpcBackendOptions) or RDMARPC_ARENA_LIMIT, or drop tensors",
             )
         if wanted > room // 2:  # something is left for other pools
             wanted = max(room // 2, size)
-        segment = self._new_segment(min(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE, room), pool)
-        pool.add(segment)
+        self._add(self._new_segment(min(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE, room), pool), pool)
+
+    def _add(self, segment: Segment, pool: Pool, taken: int = 0) -> None:
+        pool.add(segment, taken)
         self._sort([*self.segments, segment])
         if pool.closed and pool not in self.ended:
             self.ended.append(pool)

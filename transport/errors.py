@@ -34,7 +34,8 @@ class RegistrationError(RdmaError):
 
 
 class ArenaFull(RegistrationError):
-    """The arena's limit does not allow this allocation. The text names the limit and the option that raises it."""
+    """The arena's limit, or the system, does not allow this allocation. The text names the limit and the option that raises it,
+    or what the system lacks."""
 
 
 class RemoteAccessError(RdmaError):

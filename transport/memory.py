@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from .arena import READ, Arena, Pool, Segment
-from .errors import NotSupported, RdmaError
+from .errors import ArenaFull, NotSupported, RdmaError
+from .guard import hint_for
 from .identity import Identity, uid_of
 from .notify import BELL_BYTES, BELLS
 from .region import Region, local_bytes
@@ -148,7 +149,11 @@ class Memory:
             self._pinned.pop(number, None)
 
     def _new_segment(self, nbytes: int, pool: Pool) -> Segment:
-        memory, fd = self._allocate("rdmarpc-arena", nbytes, read_only=pool.access == READ)
+        try:
+            memory, fd = self._allocate("rdmarpc-arena", nbytes, read_only=pool.access == READ)
+        except OSError as error:
+            why = f"the system gives no {nbytes} bytes more for the arena: {error.strerror}"
+            raise ArenaFull(why, status=errno.errorcode.get(error.errno or 0, ""), hint=hint_for(error)) from error
         with self.lock:
             segment = Segment(next(self._numbers), secrets.randbits(64), memory, pool, fd)
             self._segments[segment.number] = segment

@@ -84,9 +84,10 @@ class Saboteur(threading.Thread):
         """Answers whose callbacks take long."""
         import rdmarpc as rpc
 
-        futures = [rpc.rpc_async(f"worker{fault.victim}", abs, (-number,)) for number in range(20)]
-        for future in [future.then(lambda done: (time.sleep(0.05), done.value())[1]) for future in futures]:
-            future.wait()
+        with self._scene.diary.doing("callbacks", self._scene.rank, fault.victim):
+            futures = [rpc.rpc_async(f"worker{fault.victim}", abs, (-number,)) for number in range(20)]
+            for future in [future.then(lambda done: (time.sleep(0.05), done.value())[1]) for future in futures]:
+                future.wait()
 
     def _socket(self, fault: Fault) -> None:
         """One connection of the package is shut down under it."""
@@ -100,8 +101,8 @@ class Saboteur(threading.Thread):
     def _descriptors(self, fault: Fault) -> None:
         """No new descriptor, for a while."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         time.sleep(fault.seconds)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

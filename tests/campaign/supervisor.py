@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rdmarpc.patience import DEFAULT_S
+
 from . import verdict
 from .board import DONE, LEAVING, STARTING, STOP, WORKING, Board
 from .diary import KINDS
 from .faults import BEGAN, OVER, strike
 from .strangers import Siege
 from .trial import GRACE_S, PEER_TIMEOUT_S, Fault, Trial
-from .worker import INIT_TIMEOUT_S, main
+from .worker import FULL_TIMEOUT_S, INIT_TIMEOUT_S, main
 
 _TICK_S = 0.02
 _START_S = 40.0
@@ -189,7 +191,7 @@ class _Watch:
             if self._gone(rank) or self._stopped(rank) or rank in self.hung or self._phase(rank) == STARTING:
                 continue
             for began, touched, kind in self.board.under_way(rank):
-                limit = (PEER_TIMEOUT_S + GRACE_S) * self.stretch + self.lag + (_LONGER.get(KINDS[kind], 0.0))
+                limit = (PEER_TIMEOUT_S + GRACE_S) * self.stretch + self.lag + _LONGER.get(KINDS[kind], self._patience)
                 since = max(began, self._concerns(rank), *(self._left(other) for other in self._ranks() if kind == 1))
                 if now - since > limit * 1e9:
                     who = [f"worker{other}" for other in self._ranks() if touched >> other & 1]
@@ -199,6 +201,11 @@ class _Watch:
                     )
                     self.hung.add(rank)
                     break
+
+    @property
+    def _patience(self) -> float:
+        """Where memory is short, calls wait for it until their deadlines, and requests that are being served for longer."""
+        return max(FULL_TIMEOUT_S, DEFAULT_S) if any(fault.kind == "arena" for fault in self.trial.faults) else 0.0
 
     def _left(self, rank: int) -> int:
         """When it began to leave: who leaves before waits for it."""

@@ -70,8 +70,8 @@ def _expected_exits(trial: Trial, rank: int) -> set[int | None]:
 def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
     """Why this error should not have been, or empty."""
     kind, tree, rank = entry["kind"], entry["tree"], entry["rank"]
-    if any(fault.kind == "arena" for fault in trial.faults) and "ArenaFull" in tree:
-        return ""
+    if any(fault.kind == "arena" for fault in trial.faults) and {"ArenaFull", "TransferTimeout"} & set(tree):
+        return "" if kind not in ("init", "shutdown") else "these need no memory of messages"
     if any(fault.kind == "descriptors" for fault in trial.faults) and _out_of_descriptors(trial, entry):
         return ""
     if entry["kind"] in ("end", "liar"):
@@ -111,9 +111,10 @@ def _left_meanwhile(entry: Entry) -> bool:
 
 
 def _out_of_descriptors(trial: Trial, entry: Entry) -> bool:
-    """A named error at, or about, the worker that had no descriptor left."""
+    """A named error at, or about, the worker that had no descriptor left, or of somebody who left because of that."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "descriptors"}
-    return "RdmaError" in entry["tree"] and bool(victims & {entry["rank"], *entry["touched"]})
+    concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if entry["status"] == "RAISED" else ())}
+    return "RdmaError" in entry["tree"] and bool(victims & concerned)
 
 
 def _disturbed(trial: Trial, entry: Entry, times: Times, lag: float) -> str:

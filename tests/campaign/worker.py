@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -22,7 +23,10 @@ from .trial import PEER_TIMEOUT_S, Trial
 RPC_TIMEOUT_S = 20.0
 """Longer than anybody may hang."""
 INIT_TIMEOUT_S = 6.0
+FULL_TIMEOUT_S = 6.0
+"""Of calls where arenas are small: for so long a call waits for memory."""
 THREADS = 3
+_M_MMAP_THRESHOLD = -3
 SHUTDOWN_S = 20.0
 
 
@@ -32,6 +36,8 @@ def main(trial: Trial, rank: int, folder: str, namespace: int) -> None:
     os.dup2(log, 1), os.dup2(log, 2)
     os.close(log)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Large memory that was freed goes back to the system: what the allocator keeps for later would look like a leak.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     if namespace:
         from hosts import enter
 
@@ -63,7 +69,7 @@ def _life(trial: Trial, rank: int, place: Path, diary: Diary) -> None:
         "secret": "a secret that every worker of this trial was given",
     }
     if any(fault.kind == "arena" for fault in trial.faults):
-        options["arena_limit"] = (12 + 4 * trial.size) << 20
+        options |= {"arena_limit": (12 + 4 * trial.size) << 20, "rpc_timeout": FULL_TIMEOUT_S}
     scene = Scene(trial, rank, diary, place, options)
     saboteur = Saboteur(scene)
     saboteur.start()
@@ -195,6 +201,7 @@ def _left_over(diary: Diary, before: dict[str, int], place: Path) -> None:
     limit = time.monotonic() + 4.0
     while True:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         threads = sorted(t.name for t in threading.enumerate() if t.name.startswith(("rdmarpc", "campaign")))
         after = _count(place)
         if (not threads and after["descriptors"] <= before["descriptors"]) or time.monotonic() > limit:

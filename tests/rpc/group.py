@@ -139,11 +139,13 @@ def run_group(
     return outcomes
 
 
-def on_every_device(scenario: Callable[[Any], Any], size: int = 2, **options: Any) -> dict[str, list[Outcome]]:
+def on_every_device(
+    scenario: Callable[[Any], Any], size: int = 2, *, devices: tuple[str, ...] = ("shm", "tcp"), **options: Any
+) -> dict[str, list[Outcome]]:
     """The same scenario over each device, in groups that run side by side: for those that mostly wait."""
     forks()  # one thread starts the server
     with ThreadPoolExecutor() as pool:
-        runs = {device: pool.submit(run_group, scenario, size, transport=device, **options) for device in ("shm", "tcp")}
+        runs = {device: pool.submit(run_group, scenario, size, transport=device, **options) for device in devices}
     return {device: run.result() for device, run in runs.items()}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import threading
 import time
 
@@ -94,4 +97,60 @@ def full_for_good(rank):
 
 def test_an_arena_that_stays_full_says_who_has_it():
     for outcomes in on_every_device(full_for_good, 2, arena_limit=LIMIT).values():
+        results(outcomes)
+
+
+def fill_all() -> None:
+    """Whatever this worker's messages could take, by tensors of its program."""
+    here, nbytes = agent.current().device, 8 * MIB
+    while nbytes >= 64:
+        try:
+            held.append(here.empty(nbytes, dtype=torch.uint8))
+        except rpc.ArenaFull:
+            nbytes //= 2
+
+
+def full_from_the_start(rank):
+    fill_all()
+    with pytest.raises(rpc.ArenaFull):
+        agent.current().device.empty(1)
+    if rank == 0:  # by connections that are only now made, to others and to itself
+        for to in range(3):
+            for via in range(3):
+                assert rpc.rpc_sync(f"worker{via}", rpc.rpc_sync, (f"worker{to}", identity, (to,))) == to
+                keeper = rpc.remote(f"worker{via}", torch.ones, (3,))
+                assert keeper.to_here().sum() == 3
+                del keeper
+    rpc.shutdown(timeout=20)
+
+
+def test_workers_whose_arenas_are_full_meet_and_leave():
+    for outcomes in on_every_device(full_from_the_start, 3, arena_limit=8 * MIB).values():
+        results(outcomes)
+
+
+def no_descriptors(rank):
+    if rank == 1:  # nobody else connects to or from worker 2, but for worker 0
+        assert rpc.rpc_sync("worker0", identity, (1,)) == 1
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        again = threading.Timer(0.2, resource.setrlimit, (resource.RLIMIT_NOFILE, (soft, hard)))
+        try:
+            # Where memory is shared, that of the result is a descriptor.
+            with contextlib.suppress(rpc.ArenaFull):
+                assert rpc.rpc_async("worker0", large, (PIECE,), timeout=1.0).wait().sum() == PIECE
+            with pytest.raises(rpc.RdmaError, match=r"files open.*ulimit -n"):
+                rpc.rpc_async("worker2", identity, (2,)).wait()
+            again.start()
+            again.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert rpc.rpc_sync("worker0", large, (PIECE,)).sum() == PIECE
+        assert rpc.rpc_sync("worker2", identity, (2,)) == 2
+    rpc.shutdown(timeout=20)
+
+
+def test_no_descriptor_for_more_memory_is_a_named_error():
+    for outcomes in on_every_device(no_descriptors, 3, devices=("shm", "tcp", "auto")).values():
         results(outcomes)

@@ -116,6 +116,26 @@ def test_growth() -> None:
     assert arena.find(1, 1) is None
 
 
+def test_what_is_set_apart_needs_no_room() -> None:
+    arena = make_arena(8 * MIB)
+    messages = [arena.allocate(MIB) for _ in range(4)]
+    while arena.capacity < arena.limit:
+        messages.append(arena.allocate(MIB))
+    pool = arena.pool()
+    apart = [pool.set_apart(2 * MIB) for _ in range(3)]
+    assert len({piece.data_ptr() for piece in apart}) == 3 and all(piece.nbytes == 2 * MIB for piece in apart)
+    with pytest.raises(ArenaFull, match=f"{8 * MIB} of {8 * MIB} bytes in use, limit {8 * MIB}"):
+        pool.allocate(1)
+    with pytest.raises(ArenaFull):
+        arena.allocate(MIB)
+    pool.close()
+    apart.clear()
+    for block in messages:
+        arena.free(block)
+    arena.allocate(MIB)
+    assert arena.capacity == arena.limit and arena.used == MIB
+
+
 def test_a_failed_segment_changes_nothing() -> None:
     def refuse(nbytes: int, pool: Pool) -> Segment:
         raise OSError("no memory")
