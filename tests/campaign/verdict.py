@@ -84,9 +84,9 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return "" if "PeerLost" in tree and kind == "leave" else "nothing had happened"
     if not victims:
         return "nothing had happened"
-    if entry["status"] == "CLOSED" and "PeerLost" in tree:
+    if _says(entry, "CLOSED") and "PeerLost" in entry["text"] + entry["type"]:
         return ""  # who heard of the loss first has left
-    if entry["status"] == "RAISED" and victims & set(ranks_in(entry["text"])):
+    if _says(entry, "RAISED") and victims & set(ranks_in(entry["text"])):
         return ""  # and says why
     concerned = victims & {*entry["touched"], rank}
     if not concerned:
@@ -104,6 +104,11 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
     return ""
 
 
+def _says(entry: Entry, status: str) -> bool:
+    """Whether an error has a status, or one does that it has wrapped: torch's errors of callbacks are text."""
+    return entry["status"] == status or f"status={status}]" in entry["text"]
+
+
 def _left_meanwhile(entry: Entry) -> bool:
     """A visitor of a group went before it was called, or during a call."""
     gone = "PeerLost" in entry["tree"] or "could not find destination" in entry["text"]
@@ -113,7 +118,7 @@ def _left_meanwhile(entry: Entry) -> bool:
 def _out_of_descriptors(trial: Trial, entry: Entry) -> bool:
     """A named error at, or about, the worker that had no descriptor left, or of somebody who left because of that."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "descriptors"}
-    concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if entry["status"] == "RAISED" else ())}
+    concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if _says(entry, "RAISED") else ())}
     return "RdmaError" in entry["tree"] and bool(victims & concerned)
 
 
