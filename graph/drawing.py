@@ -8,12 +8,12 @@ Lengths are points (1/72 inch). Needs matplotlib, and only when it draws.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..transport import NotSupported
-from .describe import Crossing, Transfers, WorkerRecord
+from .records import Crossing, WorkerRecord
 from .tables import shortened, size
 
 INK, QUIET, PAPER, BOX = "#1a1a1a", "#5f6368", "#ffffff", "#eef2f5"
@@ -93,7 +93,19 @@ class Picture:
         return box.left + box.width + PAD, self.lane_y(arrow) + 3.0
 
 
-def arrange(plan: Transfers, measure: Measure) -> Picture:
+class Described(Protocol):
+    """What is drawn of a plan: see ``describe.Transfers``."""
+
+    @property
+    def crossings(self) -> Sequence[Crossing]: ...
+    @property
+    def workers(self) -> Sequence[WorkerRecord]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def writes(self, crossing: Crossing, /) -> list[Crossing]: ...
+
+
+def arrange(plan: Described, measure: Measure) -> Picture:
     """Where everything goes."""
     rank = {worker.name: at for at, worker in enumerate(plan.workers)}
     bundles: dict[tuple[int, int, str], list[Crossing]] = {}
@@ -128,7 +140,7 @@ def arrange(plan: Transfers, measure: Measure) -> Picture:
     return Picture(max(right, MARGIN + widest) + MARGIN, height, bottom, top, title, kinds, boxes, arrows, notes)
 
 
-def draw(plan: Transfers, path: str | os.PathLike[str]) -> None:
+def draw(plan: Described, path: str | os.PathLike[str]) -> None:
     """See ``Transfers.draw``."""
     try:
         from matplotlib.figure import Figure
@@ -242,7 +254,7 @@ def _lines(worker: WorkerRecord) -> list[str]:
     return [shortened(worker.name, 32), *parts, *weights, f"{size(worker.slot_bytes)} of slots"]
 
 
-def _notes(plan: Transfers) -> list[str]:
+def _notes(plan: Described) -> list[str]:
     """Tensors that are sent to several workers, and what dashed lines mean."""
     fans = {(c.kind, c.name, c.source): plan.writes(c) for c in plan.crossings}
     notes = [

@@ -172,6 +172,7 @@ class Executor(threading.Thread):
 
     def _start(self, task: Task) -> None:
         run = task.run
+        assert isinstance(run, Run)
         try:
             self.use_mode(run.mode)
             if task.backward and run.zero_due:

@@ -63,11 +63,6 @@ class Placement:
     reaching: frozenset[str] = frozenset()
     """Workers that can write into accelerators' memory of others (``gpu_slot``); what the others send lands in host memory."""
 
-    def __str__(self) -> str:
-        from .describe import describe  # it stands on this module
-
-        return describe(self).table()
-
 
 def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:
     """Edges for every crossing value and for every gradient that comes back. ``numbers`` gives out edge numbers.

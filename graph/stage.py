@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,8 +24,14 @@ from .program import Segment
 from .slot import Inlet
 from .station import Fittings
 
-if TYPE_CHECKING:
-    from .caller import Caller
+
+class Exchange(Protocol):
+    """Whoever sends and receives for the stages: the ``Caller``."""
+
+    def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]: ...
+    def exchange_gradients(
+        self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None], /
+    ) -> list[torch.Tensor | None]: ...
 
 
 @dataclass(slots=True)
@@ -143,7 +149,7 @@ class Cross(torch.autograd.Function):
     """One stage, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, caller: Caller, run: Pass, stage: Stage, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, caller: Exchange, run: Pass, stage: Stage, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.caller, ctx.run, ctx.stage = caller, run, stage
         outputs = caller.exchange(run, stage, tensors)
@@ -184,7 +190,7 @@ class CrossApart(torch.autograd.Function):
     def forward(
         ctx: Any,
         token: torch.Tensor,
-        caller: Caller,
+        caller: Exchange,
         run: Pass,
         stage: Stage,
         made: list[torch.Tensor],
@@ -206,7 +212,7 @@ class CrossApart(torch.autograd.Function):
 
 
 def cross_apart(
-    token: torch.Tensor, caller: Caller, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]
+    token: torch.Tensor, caller: Exchange, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """As ``Cross.apply``, where some output is on an accelerator."""
     made: list[torch.Tensor] = []

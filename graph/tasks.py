@@ -18,13 +18,22 @@ keeps until the next one, a gradient that stays some parameter's ``.grad``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from .flow import Duty, Flow
 from .header import MicroBatch
 
-if TYPE_CHECKING:
-    from .flow import Duty
-    from .run import Run
+
+class Runs(Protocol):
+    """One forward and backward at one worker: ``run.Run``."""
+
+    flow: Flow
+    sequence: int
+    micro: MicroBatch
+    batch: Batch | None
+
+    def forward(self, duty: Duty, /) -> dict[str, Any]: ...
+    def backward(self, duty: Duty, /) -> None: ...
 
 
 class Batch:
@@ -55,7 +64,7 @@ class Task:
     """A segment whose inputs (backward: whose gradients) are here; it may start once ``commands`` commands have been
     applied."""
 
-    run: Run
+    run: Runs
     duty: Duty
     backward: bool
     commands: int
@@ -87,7 +96,7 @@ class Agenda:
             self._tasks.remove(best)
         return best
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: Runs) -> None:
         """Its tasks never start."""
         self._tasks = [task for task in self._tasks if task.run is not run]
 
