@@ -462,16 +462,16 @@ class Agent:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        error = PeerLost("RPC was shut down here", peer=self.name)
+        error = PeerLost("RPC was shut down here", peer=self.name, status="CLOSED")
         self._carrier.stop()
         self.rrefs.closed = True
-        self.contexts.clear()
         self.device.on_lost = lambda channel: None
         self.caller.stop()
         self._fail_calls(error)
         self.progress.stop()
         self.links.stop()
         self.device.close()
+        self.contexts.clear()  # not before: who still asks for one is to hear that we are gone, not that it is
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
         if gpu.current is not None:
             gpu.current.close()

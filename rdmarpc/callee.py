@@ -410,6 +410,8 @@ class Callee:
 
     def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
         self.release(link, call)  # of an answer that could not be sent
+        if self.rrefs.closed:
+            return  # it may have failed because we leave: the end of the link says so
         payload = remote_error.dump(error, self.me)
         if not control:
             self.failures.tell(error, remote_error.text_of(payload))

@@ -155,7 +155,7 @@ class Links:
                 if not at_once:
                     self._failed[number] = time.monotonic(), why
             self._group.refresh()
-            raise self.lost.get(number) or why from error.__cause__
+            raise fresh(self.lost.get(number) or why) from error.__cause__
         except BaseException as error:
             link.pool.close()
             with self._lock:
@@ -175,7 +175,7 @@ class Links:
         with self._lock:
             self._connecting.discard(number)
         channel.close()
-        raise self.lost.get(number) or _unreachable(record, "another one listens there now")
+        raise fresh(self.lost.get(number) or _unreachable(record, "another one listens there now"))
 
     def _new_link(self, number: int) -> Link:
         pool = self._own_pool if number == self._group.number else self._device.pool()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .functions import TOLD_WHO
+from .future import fail, fresh
 from .transport import RdmaError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Termination:
         future: torch.futures.Future[bool] = torch.futures.Future()
         with self._lock:
             if self._error is not None:
-                future.set_exception(self._error)  # type: ignore[arg-type]
+                fail(future, self._error)
                 return future
             if number != self._round:
                 raise RuntimeError(f"round {number} of the shutdown is reported in round {self._round}")
@@ -63,7 +64,7 @@ class Termination:
             reports, self._reports = self._reports, {}
         for entries in reports.values():
             for _, _, waiting in entries.values():
-                waiting.set_exception(error)  # type: ignore[arg-type]
+                fail(waiting, error)
         if self._waiting is not None:
             self._waiting.set()
 
@@ -84,11 +85,11 @@ class Termination:
             future = agent.call_async(leader, _report, arguments, None, 0, control=True)
             future.add_done_callback(lambda _, arrived=arrived: arrived.set())
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             while not arrived.is_set():
                 self._sleep(arrived, deadline, 0.1)
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             if future.wait():
                 return
 

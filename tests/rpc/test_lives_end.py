@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from group import results, run_group
+from group import dismiss, results, run_group, until_dismissed
 
 import rdmarpc as rpc
+from rdmarpc import agent
 
 _MORE_MIB = 64
 
@@ -39,3 +40,27 @@ def test_nothing_stays_of_a_life(device):
     ((*_, warm, _, _, _, last),) = results(run_group(lives, 1, transport=device, dynamic=True))
     assert last[:3] == warm[:3], "descriptors, threads, mappings"
     assert last[3] < warm[3] + _MORE_MIB, (warm, last)
+
+
+def told_twice(rank):
+    """An error that two threads raise at once would hold the frames of both: a future among these is a circle for ever."""
+    if rank == 1:
+        until_dismissed()
+        rpc.shutdown(graceful=False)
+        return 4
+    ending = agent.current().termination
+    report = ending.report(0, 1, 0, 0)
+    ending.fail(rpc.PeerLost("worker1 is lost"))
+    late = ending.report(0, 1, 0, 0)
+    heard = []
+    for wait in (report.value, late.value, report.value, lambda: ending.wait(None)):
+        with pytest.raises(rpc.PeerLost, match="worker1 is lost") as error:
+            wait()
+        heard.append(error.value)
+    dismiss("worker1")
+    rpc.shutdown(graceful=False)
+    return len({id(error) for error in heard})
+
+
+def test_each_who_hears_of_a_loss_during_shutdown_gets_an_error_of_its_own():
+    assert results(run_group(told_twice, 2)) == [4, 4]

@@ -1,0 +1,55 @@
+"""A worker leaves while it serves others: these hear of its loss, not of what leaving did to the functions that ran there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+from group import dismiss, on_every_device, results, until_dismissed
+
+import rdmarpc as rpc
+
+
+def by_way_of_another(seconds):
+    rpc.rpc_sync("worker2", time.sleep, (seconds,))
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.7)
+        return gradient * 2
+
+
+def slow(x):
+    return Slow.apply(x)
+
+
+def leaves_in_between(rank):
+    if rank:
+        until_dismissed()
+        time.sleep(0.3)
+        rpc.shutdown(graceful=False)
+        return
+    waiting = rpc.rpc_async("worker1", by_way_of_another, (3.0,))
+    with rpc.autograd.context() as context:
+        value = rpc.rpc_sync("worker1", slow, (torch.ones(3, requires_grad=True),))
+        dismiss("worker1")
+        with contextlib.suppress(rpc.PeerLost):  # it may be done before the connection ends
+            rpc.autograd.backward(context, [value.sum()])
+    with pytest.raises(rpc.PeerLost, match="worker worker1 is lost") as lost:
+        waiting.wait()
+    assert lost.value.peer == "worker1" and "shut down here" not in str(lost.value)
+    dismiss("worker2")
+    rpc.shutdown(graceful=False)
+
+
+def test_calls_under_way_to_a_worker_that_leaves_lose_it():
+    for outcomes in on_every_device(leaves_in_between, 3).values():
+        results(outcomes)
