@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--replay", type=int, nargs="+", default=[], help="these trials only, by number")
     parser.add_argument("--devices", default=",".join(trial.DEVICES), help="of fault trials")
     parser.add_argument("--workloads", default=",".join(trial.WORKLOADS), help="of fault trials")
+    parser.add_argument("--faults", default="", help="trials that have one of these only; others are not counted")
     parser.add_argument("--only", choices=("faults", "frames", "strangers"), default=None)
     parser.add_argument("--jobs", type=int, default=2, help="fault trials at once")
     parser.add_argument("--logs", type=Path, default=Path("outputs/campaign"), help="where those of failures go")
@@ -94,7 +95,11 @@ def _faults(report: Report, options: argparse.Namespace, seed: int, seconds: flo
     forks()  # one thread starts the server
     chance, limit, lock = random.Random(seed), time.monotonic() + seconds, threading.Lock()
     devices, workloads = tuple(options.devices.split(",")), tuple(options.workloads.split(","))
+    wanted = set(options.faults.split(",")) if options.faults else set(trial.LETHAL + trial.GENTLE)
     numbers = iter(options.replay) if options.replay else iter(lambda: chance.randrange(10**9), -1)
+    drawn = (trial.draw(number, devices, workloads) for number in numbers)
+    if not options.replay:
+        drawn = (one for one in drawn if wanted & {fault.kind for fault in one.faults})
     left = len(options.replay) or options.trials
 
     def next_one() -> trial.Trial | None:
@@ -105,7 +110,7 @@ def _faults(report: Report, options: argparse.Namespace, seed: int, seconds: flo
             if not options.trials and not options.replay and time.monotonic() > limit:
                 return None
             left -= 1
-            return trial.draw(next(numbers), devices, workloads)
+            return next(drawn)
 
     def work() -> None:
         while (one := next_one()) is not None:

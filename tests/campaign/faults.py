@@ -17,6 +17,7 @@ from typing import Any
 from .board import Board
 from .trial import Fault
 
+_CONNECTED_S = 3.0
 INSIDE = ("gil", "socket", "delay", "callbacks", "descriptors", "exit")
 GO, BEGAN, OVER = 0, 1, 2
 """Words of a fault on the board: to begin, began, is over."""
@@ -91,7 +92,9 @@ class Saboteur(threading.Thread):
 
     def _socket(self, fault: Fault) -> None:
         """One connection of the package is shut down under it."""
-        sockets = list(_connections())
+        limit = time.monotonic() + _CONNECTED_S
+        while not (sockets := list(_connections())) and time.monotonic() < limit:
+            time.sleep(0.003)  # a worker connects when it first has something to say
         assert sockets, "no connection found"
         chosen = random.Random(self._scene.trial.number).choice(sockets)
         chosen.shutdown(socket.SHUT_RDWR)
