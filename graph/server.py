@@ -76,13 +76,14 @@ class Server(threading.Thread):
         super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
         self.station = Station(name, device, channels, timeout)
         self.workers = workers
-        self.error: BaseException | None = None
+        self.error: WorkerError | None = None
         self.gone: set[str] = set()
         """Workers that are lost or closed the model, as far as whoever keeps this server heard of it."""
         self.steps = -1
         """Of the weights that the workers have; -1 before those of the start."""
         self._clients: dict[str, _Client] = {}
-        self._left: set[str] = set()
+        self._left: dict[str, PeerLost | None] = {}
+        """Workers that have closed the model, and whom they had lost, if that was why."""
         self._store: Room | None = None
         self._filled = False
         self._parameters: list[nn.Parameter] = []
@@ -101,7 +102,7 @@ class Server(threading.Thread):
         future: Future[Any] = Future()
         with self._lock:
             if self.error is not None:
-                raise self._ended(self.error)
+                raise self.error.raised(self.station.name)
             self._jobs.append((lambda: getattr(self, method)(*args), future))
             self.station.poller.kick()
         try:
@@ -112,10 +113,6 @@ class Server(threading.Thread):
             text = f"server {self.station.name!r} is still busy with a step after {self.station.timeout:g} s"
             raise TransferTimeout(text, peer=self.station.name) from None
 
-    def _ended(self, error: BaseException) -> BaseException:
-        """What ended this server, for whoever asks it for something: of the type that it has, naming who was lost."""
-        return WorkerError.of(error).raised(self.station.name)
-
     @property
     def forsaken(self) -> bool:
         """Whether all workers that ever came are gone: nobody writes here any more."""
@@ -123,7 +120,7 @@ class Server(threading.Thread):
 
     def why(self) -> tuple[Any, ...] | None:
         """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
-        return None if self.error is None else tuple(WorkerError.of(self.error))
+        return None if self.error is None else tuple(self.error)
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)
@@ -172,9 +169,10 @@ class Server(threading.Thread):
             place.copy_(value)
         self._filled = True
 
-    def leave(self, worker: str) -> None:
-        """A worker is done with the model: nothing is written to it any more."""
-        self._left.add(worker)
+    def leave(self, worker: str, why: str, lost: str, status: str) -> None:
+        """A worker is done with the model: nothing is written to it any more. ``lost``: whom it had lost, if that was why."""
+        text = f"worker {worker!r} has closed the model: {why}"
+        self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
         self.station.peers.pop(worker, None)
 
     # -- optimizers and state
@@ -212,13 +210,13 @@ class Server(threading.Thread):
             while not self._closing:
                 self.station.poll(1.0)
                 self._work()
-            error: BaseException = RdmaError("the model was closed")
+            error = WorkerError.of(RdmaError("the model was closed"))
         except BaseException as raised:
-            error = raised
+            error = WorkerError.of(raised)
         with self._lock:
             self.error = error
         for _, future in self._jobs:
-            future.set_exception(self._ended(error))
+            future.set_exception(error.raised(self.station.name))
         self._alarm()
         self.station.close()
 
@@ -231,6 +229,9 @@ class Server(threading.Thread):
                 future.set_exception(error)
         arrived = [client.arrived is not None for client in self._clients.values()]
         if self._left and (self.steps < 0 or any(arrived)):
+            reasons = [lost for lost in self._left.values() if lost is not None]
+            if reasons:
+                raise reasons[0]
             raise RdmaError(f"worker {min(self._left)!r} has closed the model, and others go on")
         if self.steps < 0:
             self._begin()

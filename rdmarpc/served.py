@@ -20,7 +20,7 @@ from .graph.describe import Transfers, describe
 from .graph.layout import dense
 from .graph.place import GRADIENT, Edge, Placement
 from .graph.trainer import Half, Trainer, gradient_note
-from .transport import NotSupported, RdmaError, TransferTimeout
+from .transport import NotSupported, PeerLost, RdmaError, TransferTimeout
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
 _LEAVE_TIMEOUT_S = 10.0
@@ -154,8 +154,8 @@ class Session:
         self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
         try:
             self._set_up()
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self._leave(error)
             raise
 
     def _set_up(self) -> None:
@@ -226,22 +226,26 @@ class Session:
     def close(self) -> None:
         if self.closed:
             return
+        failed: BaseException | None = None
         try:
             if not self.trainer.late:
                 self.trainer.pull()
-        except Exception:
-            pass  # said where the weights were wanted
-        self._leave()
+                self.trainer.station.check()
+        except Exception as error:  # said where the weights were wanted
+            failed = error
+        self._leave(failed)
 
-    def _leave(self) -> None:
-        """Tell the servers, all at once: whoever closes after a timeout has waited long enough."""
+    def _leave(self, failed: BaseException | None) -> None:
+        """Tell the servers, all at once: whoever closes after a timeout has waited long enough. ``failed``: why we go, if not
+        because we are done; who was lost is said to those who go on."""
         self.closed = True
+        why = (failed.message, failed.peer, failed.status) if isinstance(failed, PeerLost) else ()
         safe = True
         limit = _LATE_TIMEOUT_S if self.trainer.late else min(_LEAVE_TIMEOUT_S, self.timeout)
         leaving = {}
         for server in self.names:
             with suppress(RuntimeError):  # it is not in the group any more, or we are not
-                to, args = self.agent.resolve(server), (self.model, self.agent.name)
+                to, args = self.agent.resolve(server), (self.model, self.agent.name, *why)
                 leaving[server] = self.agent.call_async(to, serving.leave, args, None, limit)
         for server in self.names:
             try:

@@ -75,15 +75,16 @@ def why(model: str) -> tuple[Any, ...] | None:
     return _find(model).why()
 
 
-def leave(model: str, worker: str) -> None:
-    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. Idempotent."""
+def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:
+    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. ``lost``: the worker
+    that it had lost, if that was why. Idempotent."""
     table = _table(_agent.current())
     server = table.get(model)
     if server is None:
         return
     if server.error is None:
         try:
-            server.ask("leave", worker)
+            server.ask("leave", worker, why, lost, status)
         except Exception:
             if server.error is None:
                 raise

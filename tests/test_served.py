@@ -357,6 +357,36 @@ def test_the_death_of_another_worker_is_told_by_its_name(device: str) -> None:
         assert not outcomes[rank].error, f"worker {rank}: {outcomes[rank].text}"
 
 
+def gives_up_for_a_loss(rank: int) -> None:
+    """Workers 0 and 1 train, 2 serves. Worker 1 finds somebody lost whom worker 0 still has, and closes the model."""
+    if rank == 2:
+        until_dismissed()
+        rpc.shutdown(graceful=False)
+        return
+    served = rpc.serve(linear(), ["worker2"], torch.optim.SGD, lr=0.1, workers=["worker0", "worker1"], timeout=20)
+    served.pull()
+    if rank == 1:
+
+        def pull() -> None:
+            raise PeerLost("worker worker3 is lost: it ended", peer="worker3", status="EOF")
+
+        served.__dict__["_rdmarpc"].trainer.pull = pull
+        served.close()
+        time.sleep(1.0)
+    else:
+        with pytest.raises(PeerLost, match="'worker1' has closed the model: worker worker3 is lost") as raised:
+            one_step(served)
+            served.pull()
+        assert raised.value.peer == "worker3" and raised.value.status == "EOF"
+        served.close()
+        dismiss("worker2")
+    rpc.shutdown(graceful=False)
+
+
+def test_who_gives_up_for_a_loss_says_whom_it_lost() -> None:
+    results(run_group(gives_up_for_a_loss, 3))
+
+
 def closes_late(what: str, rank: int) -> None:
     """Worker 0 trains in vain, 1 serves, 2 ought to train, too."""
     timeout, workers = 3.0, ["worker0", "worker2"]
