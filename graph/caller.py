@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh
 from .analyze import TransferGraph
 from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
 from .header import CLEAR, DONE, ERROR, GRAD, Header
@@ -87,8 +87,8 @@ class Caller:
         self._abandoned: deque[tuple[Plan, int, Mapping[str, bytes]]] = deque()
         self._pipeline: Pipeline | None = None
         self._done: dict[int, set[str]] = {}
-        self._errors: dict[int, BaseException] = {}
-        self._fatal: BaseException | None = None
+        self._errors: dict[int, Exception] = {}
+        self._fatal: Exception | None = None
         self._last_backward = dict.fromkeys(parameters, 0)
         self._zero = {worker: bytearray(count) for worker, count in parameters.items()}
         self._zero_due = False
@@ -493,7 +493,7 @@ class Caller:
     def raise_errors(self, sequences: Iterable[int] = ()) -> None:
         """What workers have reported about these forwards, or about all."""
         if self._fatal is not None:
-            raise self._fatal
+            raise fresh(self._fatal)
         if self._errors:
             for number in (*sequences, 0):
                 if number in self._errors:

@@ -86,7 +86,7 @@ class WorkerError(NamedTuple):
     def load(blob: bytes) -> WorkerError:
         return WorkerError(*loads(blob))
 
-    def raised(self, worker: str) -> BaseException:
+    def raised(self, worker: str) -> Exception:
         """The same type of exception again, naming the worker, with the remote traceback in its text."""
         text = f"on worker {worker!r}: {self.message}\n\nTraceback on {worker!r}:\n{self.trace}"
         kind: Any = self.kind

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..transport import ArenaFull, PeerLost, RdmaError
+from ..transport import ArenaFull, PeerLost, RdmaError, bare
 from ..transport.cuda_driver import driver
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
@@ -115,6 +115,7 @@ class Executor(threading.Thread):
         except BaseException as error:
             self.error = error
             self._send_error(0, error, fatal=True)
+            bare(error)  # its frames hold runs, and these graphs, which Python's collector cannot see through
         finally:
             for run in self._runs.values():
                 run.drop()

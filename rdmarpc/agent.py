@@ -28,6 +28,7 @@ from .grad_context import current as _current_context
 from .group import Group
 from .link import Link
 from .links import Links, listens
+from .members import Members
 from .options import RpcBackendOptions, WorkerInfo
 from .patience import Patience
 from .progress import Progress
@@ -86,7 +87,8 @@ class Agent:
         if options.require:
             self._check_ways()
         self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
-        self._ids = itertools.count()
+        self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
+        """Draws numbers unique in the group: our own above 40 bits of count."""
         self._carrier = Carrier(self)
         self.rrefs = RRefContext(
             self.number,
@@ -95,10 +97,12 @@ class Agent:
             transmit=self._carrier.transmit,
             run=lambda job: self.progress.owe(job),
             under_way=lambda rref, worker: self.caller.creates(rref, worker),
-            knows=lambda worker: self.workers.ever(worker) is not None,
+            knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
-        self._lost_callbacks: list[PeerLostCallback] = []
+        self._at_close: list[Callable[[], None]] = []
+        self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
+        """What gives each, while it lives."""
         self._poller = self.device.poller()
         self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
         undo.callback(self.progress.stop)
@@ -174,16 +178,15 @@ class Agent:
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is
         called for as long as its object lives: the agent outlives the models that listen."""
-        if not isinstance(callback, MethodType):
-            self._lost_callbacks.append(callback)
-            return
-        method = weakref.WeakMethod(callback, lambda _: self._lost_callbacks.remove(tell))
+        callbacks = self._lost_callbacks
+        if isinstance(callback, MethodType):
+            callbacks.append(weakref.WeakMethod(callback, callbacks.remove))
+        else:
+            callbacks.append(lambda: callback)
 
-        def tell(worker: str, error: RdmaError) -> None:
-            if (found := method()) is not None:
-                found(worker, error)
-
-        self._lost_callbacks.append(tell)
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called once, when all connections of this worker have ended for good."""
+        self._at_close.append(callback)
 
     def counters(self) -> dict[str, int]:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
@@ -220,10 +223,6 @@ class Agent:
             "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
             "refused_names": 0 if permits.current is None else permits.current.refused,
         }
-
-    def new_id(self) -> int:
-        """A number unique in the group: our own above 40 bits of count."""
-        return self.number << LOCAL_BITS | next(self._ids)
 
     # -- calls
 
@@ -353,9 +352,10 @@ class Agent:
         if gpu.current is not None:
             gpu.current.lost(link.worker)
         self.termination.fail(error)
-        for callback in list(self._lost_callbacks):
+        for find in list(self._lost_callbacks):
             try:
-                callback(link.name, error)
+                if (callback := find()) is not None:
+                    callback(link.name, error)
             except BaseException as reason:  # the others have to hear of it too
                 self.guard.note(reason, "telling of a lost worker")
         return touched
@@ -462,6 +462,8 @@ class Agent:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
+        """End everything that runs here, and have our parts let go of each other: what peers could touch is given back when the
+        last tensor over it dies, without Python's collector."""
         error = PeerLost("RPC was shut down here", peer=self.name, status="CLOSED")
         self._carrier.stop()
         self.rrefs.closed = True
@@ -477,9 +479,14 @@ class Agent:
             gpu.current.close()
             gpu.current = gpu_streams.current = None
         self.rrefs.close(error)
+        while self._at_close:
+            try:
+                self._at_close.pop()()
+            except Exception as reason:  # the rest has to be closed, too
+                self.guard.note(reason, "closing what this worker had")
         self.progress.end()
-        self.links.rows.clear()
-        self._links.clear()
+        self.links.close()
+        self._lost_callbacks.clear()
         if self.timeline is not None:
             self.timeline.close()
 
@@ -498,6 +505,10 @@ class Agent:
             link.lost = link.lost or error
             link.explained.set()
             self.caller.lost(link, error)
+
+
+def _known(workers: Members, worker: int) -> bool:
+    return workers.ever(worker) is not None
 
 
 def _seconds(timeout: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import threading
@@ -109,9 +108,6 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     finally:
         _agent.set_current(None)
         atexit.unregister(_end_with_the_interpreter)
-        # Its parts refer to each other: else mapped memory and descriptors stay until Python's collector happens to run.
-        del agent
-        gc.collect()
 
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:

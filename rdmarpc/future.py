@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from .frames import Frame
 from .grants import Signature
 from .link import Link
 from .tensors import Landing
+from .transport import bare, fresh
 
 if TYPE_CHECKING:
     from .caller import Caller
@@ -125,27 +125,6 @@ def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) ->
 
     future.add_done_callback(tell)
     return found
-
-
-def bare(error: Exception) -> Exception:
-    """The error without the frames that it and its causes have passed."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
-
-
-def fresh(error: Exception) -> Exception:
-    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
-    try:
-        made = copy.copy(error)
-    except BaseException:
-        return error  # of a class that cannot be made of its own arguments, whatever that raises
-    if type(made) is not type(error):
-        return error
-    made.__cause__, made.__suppress_context__ = error.__cause__, True
-    return made.with_traceback(error.__traceback__)
 
 
 def _raise_copy(error: Exception) -> None:

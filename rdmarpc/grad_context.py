@@ -157,6 +157,10 @@ class _Recent:
             self._numbers.popitem(last=False)
 
 
+def _tell_nobody(worker: int, number: int) -> None:
+    pass
+
+
 class Contexts:
     """Those that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not raise."""
 
@@ -267,6 +271,8 @@ class Contexts:
             self._finish(context, worker)
 
     def clear(self) -> None:
+        """The end of this worker: nobody is told of anything any more."""
+        self._tell = _tell_nobody
         with self._lock:
             left = list(self.live.values())
             self.live.clear()

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
-from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window
+from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
 from .transport.arena import RINGS, Pool
 from .transport.guard import broken_by
 
@@ -308,7 +308,7 @@ class Link:
 
     def _lost(self, error: RdmaError) -> PeerLost:
         if isinstance(error, PeerLost):
-            return error
+            return fresh(error)
         return PeerLost(f"worker {self.name} is lost: {error.message}", peer=self.name, status=error.status)
 
     # -- reading

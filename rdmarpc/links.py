@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any
 
 from . import exits
-from .future import fresh
 from .group import Group
 from .link import RING, Link
 from .members import Record
 from .progress import Progress
-from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout
+from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout, fresh
 from .transport.guard import Guard, broken_by, hint_for
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
@@ -338,6 +337,13 @@ class Links:
         if self.kept:
             self.kept = [entry for entry in self.kept if entry[0].peer_copies]
 
+    def close(self) -> None:
+        """The end of this worker: forget all links, and whoever was told of theirs."""
+        self.rows.clear()
+        self.by_worker.clear()
+        self._ended, self._missed = _nothing_touched, _tell_nobody
+        self._group.missed = self.at_once = _tell_nobody
+
     # -- looking
 
     @property
@@ -350,6 +356,14 @@ class Links:
         """Frames sent, requests of users sent and answered, messages of which something had to be READ, frames queued, and
         frames dropped, ever."""
         return [sum(each) for each in zip(self._past, *map(_counts, list(self.rows.values())), strict=True)]
+
+
+def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
+    return []
+
+
+def _tell_nobody(*_: Any) -> None:
+    pass
 
 
 def _counts(link: Link) -> tuple[int, ...]:

@@ -18,11 +18,11 @@ import torch
 from . import agent as _agent
 from . import autograd, permits
 from .functions import MAY_DEFER
-from .future import bare, fail
+from .future import fail
 from .gpu_streams import use_here
 from .graph.remote_update import hyperparameters
 from .rref import RRef
-from .transport import NotSupported
+from .transport import NotSupported, bare
 
 Members = dict[int, list[RRef[torch.Tensor]]]
 """Number of a group, and which of its parameters live here."""

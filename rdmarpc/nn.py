@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from . import agent as _agent
 from . import permits, serialize
 from .functions import async_execution
-from .future import Pending, bare, fail, mapped
+from .future import Pending, fail, mapped
 from .rref import RRef
+from .transport import bare
 
 __all__ = ["RemoteModule"]
 

@@ -10,6 +10,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,15 @@ def _table(agent: Agent) -> dict[str, tuple[str, Host]]:
                     table.pop(model, None)
 
         agent.on_peer_lost(lost)
+        agent.at_close(partial(_close_all, table))
     return _hosts[agent]
+
+
+def _close_all(table: dict[str, tuple[str, Host]]) -> None:
+    """Hosts refer to their agent: what would be kept by it would keep it."""
+    while table:
+        _, (_, host) = table.popitem()
+        host.close({})  # nobody reaches our memory any more
 
 
 def open_model(

@@ -379,19 +379,23 @@ class Progress:
         run now (what is owed). For a second at most: users' callbacks may block."""
         self._ended = True
         self.jobs.clear()
-        if not (self._owed or self.unfinished):
-            return
-        thread = threading.Thread(target=self._run_rest, name=f"{self._name}-end", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
-            return
-        thread.join(_END_S)
+        if self._owed or self.unfinished:
+            thread = threading.Thread(target=self._run_rest, args=(self.finish,), name=f"{self._name}-end", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
+                return
+            thread.join(_END_S)
+        self._read, self.finish = _nothing, _nothing
 
-    def _run_rest(self) -> None:
+    def _run_rest(self, finish: Job) -> None:
         while self._owed:
             try:
                 self._run_owed()
             except BaseException as error:
                 self._guard.note(error, "running a job")
-        self.finish()
+        finish()
+
+
+def _nothing(*_: int) -> None:
+    pass

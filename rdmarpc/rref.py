@@ -10,12 +10,12 @@ from . import agent as _agent
 from . import autograd, grad_error, grad_flow, serialize
 from .frames import CONTROL
 from .functions import MAY_DEFER, async_execution
-from .future import bare, fail, fresh, mapped
+from .future import fail, mapped
 from .options import WorkerInfo
 from .rref_forks import Fork
 from .rref_proxy import Proxy, call, call_async, create
 from .rref_store import id_text
-from .transport import PeerLost
+from .transport import PeerLost, bare, fresh
 
 if TYPE_CHECKING:
     from .agent import Agent

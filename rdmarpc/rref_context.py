@@ -73,6 +73,14 @@ MAX_STRANGERS = 1024
 """Workers of which nothing is known here that one worker may name: such as joined since we looked."""
 
 
+def _at_once(job: Job) -> None:
+    job()
+
+
+def _never(rref: int, worker: int) -> bool:
+    return False
+
+
 class RRefContext:
     """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
     those of other workers (``mail``). Thread-safe, never blocks.
@@ -265,6 +273,7 @@ class RRefContext:
         """Let all values go. Nothing can be sent any more."""
         self.store.close(error)
         self.garbage.clear()
+        self._run, self._under_way = _at_once, _never
 
     # -- looking
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -133,13 +134,15 @@ class Carrier:
     """
 
     def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+        self._agent = weakref.ref(agent)
         self._left: dict[int, deque[bytes]] = {}
         self._lock = threading.Lock()
         self._stopped = False
 
     def transmit(self, worker: int, message: bytes) -> None:
-        agent = self._agent
+        agent = self._agent()
+        if agent is None:
+            return
         if worker == agent.number:
             agent.rrefs.receive(worker, message)
             return
@@ -157,14 +160,15 @@ class Carrier:
                 return
             self._left[worker] = deque((message,))
         try:
-            threading.Thread(target=self._catch_up, args=(worker,), name=f"rdmarpc-references-{worker}", daemon=True).start()
+            threading.Thread(
+                target=self._catch_up, args=(agent, worker), name=f"rdmarpc-references-{worker}", daemon=True
+            ).start()
         except RuntimeError:  # no more threads
             with self._lock:
                 del self._left[worker]
             raise
 
-    def _catch_up(self, worker: int) -> None:
-        agent = self._agent
+    def _catch_up(self, agent: Agent, worker: int) -> None:
         while not self._stopped:
             with self._lock:
                 left = self._left[worker]

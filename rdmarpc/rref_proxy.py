@@ -14,8 +14,9 @@ import torch
 
 from . import permits
 from .functions import async_execution
-from .future import bare, fail
+from .future import fail
 from .grad_context import current
+from .transport import bare
 
 if TYPE_CHECKING:
     from .rref import RRef

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 from . import agent as _agent
@@ -34,7 +35,14 @@ def _table(agent: Agent) -> dict[str, Server]:
                 _forget(table, model, worker)
 
     agent.on_peer_lost(lost)
+    agent.at_close(partial(_close_all, table))
     return table
+
+
+def _close_all(table: dict[str, Server]) -> None:
+    """Servers refer to their agent: what would be kept by it would keep it."""
+    while table:
+        table.popitem()[1].close()
 
 
 def _forget(table: dict[str, Server], model: str, worker: str) -> Server | None:

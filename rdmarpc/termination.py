@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .functions import TOLD_WHO
-from .future import fail, fresh
-from .transport import RdmaError, TransferTimeout
+from .future import fail
+from .transport import RdmaError, TransferTimeout, fresh
 
 if TYPE_CHECKING:
     from .agent import Agent

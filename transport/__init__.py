@@ -19,6 +19,8 @@ from .errors import (
     RegistrationError,
     RemoteAccessError,
     TransferTimeout,
+    bare,
+    fresh,
 )
 from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
@@ -108,10 +110,12 @@ __all__ = [
     "TransferTimeout",
     "Window",
     "Work",
+    "bare",
     "check_require",
     "check_secret",
     "check_tls",
     "cuda_driver",
+    "fresh",
     "host_id",
     "kernels",
     "open_device",

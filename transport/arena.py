@@ -23,7 +23,7 @@ from math import prod
 
 import torch
 
-from .errors import ArenaFull
+from .errors import ArenaFull, RdmaError
 
 ALIGN = 64
 SEGMENT_BYTES = 64 << 20
@@ -122,6 +122,10 @@ def size_class(nbytes: int) -> int:
     nbytes = max(nbytes, ALIGN)
     step = max(ALIGN, 1 << (nbytes - 1).bit_length() >> 4)
     return (nbytes + step - 1) // step * step
+
+
+def _closed(nbytes: int, pool: Pool) -> Segment:
+    raise RdmaError("this memory was closed")
 
 
 class Pool:
@@ -362,6 +366,17 @@ class Arena:
         for lease in list(self._leases.values()):
             found[lease.purpose] = found.get(lease.purpose, 0) + lease.block.nbytes
         return found
+
+    def close(self) -> None:
+        """Let go of the segments: each lives for as long as a tensor over it is held. Idempotent."""
+        with self._lock:
+            self._new_segment, self._drop_segment = _closed, Segment.close
+            for pool in {segment.pool for segment in self.segments}:
+                pool.take_segments()
+            self._by_address = [], []
+            self._leases.clear()
+            self._returned = deque(maxlen=0)  # what is given back from now on would keep its segment
+            self.ended.clear()
 
     def _expired(self, lease: _Lease) -> None:
         self._leases.pop(lease.block.segment.address + lease.block.offset, None)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .arena import Block, Pool
-from .errors import NotSupported, RdmaError
+from .errors import NotSupported, RdmaError, fresh
 from .notify import MAX_NOTIFY, Count, Expectation
 from .region import Region, RemoteRegion, local_bytes
 
@@ -269,9 +269,14 @@ class Channel(abc.ABC):
         self._notifier(imm).post()
 
     def _notifier(self, imm: int) -> Transfer:
-        if imm not in self._notifiers:
-            self._notifiers[imm] = self.prepare([], notify=imm)
-        return self._notifiers[imm]
+        found = self._notifiers.get(imm)
+        if found is None:
+            found = self._notifiers[imm] = self.prepare([], notify=imm)
+        return found
+
+    def forget_notifiers(self) -> None:
+        """After the end, by the device: they refer to us."""
+        self._notifiers.clear()
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         """Send one notification when what the caller's current stream of that GPU has been given so far is done; returns at
@@ -300,7 +305,7 @@ class Channel(abc.ABC):
 
     def _check(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise fresh(self.error)
 
     def __repr__(self) -> str:
         state = "open" if self.error is None else type(self.error).__name__

@@ -22,7 +22,7 @@ import torch
 from . import kernels
 from .cuda_driver import active, current_stream, driver, kind
 from .cuda_events import NOT_READY, status
-from .errors import RdmaError, TransferTimeout
+from .errors import RdmaError, TransferTimeout, fresh
 
 if TYPE_CHECKING:
     from .cuda_arena import GpuArena
@@ -109,7 +109,7 @@ class Lane:
             if self.channel.error is not None:
                 grace = grace or time.monotonic() + GRACE_S
                 if time.monotonic() > grace:
-                    raise self.channel.error
+                    raise fresh(self.channel.error)
 
     def look(self) -> bool:
         """Whether the stream is idle. An error of the driver ends the channel: nothing of that context runs on then."""

@@ -18,7 +18,7 @@ from . import kernels
 from .channel import Transfer, Work
 from .cuda_driver import driver
 from .cuda_lane import Lane
-from .errors import RdmaError
+from .errors import RdmaError, fresh
 from .region import RemoteRegion, local_bytes
 from .shm_channel import _NOTHING, _Closable
 
@@ -53,7 +53,7 @@ class CudaWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         self._lane.wait(self._ticket, timeout)
         if error := self._job.error():
-            raise error
+            raise fresh(error)
         self._lane.sweep()
 
     def exception(self) -> RdmaError | None:

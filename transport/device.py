@@ -71,11 +71,12 @@ class Device(abc.ABC):
         # The memory's, at hand for what is hot.
         self.uid, self.epoch, self.arena = self.memory.uid, self.memory.epoch, self.memory.arena
         self.bells, self._regions = self.memory.bells, self.memory.regions
-        self.on_lost: Callable[[Channel], None] = lambda channel: None
+        self.on_lost: Callable[[Channel], None] = _tell_nobody
         """Called once for every channel that broke, from a thread of the device. Must not block."""
-        self._on_connect: OnConnect = on_connect or (lambda channel: b"")
+        self._on_connect: OnConnect = on_connect or _no_hello
         self._keep_accepted = on_connect is None
-        self._whole: Device = self
+        self._whole: Device | None = None
+        """The device that this one is a part of."""
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -200,6 +201,8 @@ class Device(abc.ABC):
         self.memory.detach(self)
         if self._own_memory:
             self.memory.close()
+        # Nobody calls these any more. Whoever they belong to refers to us.
+        self._on_connect, self.on_lost, self._whole = _no_hello, _tell_nobody, None
 
     def __enter__(self) -> Device:
         return self
@@ -253,7 +256,7 @@ class Device(abc.ABC):
         """The handshake of a channel that a peer opened is complete."""
         with self._lock:
             whole = self._whole
-            if whole is self:
+            if whole is None:
                 self._arrived(channel)
                 return
         whole._arrived(channel)
@@ -278,7 +281,7 @@ class Device(abc.ABC):
 
     def _tell_lost(self, channel: Channel) -> None:
         try:
-            self._whole._gone(channel)
+            (self._whole or self)._gone(channel)
         except BaseException:
             # The thread that calls serves all channels: it must survive.
             logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
@@ -290,6 +293,7 @@ class Device(abc.ABC):
         """An ended channel lives on in the totals only."""
         if channel.own_pool is not None:
             channel.own_pool.close()
+        channel.forget_notifiers()
         with self._lock:
             if channel in self._channels:
                 self._channels.discard(channel)
@@ -310,6 +314,14 @@ class Device(abc.ABC):
             raise RdmaError("the device is closed", device=self.name)
         if os.getpid() != self._pid:
             raise RdmaError(_FORKED, device=self.name, hint=_FORK_HINT)
+
+
+def _no_hello(channel: Channel) -> bytes:
+    return b""
+
+
+def _tell_nobody(channel: Channel) -> None:
+    pass
 
 
 _devices: weakref.WeakSet[Device] = weakref.WeakSet()

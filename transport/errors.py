@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class RdmaError(RuntimeError):
     """Base of everything that can go wrong between two workers.
@@ -48,3 +53,24 @@ class AuthenticationError(RdmaError):
 
 class NotSupported(RdmaError):
     """This device, or this host, cannot do that. The text says why."""
+
+
+def fresh(error: E) -> E:
+    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
+    try:
+        made = copy.copy(error)
+    except BaseException:
+        return error  # of a class that cannot be made of its own arguments, whatever that raises
+    if type(made) is not type(error):
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, True
+    return made.with_traceback(error.__traceback__)
+
+
+def bare(error: E) -> E:
+    """The error without the frames that it and its causes have passed."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

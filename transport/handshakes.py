@@ -139,6 +139,10 @@ class Handshakes:
             for sock in {**self._deadlines, **self._unproven}:
                 self._hang_up(sock)
 
+    def end(self) -> None:
+        """After ``hang_up``: let go of whom connections were for. Those that come now are closed."""
+        self._welcome, self._wake = socket.socket.close, _nothing
+
     def drop(self) -> None:
         """In a forked child: close our copies. Takes no lock, which a thread of the parent may hold."""
         for sock in {**self._deadlines, **self._unproven}:
@@ -157,6 +161,10 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
             raise
         status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
         raise PeerLost(f"nobody listens there: {error}", peer=where, device=device, status=status) from None
+
+
+def _nothing() -> None:
+    pass
 
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:

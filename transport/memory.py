@@ -234,14 +234,19 @@ class Memory:
         ]
 
     def close(self) -> None:
-        """Close the files. Idempotent. What is mapped stays: tensors of the arena are valid for as long as they are held."""
+        """Close the files, and let go of what is mapped. Idempotent. Tensors of the arena are valid for as long as they are
+        held."""
         with self.lock:
             segments = list(self._segments.values())
             fd, self.bells_fd = self.bells_fd, -1
+            self._segments.clear()
+            self.regions.clear()
+            self._pinned.clear()
         if fd >= 0:
             os.close(fd)
         for segment in segments:
             segment.close()
+        self.arena.close()
 
 
 def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:

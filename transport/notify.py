@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import kernels, signals
-from .errors import RdmaError, TransferTimeout
+from .errors import RdmaError, TransferTimeout, fresh
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -72,7 +72,7 @@ class Expectation:
             if kernels.load(self._record) >= target:
                 return
             if self._channel.error is not None:
-                raise self._channel.error
+                raise fresh(self._channel.error)
             if deadline is not None:
                 left = deadline - time.monotonic()
                 if left <= 0:

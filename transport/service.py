@@ -110,13 +110,15 @@ class Service:
                 self.forget(sock)
 
     def stop(self) -> None:
-        """Ends the thread, and everything it listened to."""
+        """Ends the thread, and everything it listened to. What it was given to call is let go."""
         self._stopping = True
         self.handshakes.hang_up()
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
         self.drop()
+        self.handshakes.end()
+        self._hear = self._look = self._lost = _nothing
 
     def drop(self) -> None:
         """Close our own sockets: the last thing, and all that a forked child does."""
@@ -124,3 +126,7 @@ class Service:
         self.handshakes.drop()
         for sock in (self._wake, self._woken):
             sock.close()
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -22,7 +22,7 @@ import torch
 
 from . import cma, kernels
 from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
 from .handed import credentials, mapped, received
 from .heartbeat import goodbye
 from .memory import address_of
@@ -65,10 +65,10 @@ def runs(pid: int) -> bool:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class _Closable:
-    """Something with a work request block, which the channel disarms when it ends."""
+class _Armed:
+    """A work request block, which the channel disarms when it ends. Does not keep the channel."""
 
-    __slots__ = ("__weakref__", "_address", "_block", "_channel")
+    __slots__ = ("__weakref__", "_address", "_block")
 
     def __init__(self, channel: ShmChannel, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
         block = np.zeros(kernels.WR_HEAD + 3 * len(copies), np.int64)
@@ -82,11 +82,21 @@ class _Closable:
         block[kernels.WR_BYTES] = sum(nbytes for _, _, nbytes in copies)
         for at, copy in enumerate(copies):
             block[kernels.WR_HEAD + 3 * at : kernels.WR_HEAD + 3 * at + 3] = copy
-        self._block, self._address, self._channel = block, block.ctypes.data, channel
+        self._block, self._address = block, block.ctypes.data
         channel._arm(self)
 
     def disarm(self) -> None:
         kernels.store(self._address + 8 * kernels.WR_INFLIGHT, 0)
+
+
+class _Closable(_Armed):
+    """One that somebody uses apart from its channel, whose memory it needs."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: ShmChannel, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+        self._channel = channel
+        super().__init__(channel, imm, copies)
 
 
 class ShmTransfer(_Closable, Transfer):
@@ -241,7 +251,7 @@ class ShmChannel(Channel):
         self._read_only: set[int] = set()  # numbers of what is mapped for reading
         self._maps: dict[int, memoryview] = {}
         self._adoptions: dict[int, _Adoption] = {}
-        self._users: weakref.WeakSet[_Closable] = weakref.WeakSet()
+        self._users: weakref.WeakSet[_Armed] = weakref.WeakSet()
         self._send_lock = threading.Lock()
         self._acks: dict[tuple[int, int], threading.Event] = {}
         self._questions = itertools.count()
@@ -249,7 +259,7 @@ class ShmChannel(Channel):
         self.socket_open = True
         self.broke = self.told = False
         self._beats, self._silence = -1, 0.0
-        self._single = _Closable(self, None, ())
+        self._single = _Armed(self, None, ())
 
     def admit(self, segment: Segment) -> None:
         """Tell the peer of a segment that it may reach."""
@@ -462,7 +472,7 @@ class ShmChannel(Channel):
 
     # -- the end
 
-    def _arm(self, user: _Closable) -> None:
+    def _arm(self, user: _Armed) -> None:
         with self._end_lock:
             if self.error is not None:
                 user.disarm()
@@ -470,14 +480,16 @@ class ShmChannel(Channel):
 
     def _ended(self) -> RdmaError:
         # The peer closes its inbox a moment before its goodbye reaches us.
-        return self.error or PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED")
+        if self.error is not None:
+            return fresh(self.error)
+        return PeerLost("the peer closed the channel", peer=self.peer, device="shm", status="CLOSED")
 
     def end(self, error: RdmaError) -> bool:
         """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""
         with self._end_lock:
             if self.error is not None:
                 return False
-            self.error = error
+            self.error = bare(fresh(error))  # kept for good: no frames
             users = list(self._users)
         for user in users:
             user.disarm()

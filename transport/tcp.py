@@ -361,6 +361,7 @@ class TcpDevice(Device):
         self._wake()
         if not self.on_io_thread():
             self._io.join(timeout=5.0)
+        self._handshakes.end()
         if self._tls is not None:
             self._tls.close(_LINGER)
         self.heart.stop()

@@ -9,7 +9,7 @@ import torch
 
 from . import kernels
 from .channel import DONE, Transfer, Window, Work
-from .errors import RdmaError
+from .errors import RdmaError, fresh
 from .notify import wait_done
 from .region import RemoteRegion, local_bytes
 from .tcp_wire import HEADER, LAST, NOTIFY, READ, SILENT, WRITE, memory_at
@@ -41,7 +41,7 @@ class TcpWork(Work):
         channel = self._channel
         wait_done(channel.answers, self.seq, timeout, 0, peer=channel.peer, device="tcp")
         if (error := self.exception()) is not None:
-            raise error
+            raise fresh(error)
 
     def exception(self) -> RdmaError | None:
         if self.error is not None:

@@ -34,7 +34,7 @@ from .channel import Work
 from .compiled import compiled_callback
 from .cuda_driver import Driver
 from .cuda_events import NOT_READY, Event, status
-from .errors import RdmaError, TransferTimeout
+from .errors import RdmaError, TransferTimeout, fresh
 from .guard import Guard
 from .signals import signal
 
@@ -103,7 +103,7 @@ class Later(Work):
         deadline = None if timeout is None else time.monotonic() + timeout
         self.leave(timeout)
         if (error := self._failure()) is not None:
-            raise error
+            raise fresh(error)
         assert self._work is not None
         self._work.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 

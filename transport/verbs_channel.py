@@ -27,7 +27,7 @@ import torch
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
 from .heartbeat import goodbye
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
@@ -162,7 +162,7 @@ class VerbsChannel(Channel):
             self.device.count("send_queue_full")
             lane.wait_for_room(count)
             if self.error is not None:
-                raise self.error
+                raise fresh(self.error)
         elif why == verbs_kernels.REFUSED:
             refusal = "the queue pair did not take a work request"
             self.device.lost(self, RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
@@ -320,7 +320,7 @@ class VerbsChannel(Channel):
         with self._end_lock:
             if self.error is not None:
                 return False
-            self.error = error
+            self.error = bare(fresh(error))  # kept for good: no frames
         for lane in self.lanes:
             lane.end()
         for event in list(self._acks.values()):

@@ -25,7 +25,7 @@ from . import kernels, verbs_kernels
 from . import verbs_layout as at
 from .arena import Block
 from .channel import DONE, Transfer, Window, Work
-from .errors import RdmaError
+from .errors import RdmaError, fresh
 from .region import RemoteRegion, local_bytes
 from .verbs_lane import Lane
 from .verbs_provider import MemoryRegion
@@ -56,7 +56,7 @@ class VerbsWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         self._lane.wait(self._seq, timeout)
         if (error := self.exception()) is not None:
-            raise error
+            raise fresh(error)
 
     def exception(self) -> RdmaError | None:
         if self._lane.reached >= self._seq or not self.done() or self._lane.reached >= self._seq:

@@ -1,14 +1,16 @@
-"""A process that joins and leaves again and again is as large as after the first times."""
+"""What a worker leaves in its process when it has shut down: nothing, also before Python's collector runs."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from group import dismiss, results, run_group, until_dismissed
+from group import die, dismiss, results, run_group, until_dismissed
+from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import agent
@@ -20,7 +22,15 @@ def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
+def left():
+    """Descriptors, threads, mappings that peers had or have."""
+    maps = Path("/proc/self/maps").read_text().count("rdmarpc-")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+
 def lives(meeting):
+    gc.disable()
+    gc.collect = lambda *_: 0  # nor may anybody ask for it
     seen = []
     for life in range(8):
         path = f"{meeting._place}-{life}"
@@ -30,8 +40,7 @@ def lives(meeting):
         for _ in range(10):
             rpc.rpc_sync("alone", torch.add, (tensor, 1))
         rpc.shutdown()
-        maps = Path("/proc/self/maps").read_text().count("rdmarpc-")
-        seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), maps, resident_mib()))
+        seen.append((*left(), resident_mib()))
     return seen
 
 
@@ -64,3 +73,67 @@ def told_twice(rank):
 
 def test_each_who_hears_of_a_loss_during_shutdown_gets_an_error_of_its_own():
     assert results(run_group(told_twice, 2)) == [4, 4]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def total(reference):
+    return float(reference.to_here().sum())
+
+
+def one_life(meeting, life, how):
+    options = rpc.RpcBackendOptions(
+        init_method=f"file://{meeting._place}-{life}", transport=meeting._options["transport"], rpc_timeout=20
+    )
+    rpc.init_rpc(f"worker{meeting.rank}", rank=meeting.rank, world_size=3, rpc_backend_options=options)
+    if meeting.rank == 0:
+        tensor = torch.rand(1 << 18)
+        for peer in ("worker1", "worker2"):
+            rpc.rpc_sync(peer, torch.add, (tensor, 1))
+            assert rpc.rpc_sync(peer, total, (rpc.remote("worker1", torch.ones, (4,)),)) == 4
+        with rpc.autograd.context() as context:
+            weight = torch.ones(4, requires_grad=True)
+            rpc.autograd.backward(context, [rpc.rpc_sync("worker1", torch.mul, (weight, 2)).sum()])
+        model = rpc.wrap(Net(), {"first": "worker1", "second": "worker2"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        if how == "lost":
+            rpc.rpc_async("worker2", die)
+            with pytest.raises(rpc.PeerLost):
+                for _ in range(1000):
+                    model(torch.ones(4, 8)).sum().backward()
+        model.close()
+        del model, optimizer, context
+    if how == "lost":
+        with pytest.raises(rpc.PeerLost):
+            rpc.shutdown(timeout=10)
+    else:
+        rpc.shutdown()
+
+
+def full_lives(meeting):
+    seen = []
+    for life, how in enumerate(("well", "well", "well", "lost")):
+        one_life(meeting, life, how)
+        gc.collect()
+        seen.append(left())
+    return seen
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_nothing_stays_of_models_references_and_lost_peers(device):
+    outcomes = run_group(full_lives, 3, transport=device, dynamic=True)
+    for outcome in outcomes[:2]:
+        assert not outcome.error, outcome.text
+        first, *rest = outcome.result
+        assert first[2] == 0 and rest == [first] * 3, "descriptors, threads, mappings"

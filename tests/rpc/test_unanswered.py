@@ -11,6 +11,7 @@ import pytest
 from group import run_group
 
 import rdmarpc as rpc
+from rdmarpc import agent
 
 DEVICES = ["shm", "tcp"]
 
@@ -70,3 +71,40 @@ def test_a_first_call_to_a_stopped_worker_is_an_error_for_all_at_once(device):
     assert not hanging and len(found) == 6 and many < 1.0 + 3.0 + 1.0
     for seconds, text in found:
         assert seconds < 1.0 + 3.0 + 1.0 and "worker1" in text, found
+
+
+def call_one_that_no_way_leads_to(rank):
+    """Twenty calls each by three threads to a host that is cut off, which the kernel says after a while."""
+    if rank == 1:
+        time.sleep(3.0)
+        rpc.shutdown(graceful=False)
+        return None
+    device, attempts, errors = agent.current().device, [], []
+
+    def connect(peer, **options):
+        attempts.append(peer)
+        time.sleep(0.1)
+        raise rpc.PeerLost("No route to host", peer=peer.decode(), device="tcp")
+
+    device.connect = connect
+
+    def call() -> None:
+        for _ in range(20):
+            try:
+                rpc.rpc_async("worker1", number, (1,)).wait()
+            except rpc.PeerLost as error:
+                errors.append(error.peer)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    del device.connect
+    rpc.shutdown(graceful=False)
+    return len(attempts), errors
+
+
+def test_calls_to_a_host_that_is_cut_off_do_not_each_look_for_a_way():
+    attempts, errors = run_group(call_one_that_no_way_leads_to, 2, transport="tcp")[0].result
+    assert attempts == 1 and errors == ["worker1"] * 60

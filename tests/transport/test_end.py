@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,25 @@ def test_close_is_idempotent_and_what_was_prepared_fails(pair: Pair) -> None:
     with pytest.raises(PeerLost):
         pair.ba.expect(1).wait(T)
     pair.ba.close()
+
+
+def frames(error: BaseException | None) -> int:
+    return 0 if error is None or error.__traceback__ is None else len(list(traceback.walk_tb(error.__traceback__)))
+
+
+def test_the_error_of_a_channel_holds_no_frames_however_often_it_is_raised(pair: Pair) -> None:
+    ours = filled(pair.a, 100, C)
+    remote = pair.remote(filled(pair.b, 100, S))
+    transfer = pair.ab.prepare([(remote, ours)], notify=1)
+    pair.ba.close()
+    with pytest.raises(PeerLost):
+        pair.ab.expect(1).wait(T)
+    for _ in range(3):
+        for use in (transfer.post, lambda: pair.ab.notify(3), lambda: pair.ab.prepare([]), lambda: pair.ab.expect(1).wait(T)):
+            with pytest.raises(PeerLost):
+                use()
+    for channel in (pair.ab, pair.ba):
+        assert isinstance(channel.error, PeerLost) and frames(channel.error) == 0
 
 
 def test_what_was_posted_before_close_arrives(pair: Pair) -> None:
