@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -428,3 +429,38 @@ def initiator_dies(rank):
 def test_who_began_a_pass_dies():
     outcomes = run_group(initiator_dies, 4)
     assert [outcomes[rank].result for rank in (0, 1, 2)] == ["survived"] * 3, outcomes
+
+
+backward_began = threading.Event()
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        backward_began.set()
+        time.sleep(0.5)  # no longer than a worker that leaves waits for what runs
+        return grad * 2
+
+
+def slow(x):
+    return Slow.apply(x)
+
+
+def leaves_during_a_backward(rank):
+    if rank == 0:
+        assert backward_began.wait(20)
+    else:
+        with rpc.autograd.context() as context:
+            y = rpc.rpc_sync("worker0", slow, (torch.ones(4, requires_grad=True),))
+            with suppress(rpc.PeerLost):  # or it has done its part
+                rpc.autograd.backward(context, [y.sum()])
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_worker_that_leaves_during_a_backward_is_lost_or_has_done_its_part(device):
+    results(run_group(leaves_during_a_backward, 2, transport=device))
