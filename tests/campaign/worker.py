@@ -141,7 +141,7 @@ def _channels(scene: Any, chance: random.Random) -> None:
 def _groups(scene: Any, chance: random.Random) -> None:
     import rdmarpc as rpc
 
-    from .raw import Visits
+    from .raw import Visits, meet
 
     visits = Visits(scene)
     board, rank = scene.diary.board, scene.rank
@@ -152,6 +152,8 @@ def _groups(scene: Any, chance: random.Random) -> None:
         scene.diary.write("address", text=rpc._get_current_rpc_agent().device.address.decode())
         board.tell(rank, WORKING, os.getpid())
         visits.stay(chance)
+        if not scene.going:
+            meet(scene, "done", b"", 2.0)  # who stays to the end is called to the end
         board.tell(rank, LEAVING, os.getpid())
         visits.leave()
 
