@@ -97,6 +97,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         tree = [*tree, "PeerLost"]  # torch's own wrapping of what a callback of a future raises
     if not {"PeerLost", "TransferTimeout"} & set(tree):
         return "of another kind"
+    if kind == "connect":
+        return ""  # of a bare device: who is at an address that does not answer, nobody knows
     if rank in victims or kind == "shutdown" or any(fault.kind == "socket" for fault in lethal):
         return ""  # whom it lost depends on what happened to it, or who left before it
     if not set(entry["named"]) & victims:
