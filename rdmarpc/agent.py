@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, forked, gpu, gpu_streams, grad_pass, permits, profiling, serialize, timeline
+from . import exits, fetches, forked, gpu, gpu_streams, grad_pass, permits, profiling, serialize, timeline
 from .callee import Callee
 from .caller import Caller
 from .device_maps import Targets
@@ -195,7 +195,7 @@ class Agent:
         lost), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
         (backward passes that had to find out which calls take part), and what came and was not its sender's to say, which has
         had no effect: see ``refused``."""
-        sent, requests, _, reads, queued, dropped = self.links.counts
+        sent, requests, _, reads, queued, dropped, held = self.links.counts
         return {
             **self.device.counters(),
             "rpc_messages": sent,
@@ -204,6 +204,7 @@ class Agent:
             "rpc_failures": self.callee.failures.count,
             "rpc_queued": queued,
             "rpc_dropped": dropped + self.callee.dropped,
+            "rpc_held": held,
             "bytes_handed": self.callee.handovers.nbytes,
             "rrefs": len(self.rrefs),
             "autograd_contexts": len(self.contexts.live),
@@ -339,8 +340,8 @@ class Agent:
         if link.behind:
             link.flush()
             self.progress.completed()
-        if link.held:
-            self.callee.resume(link)
+        if link.held.any:
+            fetches.resume(self.callee, link)
         link.give_credit()
 
     def _ended(self, link: Link, error: RdmaError) -> list[Any]:
@@ -376,7 +377,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.progress.submit(partial(self.callee.resume, link))
+                self.progress.submit(partial(fetches.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -391,7 +392,8 @@ class Agent:
     @property
     def idle(self) -> bool:
         """Whether no user's call is outstanding here, and no function runs."""
-        return not self.progress.busy and all(pending.control for pending in list(self.caller.pending.values()))
+        held = any(link.held.any for link in list(self.links.rows.values()))
+        return not (held or self.progress.busy) and all(pending.control for pending in list(self.caller.pending.values()))
 
     @property
     def counts(self) -> tuple[int, int]:

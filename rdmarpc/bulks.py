@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .frames import BULK, Frame
-from .link import Link
-from .patience import Patience
+from .tensors import Memory
 from .transport import RemoteRegion
+
+if TYPE_CHECKING:
+    from .link import Link
 
 _LENGTHS = struct.Struct("<QQQQ")
 
@@ -26,7 +28,7 @@ class Kept:
 
 
 def leave(
-    parts: tuple[bytes, bytes, bytes, bytes], memory: Patience, link: Link, deadline: float | None
+    parts: tuple[bytes, bytes, bytes, bytes], memory: Memory, link: Link, deadline: float | None
 ) -> tuple[bytes, torch.Tensor]:
     """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
     body = b"".join(parts)
@@ -36,12 +38,23 @@ def leave(
     return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
-def fetch(frame: Frame, memory: Patience, link: Link, deadline: float | None = None) -> Frame:
+def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = None) -> Frame:
     """The frame with its body, READ from the sender if it did not fit."""
     if not frame.flags & BULK:
         return frame
-    function, payload, table, data = _LENGTHS.unpack_from(frame.body)
-    body = memory.empty(link.channel, function + payload + table + data, deadline)
-    link.channel.memcpy(body, RemoteRegion.load(frame.body[_LENGTHS.size :])).wait()
+    body, place = place_of(frame, memory, link, deadline)
+    link.channel.memcpy(body, place).wait()
+    return filled(frame, body, link)
+
+
+def place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
+    """Memory for a body that did not fit its frame, and where the sender has it."""
+    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)), deadline)
+    return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
+
+
+def filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
+    """The frame with its body, which was READ."""
+    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
     link.count_read()
     return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import bulks, gpu_streams, permits, profiling, remote_error, serialize
+from . import bulks, fetches, gpu_streams, permits, profiling, remote_error, serialize
 from .bulks import Kept
 from .caller import Caller
 from .failures import Failures
+from .fetches import AWAY, Fetch
 from .frames import (
     BULK,
     CONTROL,
@@ -90,27 +91,12 @@ class Callee:
             self._introduce(link, frame)
         self.caller.progress.jobs.append(partial(self._serve, link, frame))
 
-    def _hold(self, link: Link, frame: Frame) -> None:
-        """The peer does not take the answers that it has: begin no more of its requests."""
-        link.held.append(frame)
-        self.resume(link)  # it may have taken them meanwhile
-
-    def resume(self, link: Link) -> None:
-        """Begin what was held, unless the peer still does not take its answers. Never blocks."""
-        while not link.crowded:
-            try:
-                frame = link.held.popleft()
-            except IndexError:
-                return
-            self.caller.progress.jobs.append(partial(self._serve, link, frame))
-
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
         kept = self._sources.pop((link, call), None)
         if kept is not None:
             link.lend(-kept.nbytes)
-            if link.held:
-                self.resume(link)
+            fetches.resume(self, link)
 
     def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
         """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
@@ -150,10 +136,16 @@ class Callee:
 
     # -- running a request
 
-    def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None) -> None:
-        """Without ``references`` for the first time; with them when those among the arguments are confirmed."""
-        if link.crowded and references is None:
-            self._hold(link, frame)
+    def begin(self, link: Link, request: Fetch) -> None:
+        """What was held may begin."""
+        self._serve(link, request.frame, None, request)
+
+    def _serve(self, link: Link, frame: Frame, references: list[Fork] | None = None, request: Fetch | None = None) -> None:
+        """Without ``references`` for the first time; with them when those among the arguments are confirmed. ``request``: where
+        it was held before."""
+        first = references is None and request is None
+        if first and (link.crowded or link.held.any or (frame.flags & AWAY and link.channel.reads_take_peer)):
+            fetches.hold(self, link, frame)
             return
         call, flags = frame.call, frame.flags
         control = flags & CONTROL
@@ -161,23 +153,25 @@ class Callee:
         streams = gpu_streams.current
         try:
             if flags & BULK:
-                frame = bulks.fetch(frame, self.caller.memory, link)
+                frame = bulks.fetch(frame, self.caller.memory, link) if request is None else request.whole(self.caller.memory)
             if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
                 if flags & BULK:
                     self._introduce(link, frame)
                     frame = frame._replace(flags=flags & ~BULK)
+            if request is not None:
+                request.check()
             if not flags & FLAT and references is None:
                 at = _payload_at(frame)
                 if frame.body[at] == serialize.MARK:
                     references = self.rrefs.adopt(link.worker, frame.body[at : frame.function + frame.payload])
                     held = frame._replace(flags=frame.flags & ~BULK)
-                    if self.rrefs.hold(references, partial(self._resume, link, held, rref, references)):
+                    if self.rrefs.hold(references, partial(self._resume, link, held, rref, references, request)):
                         return
             if streams is not None:
                 streams.begin()
             try:
-                function, args, kwargs, sizes, places, context = self._decode(link, frame, references)
+                function, args, kwargs, sizes, places, context = self._decode(link, frame, references, request)
             finally:
                 if streams is not None:
                     streams.begun()
@@ -215,13 +209,19 @@ class Callee:
         self._reply(link, call, control, answer, sizes, places, rref, context)
 
     def _resume(
-        self, link: Link, frame: Frame, rref: int | None, references: list[Fork], error: Exception | None = None
+        self,
+        link: Link,
+        frame: Frame,
+        rref: int | None,
+        references: list[Fork],
+        request: Fetch | None,
+        error: Exception | None = None,
     ) -> None:
         """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
         if self.rrefs.closed:
             return  # nobody hears of it
         if error is None:
-            self._serve(link, frame, references)
+            self._serve(link, frame, references, request)
         else:
             self._fail(link, frame.call, frame.flags & CONTROL, error, rref)
 
@@ -231,7 +231,7 @@ class Callee:
         self.rrefs.introduce(rref, fork, link.worker)
 
     def _decode(
-        self, link: Link, frame: Frame, references: list[Fork] | None
+        self, link: Link, frame: Frame, references: list[Fork] | None, request: Fetch | None
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...], list[Any] | None, Context | None]:
         body, start = frame.body, frame.function
         if frame.flags & (LONE | HEAD) == LONE:
@@ -256,6 +256,9 @@ class Callee:
         kwargs: dict[str, Any] = {}
         if frame.tensors and not frame.flags & LONE:
             landing = self._take_landing(link, grant) if grant else None
+            ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
+            if request is not None and request.runs is not None:
+                ahead, request.runs = request.runs, []
             tensors, sizes, was_read = unpack(
                 body[table_at:data_at],
                 body[data_at:],
@@ -264,6 +267,7 @@ class Callee:
                 link.channel,
                 landing,
                 link.places,
+                ahead=ahead,
             )
             if was_read:
                 link.count_read()

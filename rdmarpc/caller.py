@@ -169,6 +169,8 @@ class Caller:
                 out = pack(described, self.device, link.channel, places_there, self.memory, pending.deadline)
                 grant = granted[0] if granted else 0
                 pending.keep = out.lent
+                if out.lent:
+                    flags |= READS
             pending.key = (label, sizes)
             if result_sizes := link.grants.result_sizes.get(pending.key):
                 try:

@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .fetches import Held
 from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
 from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
@@ -105,8 +106,8 @@ class Link:
         self.queued = 0
         """Frames that were queued, ever, and (``dropped``) those that were not sent because the peer was lost."""
         self.dropped = 0
-        self.held: deque[Frame] = deque()
-        """Requests of the peer that are not begun while ``crowded``."""
+        self.held = Held()
+        """Requests of the peer that are not begun yet: while ``crowded``, and while data of theirs is still to come."""
         self.crowded = False
         self.lent = 0
         """Bytes of results that lie here for the peer to READ."""

@@ -75,7 +75,7 @@ class Links:
         self.lost: dict[int, RdmaError] = {}
         self.kept: list[tuple[Channel, list[Any]]] = []
         """What a peer that stopped in the middle of a copy may still touch."""
-        self._past = [0] * 6
+        self._past = [0] * 7
         self._losses: set[threading.Thread] = set()
         self._guard = Guard("rdmarpc-loss")
         self._lock = threading.Condition()
@@ -367,7 +367,7 @@ def _tell_nobody(*_: Any) -> None:
 
 
 def _counts(link: Link) -> tuple[int, ...]:
-    return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped
+    return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped, link.held.ever
 
 
 def _lost(link: Link, error: RdmaError) -> PeerLost:

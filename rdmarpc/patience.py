@@ -78,6 +78,7 @@ class Patience:
         return bool(
             agent.progress.others_run
             or not agent.callee.settled
+            or any(link.held.any for link in list(agent.links.rows.values()))
             or agent.callee.handovers.outstanding
             or any(not pending.control for pending in list(agent.caller.pending.values()))
         )

@@ -269,14 +269,16 @@ def unpack(
     landing: Landing | None,
     known: dict[bytes, list[RemoteRegion]],
     deadline: float | None = None,
+    ahead: list[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
     """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
-    waits for our release). ``known``: as for ``load_places``. ``deadline``: as for ``pack``."""
+    waits for our release). ``known``: as for ``load_places``. ``deadline``: as for ``pack``. ``ahead``: the runs ``to_read``,
+    which were READ before; ``None``: they are READ here."""
     tensors: list[torch.Tensor] = []
     runs: list[torch.Tensor] = []
     sizes: list[int] = []
     reads: list[tuple[torch.Tensor, RemoteRegion]] = []
-    at = offset = 0
+    at = offset = was_read = 0
     for _ in range(count):
         way, length = _ENTRY.unpack_from(table, at)
         at += _ENTRY.size + length
@@ -312,6 +314,12 @@ def unpack(
                 if landing is None:
                     raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
                 run = landing.take(what.nbytes)
+            elif ahead is not None:
+                if was_read == len(ahead):
+                    raise RdmaError("a tensor is to be READ, of which the head of its message says nothing", peer=channel.peer)
+                run = ahead[was_read]
+                was_read += 1
+                at += RemoteRegion.WIRE_SIZE
             else:
                 run = memory.empty(channel, what.nbytes, deadline)
                 reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
@@ -322,11 +330,24 @@ def unpack(
         channel.memcpy(*reads[0]).wait()
     elif reads:
         channel.prepare(reads).post().wait()
-    return tensors, tuple(sizes), bool(reads)
+    return tensors, tuple(sizes), bool(reads or was_read)
 
 
 _AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
 _TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
+
+
+def to_read(table: bytes, count: int) -> list[tuple[int, RemoteRegion]]:
+    """Bytes and place of each run of a message that is to be READ."""
+    found, at = [], 0
+    for _ in range(count):
+        way, length = _ENTRY.unpack_from(table, at)
+        at += _ENTRY.size + length
+        if way == READ:
+            place = RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])
+            found.append((layout.decode(table[at - length : at]).nbytes, place))
+        at += _AFTER.get(way, 0)
+    return found
 
 
 def traffic(out: Outgoing) -> dict[str, int]:

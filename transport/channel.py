@@ -29,8 +29,9 @@ Contract, for every device:
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,6 +68,14 @@ class Work:
     def exception(self) -> RdmaError | None:
         """What went wrong, if it ended badly."""
         return None
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` run once the copy has ended, well or badly. Where a peer's thread has a part in that
+        (``Channel.reads_take_peer``) this returns at once, and the callback is for the thread that hears the peers: it must not
+        hold that up, nor raise. Elsewhere it runs here, after a wait."""
+        with contextlib.suppress(RdmaError):
+            self.wait()
+        callback()
 
     def block_current_stream(self) -> None:
         """Have what the caller's current GPU stream is given from here on run when the copy has ended; the calling thread goes
@@ -211,6 +220,9 @@ class Channel(abc.ABC):
 
     registered_only = False
     """Whether the local side of a copy has to lie in the arena, or is staged there: what is made there saves a copy."""
+
+    reads_take_peer = False
+    """Whether a READ takes a thread of Python at the peer, and so as long as that is held up."""
 
     can_adopt = False
     """Whether ``adopt`` works here: the peer's arena is mapped into this process."""

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,7 @@ class TcpChannel(Channel):
     finish, for at most a second."""
 
     device: TcpDevice
+    reads_take_peer = True
 
     def __init__(
         self, device: TcpDevice, sock: socket.socket, identity: tuple[int, int], hello: bytes, patience: float
@@ -420,23 +421,35 @@ class TcpChannel(Channel):
         return Registered(entry[0], entry[1], key, self.device.arena.readable) if entry is not None else NOWHERE
 
     def _answer_came(self, seq: int) -> None:
+        callbacks = []
         with self._sending:
             while self._pending:
                 first = next(iter(self._pending))
                 if first > seq:
                     break
-                work = self._pending.pop(first)
-                work.keep = ()
-                if work.error is not None:
-                    continue
-                if work.reads:
+                work = self._pending[first]
+                if work.error is None and work.reads:
                     raise self._malformed("an answer without the data")
-                if work.imm is not None:
+                del self._pending[first]
+                work.keep = ()
+                if work.callback is not None:
+                    callbacks.append(work.callback)
+                if work.error is None and work.imm is not None:
                     self.post_notify(work.imm)
         if (fresh := seq - self.answered) > 0:
             self.answered = seq
             kernels.add(self.answers, fresh - 1)
             kernels.signal(self.answers, self.device.bells)
+        for callback in callbacks:
+            callback()
+
+    def call_when_answered(self, work: TcpWork, callback: Callable[[], None]) -> bool:
+        """Have ``callback()`` run (I/O thread, or whoever ends the channel) when that is over. ``False`` if it is."""
+        with self._sending:
+            if self._pending.get(work.seq) is not work:
+                return False
+            work.callback = callback
+            return True
 
     def _refusal_came(self, seq: int, error: RemoteAccessError) -> None:
         work = self._pending.get(seq)
@@ -477,6 +490,7 @@ class TcpChannel(Channel):
                 self._withdraw()
             whole = not self._outbox
             self._outbox.clear()
+            callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
             self._pending.clear()
             self._target, self._left = None, 0
             if whole and goodbye is not None:
@@ -484,6 +498,8 @@ class TcpChannel(Channel):
                     self._transmit([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
         kernels.add(self.answers, _ENDED - 1)
         kernels.signal(self.answers, self.device.bells)
+        for callback in callbacks:
+            callback()
         return True
 
     def forked(self, error: RdmaError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ Buffers = list[bytes | memoryview]
 class TcpWork(Work):
     """One post under way. It keeps the local tensors alive until the peer has answered."""
 
-    __slots__ = ("_channel", "error", "imm", "keep", "reads", "seq")
+    __slots__ = ("_channel", "callback", "error", "imm", "keep", "reads", "seq")
 
     def __init__(
         self, channel: TcpChannel, keep: Sequence[torch.Tensor], reads: dict[int, memoryview], imm: int | None
@@ -33,6 +33,7 @@ class TcpWork(Work):
         self.imm = imm  # to be sent when the reads have come
         self.seq = 0  # given by the channel
         self.error: RdmaError | None = None
+        self.callback: Callable[[], None] | None = None  # given by the channel
 
     def done(self) -> bool:
         return kernels.load(self._channel.answers) >= self.seq
@@ -47,6 +48,10 @@ class TcpWork(Work):
         if self.error is not None:
             return self.error
         return self._channel.error if self.done() and self.seq > self._channel.answered else None
+
+    def then(self, callback: Callable[[], None]) -> None:
+        if not self._channel.call_when_answered(self, callback):
+            callback()
 
 
 class _Piece:

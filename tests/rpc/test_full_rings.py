@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -180,6 +181,93 @@ def holds_the_gil(rank):
 
 def test_a_worker_that_holds_the_gil_delays_nobody_elses_calls():
     for outcomes in on_every_device(holds_the_gil, 3, num_worker_threads=4).values():
+        results(outcomes)
+
+
+def first_byte(value: torch.Tensor | bytes) -> int:
+    return int(value[0])
+
+
+class CannotBeRead:
+    """Worker 1 cannot send what its calls leave for worker 0 to READ: large arguments without a landing place."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, rank):
+        if rank == 1:
+            made = [torch.full((4 << 20,), number, dtype=torch.uint8) for number in range(16)]
+            values = [value if number % 3 else value.numpy().tobytes() for number, value in enumerate(made)]
+            rpc.rpc_sync("worker0", identity, (1,))
+            rpc.rpc_sync("worker2", let_go)
+            if self.how != "gil":
+                after(2.5, (os.getpid(), signal.SIGCONT if self.how == "stopped" else signal.SIGKILL))
+                time.sleep(0.3)  # until that process runs
+            channel = agent.current().links.to(0).channel
+            with getattr(channel, "_receiving", nullcontext()):  # tcp: no READ is answered before the other thing happens
+                futures = [rpc.rpc_async("worker0", first_byte, (value,)) for value in values]
+                if self.how == "gil":
+                    hold_the_gil(2.0)
+                else:
+                    stop()
+            rpc.rpc_sync("worker2", set_free)
+            assert [future.wait() for future in futures] == list(range(16))
+            dismiss("worker2")
+        elif rank == 2:
+            assert go.wait(20)
+            start, slowest, lost = time.monotonic(), 0.0, False
+            while not (free.is_set() or lost):
+                before = time.monotonic()
+                lost = rpc.rpc_sync("worker0", told)
+                slowest = max(slowest, time.monotonic() - before)
+            assert slowest < 1.0 < time.monotonic() - start, "calls of another worker waited for the one that does not answer"
+            assert (rpc.rpc_sync("worker0", counters)["rpc_held"] > 0) == agent.current().device.name.startswith("tcp")
+            if self.how == "dies":
+                dismiss("worker0")
+            else:
+                until_dismissed()
+        elif self.how == "dies":
+            until_dismissed()
+        rpc.shutdown(graceful=self.how != "dies")
+        return "survived"
+
+
+@pytest.mark.parametrize("how", ["gil", "stopped", "dies"])
+def test_arguments_that_cannot_be_read_delay_nobody_elses_calls(how):
+    for device, outcomes in on_every_device(CannotBeRead(how), 3, num_worker_threads=4).items():
+        survivors = (0, 2) if how == "dies" else (0, 1, 2)
+        assert [outcomes[rank].result for rank in survivors] == ["survived"] * len(survivors), (device, outcomes)
+
+
+def note_all(number: int, *_: object) -> None:
+    seen.append(number)
+
+
+def in_order_though_some_is_read(rank):
+    if rank == 0:
+        reference = rpc.RRef(1)
+        futures = []
+        for number in range(0, 60, 3):
+            large = torch.ones(50_000 + 1_000 * number)
+            futures.append(rpc.rpc_async("worker1", note_all, (number, large)))
+            futures.append(rpc.rpc_async("worker1", note_all, (number + 1, "x" * 200_000, large)))
+            futures.append(rpc.rpc_async("worker1", note_all, (number + 2,)))
+        torch.futures.wait_all(futures)
+        assert rpc.rpc_sync("worker1", noted) == list(range(60))
+        # Of what is READ and has references, too, everything arrives.
+        large = torch.arange(70_000)
+        assert rpc.rpc_sync("worker1", total, (reference, large, "x" * 200_000)) == 1 + int(large.sum())
+        made = rpc.remote("worker1", total, (reference, large * 2, "x" * 200_000))
+        assert made.to_here() == 1 + 2 * int(large.sum())
+    rpc.shutdown()
+
+
+def total(reference: rpc.RRef[int], large: torch.Tensor, _: str) -> int:
+    return reference.to_here() + int(large.sum())
+
+
+def test_requests_of_which_something_is_read_begin_in_order():
+    for outcomes in on_every_device(in_order_though_some_is_read, 2, num_worker_threads=1).values():
         results(outcomes)
 
 

@@ -31,6 +31,36 @@ T = 10.0
 # -- copies
 
 
+def test_what_is_to_happen_then(pair: Pair) -> None:
+    size = 3 << 20
+    into, remote = filled(pair.a, size, 0), pair.remote(filled(pair.b, size, S))
+    found: list[bool] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        found.append(work.done() and all_are(into, S))
+        ended.set()
+
+    work = pair.ab.memcpy(into, remote)
+    work.then(look)
+    assert ended.wait(T) and found == [True] and work.exception() is None
+    work.then(look)
+    assert found == [True, True]
+
+
+def test_then_comes_when_the_channel_ends(pair: Pair) -> None:
+    if not pair.ab.reads_take_peer:
+        return  # it comes before ``then`` returns
+    remote = pair.remote(filled(pair.b, 1 << 20, S))
+    ended = threading.Event()
+    with pair.ba._receiving:  # type: ignore[attr-defined]
+        work = pair.ab.memcpy(filled(pair.a, 1 << 20, 0), remote)
+        work.then(ended.set)
+        assert not ended.wait(0.1)
+        pair.ab.close()
+        assert ended.wait(T) and isinstance(work.exception(), PeerLost)
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_write_then_read_back(pair: Pair, nbytes: int) -> None:
     ours, theirs = filled(pair.a, nbytes, C), filled(pair.b, nbytes, S)
