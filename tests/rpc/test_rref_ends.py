@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
-from group import die, dismiss, results, run_group, until_dismissed
+from group import die, dismiss, on_every_device, results, run_group, until_dismissed
 from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
 from test_calls import slow
 
@@ -232,3 +233,34 @@ def test_handles_may_outlive_everything(tmp_path, way):
     command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "store"), way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+def uses_one_before_the_loss_is_told(rank):
+    if rank == 1:
+        until_dismissed()
+    kept = rpc.remote("worker1", Thing, (1,))
+    used = rpc.remote("worker1", Thing, (2,))
+    assert kept.to_here().number == 1 and used.to_here().number == 2
+    device, go = agent.current().device, threading.Event()
+    channel, tell = agent.current().links.to(1).channel, device.on_lost
+    device.on_lost = lambda channel: go.wait(20) and tell(channel)
+    rpc.rpc_async("worker1", die)
+    deadline = time.monotonic() + 10
+    while channel.error is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with suppress(rpc.PeerLost):
+        used.to_here()
+    go.set()
+    del used
+    # The first reference has its creating call, that its link, and that the error with which the connection ended.
+    while tables()["forks"] > 1:
+        assert time.monotonic() < deadline + 5, "a reference lives in an error that is kept"
+        time.sleep(0.02)
+    rpc.shutdown(graceful=False)
+    return kept is not None
+
+
+def test_an_error_that_is_kept_keeps_no_reference():
+    for outcomes in on_every_device(uses_one_before_the_loss_is_told, 2).values():
+        assert outcomes[0].result is True, outcomes
