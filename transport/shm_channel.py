@@ -426,6 +426,10 @@ class ShmChannel(Channel):
         except ConnectionError as error:
             self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
             return False
+        except OSError:
+            if self.socket_open:
+                raise
+            return False  # another thread has just closed it
         self.lose(PeerLost("the peer's process ended", peer=self.peer, device="shm", status="EOF"))
         return False
 

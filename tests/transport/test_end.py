@@ -61,6 +61,13 @@ def test_the_error_of_a_channel_holds_no_frames_however_often_it_is_raised(pair:
         assert isinstance(channel.error, PeerLost) and frames(channel.error) == 0
 
 
+def test_what_is_heard_after_close_is_no_error(pair: Pair, kind: str) -> None:
+    """By the thread that hears the peers, and had just found that something came."""
+    pair.ab.close()
+    if kind == "shm":
+        assert pair.ab.receive() is False  # type: ignore[attr-defined]
+
+
 def test_what_was_posted_before_close_arrives(pair: Pair) -> None:
     ours, theirs = filled(pair.a, 6 << 20, C), filled(pair.b, 6 << 20, S)
     work = pair.ab.memcpy(pair.remote(theirs), ours, notify=1)
