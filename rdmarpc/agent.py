@@ -192,7 +192,8 @@ class Agent:
         """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
         (messages received of which something large had to be READ, for want of a landing place), ``rpc_queued`` (frames that
         had to wait for a peer to read what was before them), ``rpc_dropped`` (frames that were not sent because the peer was
-        lost), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
+        lost), ``rpc_held`` (requests that were not begun at once, because data of theirs had to come, or answers to be taken,
+        first), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
         (backward passes that had to find out which calls take part), and what came and was not its sender's to say, which has
         had no effect: see ``refused``."""
         sent, requests, _, reads, queued, dropped, held = self.links.counts

@@ -48,7 +48,7 @@ def debug_info() -> dict[str, int]:
     ``requests`` and ``answers`` sent, ``posts`` and ``bytes`` written to its memory, ``grants_held`` (landing places it gave
     us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes`` (sent, and not known to be read yet),
     ``queued`` (bytes of frames that find no room there), ``held`` (requests of that peer that are not begun before it reads its
-    answers), ``lent`` (bytes of results that it has still to READ); ``device.*``: see ``counters``.
+    answers, or sends their data), ``lent`` (bytes of results that it has still to READ); ``device.*``: see ``counters``.
     """
     agent = _agent.current()
     progress, pending = agent.progress, list(agent.caller.pending.values())

@@ -17,8 +17,8 @@ ever waits for room in a peer's ring, and nothing but ``CREDIT`` overtakes the q
   ``crowded``: requests of this peer, and of no other, are then not begun but ``held``. The queue grows only by the answers of
   functions that run already. A peer that reads nothing sees no credit either, so it can send one ring of requests more; one
   that reads slowly may have as many held as it has calls outstanding, and keeps a record of each itself.
-* Held requests wait for the peer's reader of rings and for nothing else: no function, and no ring of another peer. So two
-  workers that flood each other both go on.
+* Held requests wait for the peer's reader of rings, or for data of theirs that it sends (``fetches``), and for nothing else: no
+  function, and no ring of another peer. So two workers that flood each other both go on.
 
 Invariants: (1) bytes ``[written, written + n)`` are free at the peer before they are written: ``written + n - credit <=
 size``; (2) frames are read in the order written, by one thread at a time (the holder of the polling role); (3) a frame's
