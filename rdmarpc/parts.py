@@ -6,6 +6,7 @@ memory; each then moves to its device.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import weakref
@@ -122,9 +123,13 @@ def _table(agent: Agent) -> dict[str, tuple[str, Host]]:
 
 def _close_all(table: dict[str, tuple[str, Host]]) -> None:
     """Hosts refer to their agent: what would be kept by it would keep it."""
+    if not table:
+        return
     while table:
         _, (_, host) = table.popitem()
         host.close({})  # nobody reaches our memory any more
+    del host
+    gc.collect()  # a station and its slots refer to each other, and mappings of peers would stay with them
 
 
 def open_model(
