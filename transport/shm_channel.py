@@ -23,6 +23,7 @@ import torch
 from . import cma, kernels
 from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
+from .guard import broken_by
 from .handed import credentials, mapped, received
 from .heartbeat import goodbye
 from .memory import address_of
@@ -154,7 +155,7 @@ class CmaTransfer(Transfer):
                     if mapped:
                         kernels.copy(*((address, local) if write else (local, address)), nbytes)
                     elif nbytes:
-                        cma.transfer(channel.pid, local, address, nbytes, write=write)
+                        self._attached(local, address, nbytes, write=write)
                 finally:
                     kernels.add(channel.peer_inbox + INFLIGHT_AT, -1)
             kernels.add(channel.stats.ctypes.data, 1)
@@ -162,6 +163,13 @@ class CmaTransfer(Transfer):
         if self._imm is not None:
             channel.notify(self._imm)
         return DONE
+
+    def _attached(self, local: int, remote: int, nbytes: int, *, write: bool) -> None:
+        channel = self._channel
+        try:
+            cma.transfer(channel.pid, local, remote, nbytes, write=write)
+        except RdmaError as error:  # it knows of a process, not of a peer
+            raise broken_by(error, "copying", peer=channel.peer, device=channel.device.name) from None
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         remote, _, write = self._pairs[index]

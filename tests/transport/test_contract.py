@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 import weakref
@@ -490,6 +491,17 @@ def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> No
     assert all_are(foreign[:7], S)
     region.close()
     assert pair.ab.error is None
+
+
+def test_foreign_memory_of_a_process_that_has_ended_is_a_loss_of_that_peer(pair: Pair) -> None:
+    if getattr(pair.ab, "no_cma", "not by attach"):
+        pytest.skip("cross-memory attach is not used, or not allowed")
+    ended = subprocess.Popen(["true"])
+    ended.wait(T)
+    pair.ab.peer, pair.ab.pid = "worker7", ended.pid
+    with pair.b.register(torch.ones(1000)) as region, pytest.raises(PeerLost) as lost:
+        pair.ab.memcpy(pair.a.empty(1000), region.remote).wait(T)
+    assert lost.value.peer == "worker7" and lost.value.status == "ESRCH"
 
 
 def test_register_is_free_for_arena_memory(pair: Pair) -> None:
