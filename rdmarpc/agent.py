@@ -36,7 +36,18 @@ from .rref_context import RRefContext
 from .rref_mail import Carrier, NotTheirs
 from .rref_store import LOCAL_BITS
 from .termination import Termination
-from .transport import Channel, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, cuda_driver, open_device
+from .transport import (
+    Channel,
+    NotSupported,
+    PeerLost,
+    Poller,
+    RdmaError,
+    TransferTimeout,
+    bare,
+    cuda_driver,
+    fresh,
+    open_device,
+)
 from .transport.guard import Guard, broken_by
 
 if TYPE_CHECKING:
@@ -418,7 +429,8 @@ class Agent:
                         self.timeline.gather(deadline)
                     self.group.part()
                 parted = True
-        except RdmaError:
+        except RdmaError as error:
+            self.termination.fail(bare(fresh(error)))  # who has come already, and waits for all others
             # Others may still wait for functions that run here.
             self._finish(deadline)
             raise
@@ -472,6 +484,7 @@ class Agent:
         self.rrefs.closed = True
         self.device.on_lost = lambda channel: None
         self.caller.stop()
+        self.termination.fail(error)
         self._fail_calls(error)
         self.progress.stop()
         self.links.stop()

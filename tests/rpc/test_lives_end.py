@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,24 @@ def test_nothing_stays_of_models_references_and_lost_peers(device):
         assert not outcome.error, outcome.text
         first, *rest = outcome.result
         assert first[2] == 0 and rest == [first] * 3, "descriptors, threads, mappings"
+
+
+def one_was_never_met(rank):
+    """Worker 2 has come to shutdown and waits for worker 0, which then finds that worker 1 died before it met anybody."""
+    if rank == 1:
+        die()
+    known = weakref.ref(agent.current())
+    time.sleep(1.5 * (rank == 0))
+    with pytest.raises(rpc.PeerLost):
+        rpc.shutdown(timeout=20)
+    limit = time.monotonic() + 5
+    while known() is not None and time.monotonic() < limit:
+        gc.collect()
+        time.sleep(0.05)
+    return known() is None
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_nothing_stays_of_a_shutdown_that_failed(device):
+    outcomes = run_group(one_was_never_met, 3, transport=device)
+    assert [outcomes[rank].result for rank in (0, 2)] == [True, True], outcomes
