@@ -121,7 +121,8 @@ def _out_of_descriptors(trial: Trial, entry: Entry) -> bool:
     """A named error at, or about, the worker that had no descriptor left, or of somebody who left because of that."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "descriptors"}
     concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if _says(entry, "RAISED") else ())}
-    return "RdmaError" in entry["tree"] and bool(victims & concerned)
+    named = "RdmaError" in entry["tree"] or "running the callback: PeerLost" in entry["text"]  # torch's own wrapping
+    return named and bool(victims & concerned)
 
 
 def _disturbed(trial: Trial, entry: Entry, times: Times, lag: float) -> str:
