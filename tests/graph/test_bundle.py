@@ -347,10 +347,10 @@ def test_who_goes_on_when_another_has_left_is_told(world: Callable[..., World], 
     for trainer in made.trainers:
         trainer.ready()
     if first:
-        made.server.ask("leave", "w0")
+        made.server.ask("leave", "w0", "", "", "")
     send(made.trainers[1])
     if not first:
-        made.server.ask("leave", "w0")
+        made.server.ask("leave", "w0", "", "", "")
     with pytest.raises(RdmaError, match="'w0' has closed the model"):
         made.trainers[1].pull()
 

@@ -172,10 +172,10 @@ def decode_late(function, seconds):
     callee = agent.current().callee
     decode = callee._decode
 
-    def slow_decode(link, frame, references):
+    def slow_decode(link, frame, *more):
         if function.encode() in frame.body:
             time.sleep(seconds)
-        return decode(link, frame, references)
+        return decode(link, frame, *more)
 
     callee._decode = slow_decode
 

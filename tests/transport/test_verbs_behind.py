@@ -115,7 +115,9 @@ def comes_to_an_end() -> None:
         time.sleep(0.05)
         wire.error = PeerLost("gone", peer="somebody")
         waiter.join(0.4)
-        assert heard == [wire.error] and work.done() and work.exception() is wire.error, "long before the GPU is done"
+        assert [str(error) for error in heard] == [str(wire.error)] and work.done() and work.exception() is wire.error, (
+            "long before the GPU is done"
+        )
         assert fine.posted == []
         good.wait(20.0)
         assert wire.posted == [] and not wire.later
