@@ -92,6 +92,7 @@ class Agent:
             peer_timeout=options.peer_timeout,
         )
         undo.callback(self.device.close)
+        self.device.pin()
         key = self.device.memory.identity.public.hex()
         self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
         undo.callback(self.group.leave)

@@ -278,7 +278,13 @@ class AutoDevice(Device):
 def _open_verbs(options: dict[str, Any]) -> Device:
     from .verbs import VerbsDevice
 
-    return VerbsDevice(**options)
+    device = VerbsDevice(**options)
+    try:
+        device.pin()  # where that cannot be, verbs is of no use here
+    except RdmaError:
+        device.close()
+        raise
+    return device
 
 
 def _open_shm(options: dict[str, Any]) -> ShmDevice:

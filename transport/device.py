@@ -227,6 +227,10 @@ class Device(abc.ABC):
         """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
         Raises ``RegistrationError`` where it cannot be."""
 
+    def pin(self) -> None:  # noqa: B027
+        """Register the first memory that all peers may read now, where that takes long, rather than with the first tensor.
+        Raises ``RegistrationError`` where nothing can be registered."""
+
     def _forget_segment(self, segment: Segment) -> None:  # noqa: B027
         """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
 

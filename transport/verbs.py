@@ -98,9 +98,6 @@ class VerbsDevice(Device):
             self._open_queues(undo, qps)
             for segment in self.memory.attach(self):
                 self._announce_segment(segment)
-            # What peers may read is registered now, not in the first call that stages something; and where nothing can be
-            # pinned, this device is of no use.
-            self.arena.free(self.arena.allocate(1))
             host = self._at.address if secret else "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
@@ -168,6 +165,9 @@ class VerbsDevice(Device):
             channels = [channel for channel in self._open_channels() if segment.pool.admits(channel.own_pool, write=False)]
         for channel in channels:
             self._tell(channel, *_announcement(segment, mr))
+
+    def pin(self) -> None:
+        self.arena.free(self.arena.allocate(1))
 
     def _forget_segment(self, segment: Segment) -> None:
         with self._lock:

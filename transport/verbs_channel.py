@@ -301,12 +301,14 @@ class VerbsChannel(Channel):
     # -- the end
 
     def ended(self) -> RdmaError:
-        """Why nothing is posted any more. The device's thread finds out a moment after the kernels did."""
+        """Why nothing is posted any more, to be raised. The device's thread finds out a moment after the kernels did."""
         limit = time.monotonic() + 1.0
         while self.error is None and time.monotonic() < limit:
             self.device.wake()
             time.sleep(0.001)
-        return self.error or PeerLost("the connection broke", peer=self.peer, device="verbs", status="BROKEN")
+        if self.error is not None:
+            return fresh(self.error)
+        return PeerLost("the connection broke", peer=self.peer, device="verbs", status="BROKEN")
 
     def failure(self) -> RdmaError | None:
         """The first work completion error, by name; ``None`` if there was none."""
