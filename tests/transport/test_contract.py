@@ -493,6 +493,7 @@ def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> No
     assert pair.ab.error is None
 
 
+@pytest.mark.parametrize("kind", ["shm"], indirect=True)
 def test_foreign_memory_of_a_process_that_has_ended_is_a_loss_of_that_peer(pair: Pair) -> None:
     if getattr(pair.ab, "no_cma", "not by attach"):
         pytest.skip("cross-memory attach is not used, or not allowed")
