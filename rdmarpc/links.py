@@ -34,6 +34,8 @@ _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
 _NOT_ITS_OWN_END = ("SILENT", "GIVEN_UP", "ABORTED")
 _STOP_S = 1.0
+_OUR_CONNECTION = ("EOF", "BROKEN")
+"""Ends of a connection that say nothing of the process behind it: one that hangs up on us alone leaves them, too."""
 
 
 def listens(device: Device, record: Record) -> bool:
@@ -313,7 +315,7 @@ class Links:
         record = self._group.workers.record(link.worker)
         if self._group.dynamic and record is not None:
             # Only our connection may have ended, because one of us had enough of the other: then it is a member for all others.
-            if not left and not (error.status == "EOF" and listens(self._device, record)):
+            if not left and not (error.status in _OUR_CONNECTION and listens(self._device, record)):
                 self._group.take_out(record)
             self._group.refresh()
 

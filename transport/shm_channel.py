@@ -405,7 +405,7 @@ class ShmChannel(Channel):
                     if not select.select([], [self.sock], [], _SEND_TIMEOUT)[1]:
                         raise PeerLost("the peer does not read its control messages", peer=self.peer) from None
                 except OSError as error:
-                    raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm") from None
+                    raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN") from None
 
     def _ask(self, kind: int, number: int) -> None:
         """Send and wait for the acknowledgement (never from the device's service thread)."""
@@ -432,7 +432,7 @@ class ShmChannel(Channel):
         except BlockingIOError:
             return True
         except ConnectionError as error:
-            self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm"))
+            self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN"))
             return False
         except OSError:
             if self.socket_open:

@@ -40,6 +40,13 @@ def test_mutated_frames_in_the_parsers() -> None:
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_mutated_frames_over_live_connections(device: str) -> None:
+    outcome = supervisor.run(Trial(84, "tampered", device, 3, ()))
+    assert not outcome.problems, "\n".join(outcome.problems)
+    assert outcome.frames
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_strangers(device: str) -> None:
     siege = Siege(1, 1.5)
     outcome = supervisor.run(Trial(6, "groups", device, 3, ()), siege=siege)
