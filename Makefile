@@ -22,7 +22,7 @@ run: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m experiments.bench $(ARGS)
 
-# Most tests wait more than they compute (for processes to start, for a limit to pass): they run three at once. Those that look at
+# Most tests wait more than they compute (for processes to start, for a limit to pass): they run two at once. Those that look at
 # times or at the memory of this process run alone.
 ALONE := tests/campaign tests/vm $(addsuffix .py,$(addprefix tests/rpc/test_,autograd_errors autograd_memory autograd_results \
 	calls errors gpu_calls group_references groups interrupts observability rref rref_ends silence) \
@@ -30,7 +30,7 @@ ALONE := tests/campaign tests/vm $(addsuffix .py,$(addprefix tests/rpc/test_,aut
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests $(addprefix --ignore=,$(ALONE)) || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(ALONE)) || status=1; \
 	$(BIN)/python -m pytest $(ALONE) || status=1; \
 	exit $$status
 else
