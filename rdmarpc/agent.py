@@ -43,9 +43,8 @@ from .transport import (
     Poller,
     RdmaError,
     TransferTimeout,
-    bare,
     cuda_driver,
-    fresh,
+    kept,
     open_device,
 )
 from .transport.guard import Guard, broken_by
@@ -431,7 +430,7 @@ class Agent:
                     self.group.part()
                 parted = True
         except RdmaError as error:
-            self.termination.fail(bare(fresh(error)))  # who has come already, and waits for all others
+            self.termination.fail(kept(error))  # who has come already, and waits for all others
             # Others may still wait for functions that run here.
             self._finish(deadline)
             raise

@@ -63,6 +63,7 @@ from .tensors import (
     unpack_lone,
 )
 from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
+from .transport.ended import nobody
 from .transport.guard import Guard
 
 _CALL = ("function", "args", "kwargs")
@@ -82,11 +83,11 @@ class Caller:
         self.refused = 0
         """Answers to calls that were made to another worker, and (``refused_grants``) landing places for no call of ours."""
         self.refused_grants = 0
-        self.distrust: Callable[[Link, RdmaError], None] = _nothing
+        self.distrust: Callable[[Link, RdmaError], None] = nobody
         """Ends a link (from any thread, without waiting) by which something came that its peer had no right to say."""
         self._calls = itertools.count(1)
         self._ticking = threading.Event()
-        self.on_tick: Callable[[], None] = _nothing
+        self.on_tick: Callable[[], None] = nobody
         """Called every second or so on the thread of timeouts."""
         self._stopped = threading.Event()
         self.memory: Patience
@@ -588,11 +589,7 @@ class Caller:
         self._ticking.set()
         if threading.current_thread() is not self._clock:
             self._clock.join(_STOP_S)
-        self.on_tick, self.distrust = _nothing, _nothing
-
-
-def _nothing(*_: Any) -> None:
-    pass
+        self.on_tick, self.distrust = nobody, nobody
 
 
 def _timed_out(pending: Pending) -> str:

@@ -27,6 +27,7 @@ import torch
 
 from .gpu_streams import Joint, use_here
 from .grad_record import Sent, sent
+from .transport.ended import nobody
 from .transport.sole import KEPT, references
 
 if TYPE_CHECKING:
@@ -157,10 +158,6 @@ class _Recent:
             self._numbers.popitem(last=False)
 
 
-def _tell_nobody(worker: int, number: int) -> None:
-    pass
-
-
 class Contexts:
     """Those that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not raise."""
 
@@ -272,7 +269,7 @@ class Contexts:
 
     def clear(self) -> None:
         """The end of this worker: nobody is told of anything any more."""
-        self._tell = _tell_nobody
+        self._tell = nobody
         with self._lock:
             left = list(self.live.values())
             self.live.clear()

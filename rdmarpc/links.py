@@ -20,6 +20,7 @@ from .link import RING, Link
 from .members import Record
 from .progress import Progress
 from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout, fresh
+from .transport.ended import nobody
 from .transport.guard import Guard, broken_by, hint_for
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
@@ -343,8 +344,8 @@ class Links:
         """The end of this worker: forget all links, and whoever was told of theirs."""
         self.rows.clear()
         self.by_worker.clear()
-        self._ended, self._missed = _nothing_touched, _tell_nobody
-        self._group.missed = self.at_once = _tell_nobody
+        self._ended, self._missed = _nothing_touched, nobody
+        self._group.missed = self.at_once = nobody
 
     # -- looking
 
@@ -362,10 +363,6 @@ class Links:
 
 def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
     return []
-
-
-def _tell_nobody(*_: Any) -> None:
-    pass
 
 
 def _counts(link: Link) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ import torch
 
 from . import words
 from .transport import Poller, kernels
+from .transport.ended import nobody
 from .transport.guard import Guard
 
 _TICK_NS = 200_000
@@ -386,7 +387,7 @@ class Progress:
             except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
                 return
             thread.join(_END_S)
-        self._read, self.finish = _nothing, _nothing
+        self._read, self.finish = nobody, nobody
 
     def _run_rest(self, finish: Job) -> None:
         while self._owed:
@@ -395,7 +396,3 @@ class Progress:
             except BaseException as error:
                 self._guard.note(error, "running a job")
         finish()
-
-
-def _nothing(*_: int) -> None:
-    pass

@@ -21,6 +21,7 @@ from .errors import (
     TransferTimeout,
     bare,
     fresh,
+    kept,
 )
 from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
@@ -117,6 +118,7 @@ __all__ = [
     "cuda_driver",
     "fresh",
     "host_id",
+    "kept",
     "kernels",
     "open_device",
     "read_private",

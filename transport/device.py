@@ -19,6 +19,7 @@ import torch
 from .arena import Pool, Segment
 from .auth import check_secret
 from .channel import Channel
+from .ended import nobody
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
 from .identity import uid_of
@@ -71,7 +72,7 @@ class Device(abc.ABC):
         # The memory's, at hand for what is hot.
         self.uid, self.epoch, self.arena = self.memory.uid, self.memory.epoch, self.memory.arena
         self.bells, self._regions = self.memory.bells, self.memory.regions
-        self.on_lost: Callable[[Channel], None] = _tell_nobody
+        self.on_lost: Callable[[Channel], None] = nobody
         """Called once for every channel that broke, from a thread of the device. Must not block."""
         self._on_connect: OnConnect = on_connect or _no_hello
         self._keep_accepted = on_connect is None
@@ -202,7 +203,7 @@ class Device(abc.ABC):
         if self._own_memory:
             self.memory.close()
         # Nobody calls these any more. Whoever they belong to refers to us.
-        self._on_connect, self.on_lost, self._whole = _no_hello, _tell_nobody, None
+        self._on_connect, self.on_lost, self._whole = _no_hello, nobody, None
 
     def __enter__(self) -> Device:
         return self
@@ -322,10 +323,6 @@ class Device(abc.ABC):
 
 def _no_hello(channel: Channel) -> bytes:
     return b""
-
-
-def _tell_nobody(channel: Channel) -> None:
-    pass
 
 
 _devices: weakref.WeakSet[Device] = weakref.WeakSet()

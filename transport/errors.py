@@ -67,6 +67,11 @@ def fresh(error: E) -> E:
     return made.with_traceback(error.__traceback__)
 
 
+def kept(error: E) -> E:
+    """A copy to keep, and to raise copies of (``fresh``): without frames, whoever else raises the error."""
+    return bare(fresh(error))
+
+
 def bare(error: E) -> E:
     """The error without the frames that it and its causes have passed."""
     link: BaseException | None = error

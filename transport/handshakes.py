@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from .ended import nobody
 from .errors import GONE, PeerLost, RdmaError
 from .guard import Guard, hint_for
 
@@ -141,7 +142,7 @@ class Handshakes:
 
     def end(self) -> None:
         """After ``hang_up``: let go of whom connections were for. Those that come now are closed."""
-        self._welcome, self._wake = socket.socket.close, _nothing
+        self._welcome, self._wake = socket.socket.close, nobody
 
     def drop(self) -> None:
         """In a forked child: close our copies. Takes no lock, which a thread of the parent may hold."""
@@ -161,10 +162,6 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
             raise
         status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
         raise PeerLost(f"nobody listens there: {error}", peer=where, device=device, status=status) from None
-
-
-def _nothing() -> None:
-    pass
 
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .ended import nobody
 from .errors import RdmaError
 from .guard import Guard, broken_by
 from .handshakes import Handshakes
@@ -118,7 +119,7 @@ class Service:
             self._thread.join(_JOIN_S)
         self.drop()
         self.handshakes.end()
-        self._hear = self._look = self._lost = _nothing
+        self._hear = self._look = self._lost = nobody
 
     def drop(self) -> None:
         """Close our own sockets: the last thing, and all that a forked child does."""
@@ -126,7 +127,3 @@ class Service:
         self.handshakes.drop()
         for sock in (self._wake, self._woken):
             sock.close()
-
-
-def _nothing(*_: Any) -> None:
-    pass

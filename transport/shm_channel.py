@@ -22,7 +22,7 @@ import torch
 
 from . import cma, kernels
 from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .guard import broken_by
 from .handed import credentials, mapped, received
 from .heartbeat import goodbye
@@ -501,7 +501,7 @@ class ShmChannel(Channel):
         with self._end_lock:
             if self.error is not None:
                 return False
-            self.error = bare(fresh(error))  # kept for good: no frames
+            self.error = kept(error)
             users = list(self._users)
         for user in users:
             user.disarm()

@@ -24,16 +24,18 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def _kept(more: list[object]) -> int:
+def _kept(others: list[object] | None) -> int:
     table = {0: torch.empty(1)}
     value = table.get(0)
-    more.append(value) if more else None
+    if others is not None:
+        others.append(value)
     return references(value)
 
 
-def _passed(more: list[object]) -> int:
+def _passed(others: list[object] | None) -> int:
     value = torch.empty(1)
-    more.append(value) if more else None
+    if others is not None:
+        others.append(value)
     return _received(value)
 
 
@@ -41,23 +43,25 @@ def _received(value: torch.Tensor) -> int:
     return references(value)
 
 
-def _storage(more: list[object]) -> int:
+def _storage(others: list[object] | None) -> int:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    more.append(storage) if more else None
+    if others is not None:
+        others.append(storage)
     return references(storage)
 
 
-def _uses(more: list[object]) -> int:
+def _uses(others: list[object] | None) -> int:
     tensor = torch.empty(1)
-    more.append(tensor.view(1)) if more else None
+    if others is not None:
+        others.append(tensor.view(1))
     storage = tensor.untyped_storage()
     return storage_uses(storage)
 
 
-def _calibrated(count: Callable[[list[object]], int]) -> int:
-    """What ``count`` finds for what nobody else has; -1, which nothing is below, if it finds no more where somebody has it."""
-    alone, shared = count([]), count([None])
+def _calibrated(count: Callable[[list[object] | None], int]) -> int:
+    """What ``count`` finds for what nobody else has; -1, which nothing is below, if ``others`` make no difference to it."""
+    alone, shared = count(None), count([])
     return alone if shared > alone else -1
 
 

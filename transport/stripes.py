@@ -26,7 +26,7 @@ import torch
 from .arena import Pool
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .device import Device, OnConnect
-from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout, bare, fresh
+from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
 from .tls import TlsOptions
@@ -264,7 +264,7 @@ class StripedChannel(Channel):
         with self._told:
             if self.error is not None:
                 return False
-            self.error = bare(fresh(error))  # kept for good: no frames
+            self.error = kept(error)
             self._owed.put(None)
             self._told.notify_all()
         self._device.forget(self)

@@ -25,7 +25,7 @@ import torch
 
 from . import kernels
 from .channel import ANSWER_TIMEOUT_S, Channel, Pair, Transfer, Window, check_notify, sort_pair
-from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
+from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout, kept
 from .heartbeat import goodbye
 from .memory import NOWHERE, Registered, anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES
@@ -484,7 +484,7 @@ class TcpChannel(Channel):
         with self._receiving, self._sending:
             if self.error is not None:
                 return False
-            self.error = bare(fresh(error))  # kept for good: no frames
+            self.error = kept(error)
             if self._pulse is not None:
                 self._pulse.close()
                 self._withdraw()

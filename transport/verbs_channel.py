@@ -27,7 +27,7 @@ import torch
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, bare, fresh
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .heartbeat import goodbye
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
@@ -322,7 +322,7 @@ class VerbsChannel(Channel):
         with self._end_lock:
             if self.error is not None:
                 return False
-            self.error = bare(fresh(error))  # kept for good: no frames
+            self.error = kept(error)
         for lane in self.lanes:
             lane.end()
         for event in list(self._acks.values()):

@@ -119,8 +119,11 @@ class Hub:
         self.lost: list[Channel] = []
         self.device.on_lost = self.lost.append
         self.others = [open_device(kind, peer_timeout=2.0) for _ in range(2)]
-        self.theirs = [other.connect(self.device.address) for other in self.others]
-        self.ours = [self.device.accept(timeout=T) for _ in self.others]
+        self.theirs: list[Channel] = []
+        self.ours: list[Channel] = []
+        for other in self.others:  # one after the other: handshakes end in any order
+            self.theirs.append(other.connect(self.device.address))
+            self.ours.append(self.device.accept(timeout=T))
 
     def handshakes(self) -> Any:
         device: Any = self.device
