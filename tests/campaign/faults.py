@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
 import threading
 import time
 from typing import Any
+
+import limits
 
 from .board import Board
 from .trial import Fault
@@ -103,11 +104,8 @@ class Saboteur(threading.Thread):
 
     def _descriptors(self, fault: Fault) -> None:
         """No new descriptor, for a while."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        os.close(free := os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        time.sleep(fault.seconds)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with limits.descriptors(limits.lowest_free()):
+            time.sleep(fault.seconds)
 
     def _delay(self, fault: Fault) -> None:
         """Frames are sent and read late."""

@@ -15,6 +15,8 @@ Entry = dict[str, Any]
 Times = list[tuple[int, int]]
 _MEMORY_MIB = 200
 _DESCRIPTORS = 2
+_IN_CALLBACK = "running the callback: PeerLost"
+"""How torch wraps what a callback of a future raises."""
 
 
 def judge(
@@ -93,8 +95,8 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return f"it does not concern worker {sorted(victims)}"
     if kind in ("init", "join"):
         return "" if {"PeerLost", "TransferTimeout"} & set(tree) else "of another kind"
-    if "running the callback: PeerLost" in entry["text"]:
-        tree = [*tree, "PeerLost"]  # torch's own wrapping of what a callback of a future raises
+    if _IN_CALLBACK in entry["text"]:
+        tree = [*tree, "PeerLost"]
     if not {"PeerLost", "TransferTimeout"} & set(tree):
         return "of another kind"
     if kind == "connect":
@@ -121,7 +123,7 @@ def _out_of_descriptors(trial: Trial, entry: Entry) -> bool:
     """A named error at, or about, the worker that had no descriptor left, or of somebody who left because of that."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "descriptors"}
     concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if _says(entry, "RAISED") else ())}
-    named = "RdmaError" in entry["tree"] or "running the callback: PeerLost" in entry["text"]  # torch's own wrapping
+    named = "RdmaError" in entry["tree"] or _IN_CALLBACK in entry["text"]
     return named and bool(victims & concerned)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import threading
 import time
 
+import limits
 import pytest
 import torch
 from group import on_every_device, results
@@ -132,20 +131,13 @@ def test_workers_whose_arenas_are_full_meet_and_leave():
 def no_descriptors(rank):
     if rank == 1:  # nobody else connects to or from worker 2, but for worker 0
         assert rpc.rpc_sync("worker0", identity, (1,)) == 1
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        os.close(free := os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        again = threading.Timer(0.2, resource.setrlimit, (resource.RLIMIT_NOFILE, (soft, hard)))
-        try:
+        with limits.descriptors(limits.lowest_free()):
             # Where memory is shared, that of the result is a descriptor.
             with contextlib.suppress(rpc.ArenaFull):
                 assert rpc.rpc_async("worker0", large, (PIECE,), timeout=1.0).wait().sum() == PIECE
             with pytest.raises(rpc.RdmaError, match=r"files open.*ulimit -n"):
                 rpc.rpc_async("worker2", identity, (2,)).wait()
-            again.start()
-            again.join()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            time.sleep(0.2)
         assert rpc.rpc_sync("worker0", large, (PIECE,)).sum() == PIECE
         assert rpc.rpc_sync("worker2", identity, (2,)) == 2
     rpc.shutdown(timeout=20)

@@ -13,7 +13,7 @@ from rdmarpc.transport import Device
 
 KINDS = ("shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma))
 
-WHOLE = ("test_contract", "test_end", "test_peers", "test_stress")
+WHOLE = ("test_contract", "test_contract_memory", "test_end", "test_peers", "test_stress")
 """Modules whose tests are for encrypted streams, too."""
 
 

@@ -123,11 +123,12 @@ def post_again(state: State) -> None:
 def as_pair(run: Callable[[Pair], None], places: tuple[str, str]) -> None:
     """Run a test of the contract over two devices of this process, whose tensors lie in these places."""
     import test_contract
+    import test_contract_memory
     import test_end
 
     with transport.open_device("cuda") as a, transport.open_device("cuda") as b:
         place = {a.uid: places[0], b.uid: places[1]}
         filled = lambda device, nbytes, fill: tensor_of(device, nbytes, place[device.uid], fill)  # noqa: E731
-        test_contract.filled = test_end.filled = filled
+        test_contract.filled = test_contract_memory.filled = test_end.filled = filled
         ab = a.connect(b.address, hello=b"from a")
         run(Pair(a, b, ab, b.accept(timeout=T)))

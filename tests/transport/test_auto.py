@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_contract
+import test_contract_memory
 import torch
 from test_verbs import deaf
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
@@ -22,7 +23,11 @@ from rdmarpc.transport.auto import AutoDevice
 T = 10.0
 Open = Callable[..., Device]
 globals().update(
-    {name: test for name, test in vars(test_contract).items() if name.startswith("test_") and "gibibyte" not in name}
+    {
+        name: test
+        for name, test in {**vars(test_contract), **vars(test_contract_memory)}.items()
+        if name.startswith("test_") and "gibibyte" not in name
+    }
 )
 
 

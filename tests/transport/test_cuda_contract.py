@@ -1,4 +1,4 @@
-"""The contract of ``Channel``, as ``test_contract`` and ``test_end`` have it, over GPU memory on either side or both."""
+"""The contract of ``Channel``, as ``test_contract*`` and ``test_end`` have it, over GPU memory on either side or both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import test_contract
+import test_contract_memory
 import test_end
 from cuda_peer import GpuPeer, as_pair
 from transport_peer import State
@@ -52,23 +53,23 @@ def worker() -> Iterator[GpuPeer]:
     peer.stop()
 
 
-def run(state: State, module: str, name: str, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
-    test = getattr({"contract": test_contract, "end": test_end}[module], name)
-    as_pair(functools.partial(test, **kwargs), places)
+def run(state: State, name: str, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
+    tests = vars(test_contract) | vars(test_contract_memory) | vars(test_end)
+    as_pair(functools.partial(tests[name], **kwargs), places)
 
 
 @pytest.mark.parametrize("places", PLACES, ids="-".join)
 @pytest.mark.parametrize(("name", "kwargs"), CASES, ids=[name.removeprefix("test_") for name, _ in CASES])
 def test_contract_over_gpus(worker: GpuPeer, name: str, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
-    worker.call(run, "contract", name, kwargs, places)
+    worker.call(run, name, kwargs, places)
 
 
 @pytest.mark.parametrize(("name", "kwargs"), FAR_CASES, ids=[name.removeprefix("test_") for name, _ in FAR_CASES])
 def test_contract_from_gpu_to_gpu(worker: GpuPeer, name: str, kwargs: dict[str, Any]) -> None:
-    worker.call(run, "contract", name, kwargs, FAR)
+    worker.call(run, name, kwargs, FAR)
 
 
 @pytest.mark.parametrize("places", PLACES[:2], ids="-".join)
 @pytest.mark.parametrize(("name", "kwargs"), ENDS, ids=[name.removeprefix("test_") for name, _ in ENDS])
 def test_end_over_gpus(worker: GpuPeer, name: str, kwargs: dict[str, Any], places: tuple[str, str]) -> None:
-    worker.call(run, "end", name, kwargs, places)
+    worker.call(run, name, kwargs, places)

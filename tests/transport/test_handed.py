@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import limits
 import pytest
 from transport_peer import Peer, State, accept, make, works
 
@@ -151,17 +151,10 @@ def test_a_descriptor_that_is_lost_ends_that_peers_channel_with_the_limit_named(
     channel, good = device.connect(peer.address), device.connect(other.address)
     for each in (peer, other):
         each.finish()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    limit = taken[0] + 1
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    with limits.descriptors(limits.lowest_free()):
         remote = RemoteRegion.load(peer.call(make, "much", 200 << 20, 1))  # a segment of its own
         with pytest.raises(PeerLost, match=r"descriptor(?s:.*)EMFILE(?s:.*)ulimit -n"):
             channel.expect(1).wait(T)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.close(taken[0])
     assert remote.nbytes and good.error is None
     good.notify(1)
     works(open_device("shm"), device)

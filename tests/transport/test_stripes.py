@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import test_contract
+import test_contract_memory
 import torch
 from transport_peer import C, S, all_are, filled
 
@@ -30,8 +31,8 @@ test_notifications = test_contract.test_notifications_count_and_do_not_depend_on
 test_data_before_notification = test_contract.test_the_data_is_there_before_its_notification
 test_poller = test_contract.test_poller
 test_window = test_contract.test_window
-test_foreign_memory = test_contract.test_foreign_memory_is_written_and_read_until_it_is_closed
-test_growth = test_contract.test_growth_is_reachable_at_once
+test_foreign_memory = test_contract_memory.test_foreign_memory_is_written_and_read_until_it_is_closed
+test_growth = test_contract_memory.test_growth_is_reachable_at_once
 test_counters = test_contract.test_counters
 test_fence = test_contract.test_what_was_posted_before_a_fence_is_counted_after_it
 test_threads = test_contract.test_threads_share_a_channel
