@@ -23,6 +23,7 @@ def _main(arguments: list[str], out: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the tests, however they end
     os.setsid()  # a process group of its own, as a shell gives it one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
     os.chdir(ROOT)
     log = os.open(out, os.O_WRONLY)
     os.dup2(log, 1)

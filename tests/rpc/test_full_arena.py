@@ -134,7 +134,7 @@ def no_descriptors(rank):
         with limits.descriptors(limits.lowest_free()):
             # Where memory is shared, that of the result is a descriptor.
             with contextlib.suppress(rpc.ArenaFull):
-                assert rpc.rpc_async("worker0", large, (PIECE,), timeout=1.0).wait().sum() == PIECE
+                assert rpc.rpc_async("worker0", large, (PIECE,), timeout=3.0).wait().sum() == PIECE
             with pytest.raises(rpc.RdmaError, match=r"files open.*ulimit -n"):
                 rpc.rpc_async("worker2", identity, (2,)).wait()
             time.sleep(0.2)
