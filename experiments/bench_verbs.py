@@ -30,11 +30,11 @@ Medians = dict[tuple[str, int, str], float]
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport import verbs_ports, verbs_provider, verbs_sysfs
+    from rdmarpc.transport import verbs_choice, verbs_ports, verbs_sysfs
     from rdmarpc.transport.errors import RdmaError
 
     try:
-        provider = verbs_provider.choose().name
+        provider = verbs_choice.choose().name
     except RdmaError as error:
         raise SystemExit(f"error: {error}") from None
     for found in verbs_ports.rank(verbs_sysfs.survey())[0]:

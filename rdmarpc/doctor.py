@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
-from .transport import AutoDevice, RdmaError, host_id, open_device, openssl, verbs_ports, verbs_provider
+from .transport import AutoDevice, RdmaError, host_id, open_device, openssl, verbs_choice, verbs_ports
 from .transport.arena import default_limit
 from .transport.tcp_place import routed_address
 from .transport.verbs_sysfs import Found, survey
@@ -49,7 +49,7 @@ def ports(found: list[Found]) -> list[Finding]:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = verbs_ports.choose(verbs_provider.choose())
+        port = verbs_ports.choose(verbs_choice.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()

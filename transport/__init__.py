@@ -27,8 +27,8 @@ from .notify import MAX_NOTIFY, Expectation, Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
-from .tls import TlsOptions
-from .tls import check as check_tls
+from .tls_options import TlsOptions
+from .tls_options import check as check_tls
 from .user_secret import read_private, user_secret
 
 

@@ -38,7 +38,7 @@ from .notify import Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
-from .tls import TlsOptions
+from .tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice

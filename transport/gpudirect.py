@@ -201,10 +201,10 @@ def survey(root: Path, status_of: Callable[[str], str]) -> list[tuple[Gpu, Adapt
 
 def ask(name: str) -> str:
     """``Adapter.status`` of an adapter of this host. Opens it for a moment."""
-    from . import verbs_provider
+    from . import verbs_choice
 
     try:
-        context = verbs_provider.choose().open(name)
+        context = verbs_choice.choose().open(name)
     except RdmaError as error:
         return error.status or "unknown"
     try:

@@ -29,7 +29,7 @@ from .device import Device, OnConnect
 from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
-from .tls import TlsOptions
+from .tls_options import TlsOptions
 from .verbs import VerbsDevice
 from .verbs_channel import VerbsChannel
 

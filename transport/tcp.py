@@ -36,7 +36,8 @@ from .region import RemoteRegion, local_bytes
 from .tcp_channel import TcpChannel
 from .tcp_place import interface_address, routed_address, split_place
 from .tcp_wire import BEAT, END_BROKEN, END_SILENT, HEADER
-from .tls import TlsOptions, authenticated, prepare
+from .tls import authenticated, prepare
+from .tls_options import TlsOptions
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import openssl
 from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout
-from .tls import TlsOptions
+from .tls_options import TlsOptions
 from .tls_relay import RENEW_BYTES, Relay
 
 _CIPHERS = b"TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256"  # a pre-shared key needs SHA-256

@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from . import cuda_driver, kernels, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports, verbs_provider
+from . import cuda_driver, kernels, verbs_choice, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports
 from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
 from .device import Device, OnConnect
@@ -37,7 +37,8 @@ from .memory import Memory
 from .notify import Poller
 from .region import Region, local_bytes
 from .service import Service
-from .tls import TlsOptions, authenticated, permit_rdma, prepare
+from .tls import authenticated, prepare
+from .tls_options import TlsOptions, permit_rdma
 from .verbs_block import LANES, PortBlock
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
@@ -75,7 +76,7 @@ class VerbsDevice(Device):
         if not 1 <= qps <= verbs_control.MAX_QPS:
             raise ValueError(f"qps is from 1 to {verbs_control.MAX_QPS}, got {qps}")
         permit_rdma(tls)
-        self._at = verbs_ports.choose(verbs_provider.choose(), place)
+        self._at = verbs_ports.choose(verbs_choice.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
         super().__init__(

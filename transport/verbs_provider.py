@@ -10,12 +10,7 @@ call through the operations table of the context (``verbs_kernels``). Names are 
 from __future__ import annotations
 
 import abc
-import os
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from .errors import NotSupported, RdmaError
 
 LOCAL, REMOTE_READ, REMOTE_WRITE = range(3)
 """Who may touch a memory region: we alone; peers may READ it; peers may READ and WRITE it."""
@@ -205,37 +200,3 @@ class Provider(abc.ABC):
 
     @abc.abstractmethod
     def open(self, name: str) -> Context: ...
-
-
-def choose() -> Provider:
-    """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
-    cannot be used, and how to get it. One provider a process: the first call that succeeds decides for the later ones."""
-    global _chosen
-    with _choosing:
-        if _chosen is None:
-            _chosen = _choose(os.environ.get("RDMARPC_VERBS", ""))
-        return _chosen
-
-
-_chosen: Provider | None = None
-_choosing = threading.Lock()
-
-
-def _choose(wanted: str) -> Provider:
-    from .verbs_ibverbs import IbverbsProvider
-    from .verbs_pyverbs import PyverbsProvider
-
-    kinds: dict[str, Callable[[], Provider]] = {"pyverbs": PyverbsProvider, "ibverbs": IbverbsProvider}
-    if wanted and wanted not in kinds:
-        raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")
-    refused = []
-    for name in [wanted] if wanted else list(kinds):
-        try:
-            return kinds[name]()
-        except RdmaError as error:
-            refused.append(f"{name}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
-    raise NotSupported(
-        "no Python package reaches libibverbs here: " + "; ".join(refused),
-        device="verbs",
-        hint="Debian, Ubuntu: apt install python3-pyverbs ibverbs-providers; anywhere: pip install ibverbs",
-    )

@@ -32,9 +32,9 @@ from rdmarpc.transport import (
     cuda_driver,
     gpudirect,
     open_device,
+    verbs_choice,
     verbs_gpu,
     verbs_native,
-    verbs_provider,
 )
 from rdmarpc.transport.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Gpu
 from rdmarpc.transport.memory import Memory
@@ -551,7 +551,7 @@ def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, ob
 def test_soft_roce_takes_no_dma_buf() -> None:
     """Through each package: what an adapter without says to a bad descriptor, and to a good one."""
     assert gpudirect.ask("rxe0") == "EOPNOTSUPP"
-    context = verbs_provider.choose().open("rxe0")
+    context = verbs_choice.choose().open("rxe0")
     assert isinstance(context, verbs_native.NativeContext)
     fd = os.memfd_create("no dma-buf")
     os.truncate(fd, 1 << 16)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rdmarpc.transport import NotSupported, RdmaError, cma, verbs_native, verbs_provider, verbs_pyverbs
+from rdmarpc.transport import NotSupported, RdmaError, cma, verbs_choice, verbs_native, verbs_pyverbs
 from rdmarpc.transport.verbs_native import find, half, peek, word
 
 
@@ -83,19 +83,19 @@ def test_why_no_package_is_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "ibverbs", None)
-    monkeypatch.setattr(verbs_provider, "_chosen", None)
+    monkeypatch.setattr(verbs_choice, "_chosen", None)
     with pytest.raises(NotSupported) as raised:
-        verbs_provider.choose()
+        verbs_choice.choose()
     said = str(raised.value)
     assert "device.cpython-26-x86_64-linux-gnu.so" in said and "ibverbs: " in said
     assert "apt install python3-pyverbs" in said and "pip install ibverbs" in said
     monkeypatch.setenv("RDMARPC_VERBS", "ibverbs")
     with pytest.raises(NotSupported) as raised:
-        verbs_provider.choose()
+        verbs_choice.choose()
     assert "pyverbs:" not in raised.value.message
     monkeypatch.setenv("RDMARPC_VERBS", "umad")
     with pytest.raises(NotSupported, match="RDMARPC_VERBS='umad' names no provider"):
-        verbs_provider.choose()
+        verbs_choice.choose()
 
 
 def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from rdmarpc.transport import (
     RdmaError,
     RegistrationError,
     RemoteAccessError,
+    verbs_choice,
     verbs_ports,
     verbs_provider,
     verbs_status,
@@ -43,7 +44,7 @@ PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is n
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def provider(request: pytest.FixtureRequest) -> verbs_provider.Provider:
-    return verbs_provider._choose(request.param)
+    return verbs_choice._choose(request.param)
 
 
 class Loop:
