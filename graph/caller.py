@@ -1,4 +1,4 @@
-"""The caller's end of a wrapped model: sets up plans, runs forwards and backwards, sends commands.
+"""The caller's end of a wrapped model: runs forwards and backwards, sends commands.
 
 Invariants:
 1. One thread at a time is inside (``_lock``); it polls while it waits, nobody else does.
@@ -12,40 +12,31 @@ Invariants:
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
-import warnings
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .analyze import TransferGraph
-from .command import DISCARD, KEEP, NOTHING, ZERO, Command, WorkerError, unpadded
-from .header import CLEAR, DONE, ERROR, GRAD, Header
-from .outlet import Outlet
+from .command import DISCARD, NOTHING, Command
+from .header import CLEAR, GRAD, Header
+from .ledger import Ledger
 from .pipeline import Part, Pipeline
-from .place import REPORT, Edge, Placement, control_edges, place
+from .place import REPORT, Edge
+from .plans import Ask, Plans
 from .production import Production
 from .program import Machine, Segment, fill
 from .slot import Inlet, Slot, shared, take
 from .stage import Cross, Pass, Plan, Stage, cross_apart
-from .station import Arrived, Fittings, Leased, Offer, Station
+from .station import Arrived, Leased, Station
+from .zeroing import Zeroing
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device
-
-_DROPPED = 4096
-
-
-class Ask(Protocol):
-    """Calls a method of the ``Host`` at several workers at once and gives their answers; set-up only."""
-
-    def __call__(self, method: str, args: Mapping[str, tuple[Any, ...]], /) -> dict[str, Any]: ...
 
 
 class Caller:
@@ -68,121 +59,39 @@ class Caller:
         staging: bool = False,
         reaching: frozenset[str] = frozenset(),
     ) -> None:
-        self.name, self.depth, self.timeout, self.staging = name, depth, timeout, staging
+        self.name, self.depth, self.timeout = name, depth, timeout
         self.workers = list(parameters)
         self.station = Station(name, device, channels, timeout)
-        self.commands = 0
+        self.plans = Plans(self.station, ask, self._arrived, depth=depth, limit=plans, staging=staging, reaching=reaching)
+        self.ledger = Ledger(parameters)
+        self.zeroing = Zeroing(parameters)
         self.steps = 0
         self.backwards = 0
-        self.plans_made = 0
         self.machine = machine
-        self._reaching = reaching
-        self._ask, self._limit = ask, plans
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
-        self._plan_numbers = itertools.count(1)
-        self._edge_numbers = itertools.count(1)
-        self._sequence = 0
         self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        self._dropped: OrderedDict[int, None] = OrderedDict()
-        self._abandoned: deque[tuple[Plan, int, Mapping[str, bytes]]] = deque()
         self._pipeline: Pipeline | None = None
-        self._done: dict[int, set[str]] = {}
-        self._errors: dict[int, Exception] = {}
-        self._fatal: Exception | None = None
-        self._last_backward = dict.fromkeys(parameters, 0)
-        self._zero = {worker: bytearray(count) for worker, count in parameters.items()}
-        self._zero_due = False
-        self.trainable: dict[int, dict[str, bytes]] = {}
-        """By mode and worker: one byte a parameter, ``TO_NONE`` where it requires gradients. A mode that is not here has its
-        gradients zeroed by commands."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._lock = threading.RLock()
-        control = control_edges(name, dict(parameters), self._edge_numbers)
-        fittings, _ = self._establish(control)
-        self._control: dict[str, Outlet] = {o.edge.target: o for o in fittings.outlets.values()}
+        self._control = {o.edge.target: o for o in self.plans.control(name, parameters).outlets.values()}
 
     # -- set-up
 
     def _arrived(self, edge: Edge) -> Arrived:
         return self._reported if edge.kind == REPORT else self._landed
 
-    def _establish(self, placement: Placement) -> tuple[Fittings, Offer]:
-        """Slots everywhere, then everybody learns everybody's addresses; or nothing at all."""
-        fittings, offers = self.station.fit(placement, self._arrived)
-        there = [worker for worker in placement.workers if worker != self.name]
-        try:
-            for offer in self._ask("offer", dict.fromkeys(there, (placement,))).values():
-                offers.add(offer)
-            self._ask("connect", dict.fromkeys(there, (placement.number, offers)))
-            self.station.connect(fittings, offers)
-        except BaseException:
-            self.station.remove(fittings, {})
-            self._ask("remove", dict.fromkeys(there, (placement.number, {})))
-            raise
-        return fittings, offers
-
     def known(self, signature: Any) -> Plan | None:
         """The plan for this signature, if there is one."""
         with self._lock:
-            plan = self._plans.get(signature)
-            if plan is not None:
-                self._plans.move_to_end(signature)
-            return plan
+            return self.plans.known(signature)
 
     def plan(self, signature: Any, build: Callable[[], TransferGraph]) -> Plan:
         """The plan for inputs of this signature; built, and set up at every worker, when it is new."""
         with self._lock:
-            found = self.known(signature)
+            found = self.plans.known(signature)
             if found is not None:
                 return found
             self._ready()
-            self._make_room()
-            graph = build()
-            try:
-                fittings = self._place(graph)
-            except NotSupported as error:
-                if error.device != "cuda" or not self._reaching:
-                    raise
-                # Whether one process can map another's GPU memory shows when it is tried.
-                warnings.warn(f"what lands on accelerators goes by way of host memory: {error.message}", stacklevel=2)
-                self._reaching = frozenset()
-                fittings = self._place(graph)
-            plan = self._plans[signature] = Plan(fittings, self.name)
-            self.plans_made += 1
-            return plan
-
-    def _place(self, graph: TransferGraph) -> Fittings:
-        placement = place(graph, next(self._plan_numbers), self.depth, self._edge_numbers)
-        placement.staging, placement.reaching = self.staging, self._reaching
-        return self._establish(placement)[0]
-
-    def check_kept(self, count: int) -> None:
-        """Raise ``NotSupported`` if so many plans cannot be kept at once."""
-        if self._limit < count:
-            raise NotSupported(f"this needs {count} plans at once, plans={self._limit} are kept", hint="wrap(..., plans=)")
-
-    def keep(self, plans: int) -> None:
-        """Keep at least so many plans from now on."""
-        self._limit = max(self._limit, plans)
-
-    def placements(self) -> list[Placement]:
-        """Of the plans that are kept, the last used last."""
-        return [plan.placement for plan in self._plans.values()]
-
-    def notes(self) -> dict[str, str]:
-        """As ``Host.notes``, of what this process makes."""
-        return {name: note for plan in self._plans.values() for name, note in plan.flow.notes().items()}
-
-    def _make_room(self) -> None:
-        idle = [signature for signature, plan in self._plans.items() if not plan.pending]
-        while len(self._plans) >= self._limit and idle:
-            plan = self._plans.pop(idle.pop(0))
-            there = [worker for worker in plan.placement.workers if worker != self.name]
-            leased = self.station.retire(plan.fittings)
-            for answer in self._ask("retire", dict.fromkeys(there, (plan.placement.number, self.commands))).values():
-                leased.update(answer)
-            self._ask("remove", dict.fromkeys(there, (plan.placement.number, leased)))
-            self.station.remove(plan.fittings, leased)
+            return self.plans.make(signature, build, self.ledger.commands)
 
     # -- forward
 
@@ -206,7 +115,8 @@ class Caller:
         with self._lock:
             for part in parts:
                 self._make_sure(part.plan, 1)
-            self._pipeline = Pipeline(self, parts, mode)
+            zeroed = self.begin_backward(parts[0].plan, mode)
+            self._pipeline = Pipeline(self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed)
             try:
                 self._pipeline.run()
             finally:
@@ -230,14 +140,9 @@ class Caller:
                 "with a larger depth",
             )
 
-    def reserve(self, count: int) -> int:
-        """The first of so many consecutive sequences."""
-        self._sequence += count
-        return self._sequence - count + 1
-
     def _begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
         self._make_sure(plan, self.depth)
-        run = Pass(plan, self.reserve(1), grad, mode, self.abandon)
+        run = Pass(plan, self.ledger.reserve(1), grad, mode, self.ledger.abandon)
         self._passes[run.sequence] = run
         if grad:
             plan.pending.add(run.sequence)
@@ -276,7 +181,7 @@ class Caller:
 
     def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
-        header = Header(0, run.sequence, GRAD if run.grad else 0, run.mode, self.commands)
+        header = Header(0, run.sequence, GRAD if run.grad else 0, run.mode, self.ledger.commands)
         left = iter(tensors)
         for name, outlets in stage.sends:
             payload = None if run.plan.graph.values[name].trigger else next(left)
@@ -329,7 +234,7 @@ class Caller:
             run.shared.clear()
             self._ready()
             run.zeroed = self.begin_backward(run.plan, run.mode)
-        header = Header(0, run.sequence, CLEAR if run.zeroed else 0, run.mode, self.commands)
+        header = Header(0, run.sequence, CLEAR if run.zeroed else 0, run.mode, self.ledger.commands)
         # Later stages that autograd did not reach contribute nothing, and their workers must be told so.
         for number in sorted((n for n in run.stages_left if n > stage.number), reverse=True):
             skipped = run.plan.stages[number]
@@ -355,61 +260,41 @@ class Caller:
 
     def _wait_for_done(self, run: Pass) -> None:
         wanted = set(run.plan.participants)
-        done = self._done.setdefault(run.sequence, set())
+        done = self.ledger.done_by(run.sequence)
         self._wait(run.sequence, lambda: done >= wanted, lambda: "the backward of " + _names(wanted - done))
-        del self._done[run.sequence]
-        self.finished_backward(wanted, run.sequence)
+        self.ledger.finished_backward(wanted, run.sequence)
         run.finished = True
         run.plan.pending.discard(run.sequence)
 
     def begin_backward(self, plan: Plan, mode: int) -> dict[str, bytes]:
-        """Before the first gradient goes out: see to the zeroing that is due. Where it is all of what the workers of this
-        backward train, it rides in the gradients (``CLEAR``): then the marks come back, else a command says it and nothing
-        does."""
+        """Before the first gradient goes out: see to the zeroing that is due, by the marks that are to ride in the gradients,
+        which are returned, or by a command."""
         self.backwards += 1
-        if not self._zero_due:
+        if not self.zeroing.due:
             return {}
-        trainable = self.trainable.get(mode, {})
-        marks = {worker: bytes(self._zero[worker]) for worker in plan.participants}
-        if not marks or any(trainable.get(worker) != mine for worker, mine in marks.items()):
+        marks = self.zeroing.ride(plan, mode)
+        if not marks:
             self._flush_zero()
-            return {}
-        for worker in marks:
-            self._zero[worker][:] = bytes(len(self._zero[worker]))
-        self._zero_due = any(map(any, self._zero.values()))
         return marks
-
-    def finished_backward(self, workers: Iterable[str], sequence: int) -> None:
-        for worker in workers:
-            self._last_backward[worker] = sequence
-
-    def done_by(self, sequence: int) -> set[str]:
-        """Workers that have reported the backward of this forward."""
-        return self._done.get(sequence, set())
-
-    def forget_done(self, sequence: int) -> None:
-        self._done.pop(sequence, None)
 
     # -- commands
 
     def command(self, commands: Mapping[str, Command]) -> None:
         """Tell these workers; the others get a command that does nothing, so that all count alike."""
         with self._lock:
-            self.commands += 1
+            self.ledger.commands += 1
             for worker, outlet in self._control.items():
                 command = commands.get(worker, Command(NOTHING))
                 payload = command.padded(outlet.edge.nbytes) if command.payload else None
-                header = Header(
-                    0, self.commands, mode=command.kind, backward=self._last_backward[worker], argument=command.argument
-                )
+                backward = self.ledger.last_backward[worker]
+                header = Header(0, self.ledger.commands, mode=command.kind, backward=backward, argument=command.argument)
                 outlet.send(header, payload)
             outlets = self._control.values()
             self._wait(0, lambda: all(o.idle for o in outlets), lambda: "room for a command at " + _names(self.workers))
 
     def zero(self, worker: str, position: int, how: int) -> None:
         """Set a remote parameter's gradient to ``None`` or to zeros, before the next backward or step."""
-        self._zero[worker][position] = how
-        self._zero_due = True
+        self.zeroing.mark(worker, position, how)
 
     def step(self, steps: Mapping[str, Command]) -> None:
         """Send an optimizer step, after the zeroing that was asked for before."""
@@ -423,15 +308,11 @@ class Caller:
         with self._lock:
             self._ready(drain=True)
             self._flush_zero()
-            return self.commands
+            return self.ledger.commands
 
     def _flush_zero(self) -> None:
-        if self._zero_due:
-            self._zero_due = False
-            commands = {worker: Command(ZERO, payload=bytes(marks)) for worker, marks in self._zero.items() if any(marks)}
-            for marks in self._zero.values():
-                marks[:] = bytes([KEEP]) * len(marks)
-            self.command(commands)
+        if self.zeroing.due:
+            self.command(self.zeroing.commands())
 
     # -- what lands
 
@@ -439,7 +320,7 @@ class Caller:
         if self._pipeline is not None and self._pipeline.landed(inlet, slot, header):
             return
         run = self._passes.get(header.sequence)
-        if run is None or header.sequence in self._dropped:
+        if run is None or self.ledger.dropped(header.sequence):
             slot.close()
             return
         tensor = take(slot, header)
@@ -454,15 +335,7 @@ class Caller:
         run.landed[inlet.edge.number] = tensor
 
     def _reported(self, inlet: Inlet, slot: Slot, header: Header) -> None:
-        worker = inlet.edge.source
-        if header.flags & ERROR:
-            error = WorkerError.load(unpadded(slot.payload)).raised(worker)
-            if header.argument:
-                self._fatal = error
-            elif header.sequence not in self._dropped:
-                self._errors.setdefault(header.sequence, error)
-        elif header.flags & DONE:
-            self._done.setdefault(header.sequence, set()).add(worker)
+        self.ledger.report(inlet.edge.source, slot, header)
         slot.close()
 
     def _collect(self, run: Pass, inlets: Sequence[Inlet]) -> list[torch.Tensor | None]:
@@ -487,17 +360,8 @@ class Caller:
                     hint="a part may be slow or stuck; wrap(..., timeout=) sets the limit",
                 )
             self.station.poll(left)
-            self.raise_errors((sequence,))
+            self.ledger.raise_errors((sequence,))
         self.station.settle()
-
-    def raise_errors(self, sequences: Iterable[int] = ()) -> None:
-        """What workers have reported about these forwards, or about all."""
-        if self._fatal is not None:
-            raise fresh(self._fatal)
-        if self._errors:
-            for number in (*sequences, 0):
-                if number in self._errors:
-                    raise self._errors.pop(number)
 
     # -- the ends
 
@@ -509,32 +373,18 @@ class Caller:
         self.station.check()
         while drain and self.station.poll(0.0):
             pass
-        self.raise_errors()
+        self.ledger.raise_errors()
         self._discard_abandoned()
 
     def _abandon(self, run: Pass) -> None:
         if not run.finished:
             run.finished = True
             run.landed.clear()
-            self.abandon(run.plan, run.sequence, run.zeroed)
-
-    def abandon(self, plan: Plan, sequence: int, zeroed: Mapping[str, bytes]) -> None:
-        """This forward ends without its backward. Any thread, also from finalizers: only remembers it."""
-        self._abandoned.append((plan, sequence, zeroed))
+            self.ledger.abandon(run.plan, run.sequence, run.zeroed)
 
     def _discard_abandoned(self) -> None:
-        while self._abandoned:
-            plan, sequence, zeroed = self._abandoned.popleft()
-            # Whether the gradients with the zeroing came to everybody, nobody knows: it is due again.
-            for worker, marks in zeroed.items():
-                self._zero[worker][:] = bytes(map(max, self._zero[worker], marks))
-                self._zero_due = True
-            plan.pending.discard(sequence)
-            self._done.pop(sequence, None)
-            self._errors.pop(sequence, None)
-            self._dropped[sequence] = None
-            if len(self._dropped) > _DROPPED:
-                self._dropped.popitem(last=False)
+        for plan, sequence, zeroed in self.ledger.drop_abandoned():
+            self.zeroing.again(zeroed)
             for outlet in plan.fittings.outlets.values():
                 outlet.forget(sequence)
             self.command(dict.fromkeys(self.workers, Command(DISCARD, sequence)))

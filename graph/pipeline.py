@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,15 +20,17 @@ import torch
 from ..transport import RdmaError, TransferTimeout
 from .flow import Duty
 from .header import CLEAR, GRAD, Header, MicroBatch
+from .ledger import Ledger
 from .place import ACTIVATION
-from .program import fill
+from .program import Machine, fill
 from .run import Run
 from .slot import Inlet, Slot, shared, take
+from .stage import Plan
+from .station import Station
 from .tasks import Agenda, Batch, Task
 
 if TYPE_CHECKING:
-    from .caller import Caller
-    from .stage import Plan
+    from ..transport import Device
 
 
 class Part(NamedTuple):
@@ -43,11 +45,11 @@ class Part(NamedTuple):
 class Chunk(Run):
     """The caller's segments of one micro-batch."""
 
-    def __init__(self, part: Part, header: Header, caller: Caller, agenda: Agenda, batch: Batch) -> None:
-        super().__init__(part.plan.flow, header, caller.machine, agenda, batch)
+    def __init__(self, part: Part, header: Header, machine: Machine, device: Device, agenda: Agenda, batch: Batch) -> None:
+        super().__init__(part.plan.flow, header, machine, agenda, batch)
         self.plan = part.plan
         self._tensors = dict(zip(part.plan.graph.inputs, part.tensors))
-        self._loss, self._device = part.loss, caller.station.device
+        self._loss, self._device = part.loss, device
         self._root: torch.Tensor | None = None
         agenda.add(Task(self, self.flow.duties[0], False, self.commands))
 
@@ -95,10 +97,22 @@ class Chunk(Run):
 
 
 class Pipeline:
-    """One batch; made and ``run`` with the caller's lock held. ``mode``: the number of the flags that the parts run under."""
+    """One batch; made and ``run`` with the caller's lock held, ``machine`` runs the caller's segments. ``timeout``: seconds in
+    which something has to happen. ``mode``: the number of the flags that the parts run under; ``zeroed``: the marks
+    (``Zeroing``) that ride in its gradients."""
 
-    def __init__(self, caller: Caller, parts: Sequence[Part], mode: int) -> None:
-        self.caller, self.parts, self.mode = caller, parts, mode
+    def __init__(
+        self,
+        ledger: Ledger,
+        station: Station,
+        machine: Machine,
+        timeout: float,
+        parts: Sequence[Part],
+        mode: int,
+        zeroed: Mapping[str, bytes],
+    ) -> None:
+        self.parts, self.mode = parts, mode
+        self._ledger, self._station, self._machine, self._timeout = ledger, station, machine, timeout
         plan = parts[0].plan
         self._window = plan.levels
         self._everybody, self._sinks = set(plan.participants), plan.sinks
@@ -106,34 +120,33 @@ class Pipeline:
         self._chunks: dict[int, Chunk] = {}
         self._begun = self._finished = 0
         self._waiting: dict[Inlet, int] = {}
-        self._first = caller.reserve(len(parts))
+        self._first = ledger.reserve(len(parts))
         self._batch = Batch(self._first, len(parts), self._window, len(plan.flow.duties))
-        self._zeroed = caller.begin_backward(plan, mode)
+        self._zeroed = zeroed
 
     def run(self) -> None:
-        """All of it. Raises what a part or a loss raised, ``TransferTimeout`` when nothing happens for the caller's
-        ``timeout``, ``PeerLost``."""
-        caller = self.caller
+        """All of it. Raises what a part or a loss raised, ``TransferTimeout``, ``PeerLost``."""
+        ledger, station = self._ledger, self._station
         try:
-            deadline = time.monotonic() + caller.timeout
+            deadline = time.monotonic() + self._timeout
             while self._finished < len(self.parts):
                 self._begin_next()
-                task = self._agenda.next(caller.commands)
+                task = self._agenda.next(ledger.commands)
                 if task is not None:
                     self._start(task)
-                    caller.station.look()
-                elif not caller.station.poll(deadline - time.monotonic()):
+                    station.look()
+                elif not station.poll(deadline - time.monotonic()):
                     if time.monotonic() > deadline:
-                        raise self._timeout()
+                        raise self._nothing_came()
                     continue
-                caller.raise_errors(range(self._first, self._first + self._begun))
+                ledger.raise_errors(range(self._first, self._first + self._begun))
                 self._take_finished()
-                deadline = time.monotonic() + caller.timeout
-            caller.station.settle()
+                deadline = time.monotonic() + self._timeout
+            station.settle()
         except BaseException:
             self._give_up()
             raise
-        caller.finished_backward(self._everybody, self._first + len(self.parts) - 1)
+        ledger.finished_backward(self._everybody, self._first + len(self.parts) - 1)
 
     def landed(self, inlet: Inlet, slot: Slot, header: Header) -> bool:
         """Take what came for a micro-batch; ``False``: it is not for one of these."""
@@ -152,8 +165,10 @@ class Pipeline:
         while self._begun < len(self.parts) and self._begun - self._finished < self._window:
             sequence, index = self._first + self._begun, self._begun
             place = MicroBatch(index, len(self.parts), self._window).pack()
-            header = Header(0, sequence, GRAD, self.mode, self.caller.commands, argument=place)
-            chunk = self._chunks[sequence] = Chunk(self.parts[index], header, self.caller, self._agenda, self._batch)
+            header = Header(0, sequence, GRAD, self.mode, self._ledger.commands, argument=place)
+            chunk = self._chunks[sequence] = Chunk(
+                self.parts[index], header, self._machine, self._station.device, self._agenda, self._batch
+            )
             if index == 0 and self._zeroed:
                 chunk.back_flags = CLEAR
             self._begun += 1
@@ -162,7 +177,7 @@ class Pipeline:
         chunk = task.run
         assert isinstance(chunk, Chunk)
         if not task.backward:
-            self.caller.station.settle()
+            self._station.settle()
             chunk.lend(task.duty, self._waiting)
         task.start()
         self._batch.ran(task)
@@ -171,25 +186,25 @@ class Pipeline:
         while self._finished < self._begun:
             sequence = self._first + self._finished
             wanted = self._everybody if self._finished + 1 == len(self.parts) else self._sinks
-            if not self._chunks[sequence].finished or not self.caller.done_by(sequence) >= wanted:
+            if not self._chunks[sequence].finished or not self._ledger.done_by(sequence) >= wanted:
                 return
-            self.caller.forget_done(sequence)
+            self._ledger.forget_done(sequence)
             self._chunks.pop(sequence).drop()
             self._finished += 1
 
-    def _timeout(self) -> TransferTimeout:
+    def _nothing_came(self) -> TransferTimeout:
         chunk = self._chunks[self._first + self._finished]
         return TransferTimeout(
-            f"nothing came for micro-batch {self._finished + 1} of {len(self.parts)} within {self.caller.timeout} s; "
-            + chunk.missing(self._sinks - self.caller.done_by(chunk.sequence)),
-            device=self.caller.station.device.name,
+            f"nothing came for micro-batch {self._finished + 1} of {len(self.parts)} within {self._timeout} s; "
+            + chunk.missing(self._sinks - self._ledger.done_by(chunk.sequence)),
+            device=self._station.device.name,
             hint="a part may be slow or stuck, or keep more inputs than there are slots (depth=); wrap(timeout=) sets it",
         )
 
     def _give_up(self) -> None:
         # One that has not begun goes along, so that workers hear of the end where all that had begun was finished.
         for index in range(self._finished, min(self._begun + 1, len(self.parts))):
-            self.caller.abandon(self.parts[index].plan, self._first + index, self._zeroed)
+            self._ledger.abandon(self.parts[index].plan, self._first + index, self._zeroed)
         for chunk in self._chunks.values():
             chunk.drop()
         self._agenda.clear()

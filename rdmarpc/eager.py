@@ -47,7 +47,7 @@ class Eager:
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
         self._device: torch.device | None = None
-        session.caller.keep(PLANS)
+        session.caller.plans.keep(PLANS)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         session = self._session

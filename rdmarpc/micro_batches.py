@@ -133,7 +133,7 @@ class _Split:
         found = [self._plan(0)]
         if even:
             return found * len(self.sizes)
-        caller.check_kept(2)
+        caller.plans.check_kept(2)
         found.append(self._plan(len(self.sizes) - 1, recurring=True))
         check_alike(*found)
         return [found[0]] * (len(self.sizes) - 1) + [found[1]]

@@ -266,7 +266,7 @@ class Session:
         if number is None:
             number = len(self._modes) + 1
             self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
-            self.caller.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
+            self.caller.zeroing.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
             self._modes[flags] = number
         return number
 
@@ -275,7 +275,7 @@ class Session:
     def counters(self, everywhere: bool) -> dict[str, int]:
         totals = {"rpc_messages": 0, **self.agent.counters()}
         totals["rpc_messages"] -= self._uncounted
-        totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans_made
+        totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans.made
         totals["misses"], totals["dynamic_reads"] = self.signatures.misses, 0
         totals.update(self.caller.station.counts)
         if self.runner is not None:
@@ -437,7 +437,7 @@ class WrappedModel(nn.Module):
     def transfers(self) -> list[Transfers]:
         """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
         parameters = self._parameter_bytes()
-        return [describe(placement, parameters) for placement in self.__dict__["_rdmarpc"].caller.placements()]
+        return [describe(placement, parameters) for placement in self.__dict__["_rdmarpc"].caller.plans.placements()]
 
     def _parameter_bytes(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -464,7 +464,7 @@ class WrappedModel(nn.Module):
         slot at the receiver, or why it is copied. Filled by the first step of each kind."""
         session: Session = self.__dict__["_rdmarpc"]
         answers = session.ask("notes", dict.fromkeys(session.workers, ()))
-        return {name: note for notes in (session.caller.notes(), *answers.values()) for name, note in notes.items()}
+        return {name: note for notes in (session.caller.plans.notes(), *answers.values()) for name, note in notes.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""

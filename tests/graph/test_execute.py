@@ -69,7 +69,7 @@ def test_plans_are_replaced_and_their_numbers_used_again(cluster):
         assert torch.equal(output, net(x))
         output.sum().backward()
         used.append(cluster.channels["w1"]._next_number)
-    assert len(split.caller.placements()) == 2
+    assert len(split.caller.plans.placements()) == 2
     assert used[-1] == used[3]
     split.caller.close()
 
@@ -94,7 +94,7 @@ def test_an_unwanted_write_is_an_error_not_data(cluster):
     split = Split(cluster, net, PLACEMENT)
     x = torch.randn(2, 16)
     assert torch.equal(split(x), net(x))
-    [plan] = split.caller._plans.values()
+    [plan] = split.caller.plans._kept.values()
     [outlet] = plan.fittings.outlets_of("activation", "input0")
     target = outlet._targets[0]
     target.write(Header(99, 7), None, 1.0)

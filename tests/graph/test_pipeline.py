@@ -67,7 +67,7 @@ class Trainer:
     def check(self) -> None:
         self.caller.sync()
         for at, worker in ((0, "w1"), (2, "w2")):
-            [state] = self.split.cluster.ask("state", {worker: (str(at), self.caller.commands)}).values()
+            [state] = self.split.cluster.ask("state", {worker: (str(at), self.caller.ledger.commands)}).values()
             assert torch.equal(state["weight"], self.twin[at].weight)
 
 
@@ -80,12 +80,12 @@ def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
             trainer.zero()
             trainer.step(chunks)
         trainer.check()
-        before, commands = posts(trainer.split), caller.commands
+        before, commands = posts(trainer.split), caller.ledger.commands
         for _ in range(5):
             trainer.zero()
             trainer.step(chunks)
         trainer.check()
-        assert caller.commands - commands == 5
+        assert caller.ledger.commands - commands == 5
         # Per worker STEP, and DONE of the whole batch; one more of each micro-batch from where backwards end. Every write has
         # its credit, and there is nothing else.
         reports = 2 + max(0, chunks - 1)
@@ -93,12 +93,12 @@ def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
         assert made == 5 * 2 * (max(1, chunks) * crossing + 2 + reports), chunks
     # What is not the same for all parameters of a worker goes by a command of its own.
     for of_bias in (TO_ZERO, TO_NONE):
-        commands = caller.commands
+        commands = caller.ledger.commands
         trainer.zero(TO_ZERO)
         for worker in trainer.split.counts:
             caller.zero(worker, 1, of_bias)
         trainer.step()
-        assert caller.commands - commands == 2
+        assert caller.ledger.commands - commands == 2
         trainer.check()
     caller.close()
 
