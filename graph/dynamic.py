@@ -34,7 +34,7 @@ from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Work
-    from .station import Station
+    from .berth import Berth
 
 
 class DynamicSlot(Slot):
@@ -42,7 +42,7 @@ class DynamicSlot(Slot):
 
     __slots__ = ("_station",)
 
-    def __init__(self, station: Station, channel: Channel, edge: Edge, freed: Callable[[Slot], None]) -> None:
+    def __init__(self, station: Berth, channel: Channel, edge: Edge, freed: Callable[[Slot], None]) -> None:
         super().__init__(station.device, channel, edge, freed)
         self._station = station
 
@@ -75,7 +75,7 @@ class DynamicSlot(Slot):
 class DynamicInlet(Inlet):
     """The consumer's half."""
 
-    def make_slot(self, station: Station) -> Slot:
+    def make_slot(self, station: Berth) -> Slot:
         return DynamicSlot(station, self.channel, self.edge, station.freed)
 
 

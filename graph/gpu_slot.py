@@ -31,9 +31,9 @@ from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device
+    from .berth import Berth
     from .header import Header
     from .place import Placement
-    from .station import Station
 
 
 _log = logging.getLogger("rdmarpc")
@@ -45,7 +45,7 @@ def reaches(device: Device) -> bool:
     return memory is not None and memory.gpu is not None
 
 
-def inlet(station: Station, edge: Edge, placement: Placement, arrived: Callable[[Inlet, Slot, Header], None]) -> Inlet:
+def inlet(station: Berth, edge: Edge, placement: Placement, arrived: Callable[[Inlet, Slot, Header], None]) -> Inlet:
     """The consumer's half of an edge of known shape: on the accelerator where it ends, if it ends on one, and if the sender can
     write into it there."""
     channel = station.channel(edge.source)
@@ -90,7 +90,7 @@ class GpuSlot(Slot):
 class GpuInlet(Inlet):
     """The consumer's half."""
 
-    def __init__(self, station: Station, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
+    def __init__(self, station: Berth, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
         """``RegistrationError``: see ``GpuSlot``."""
         self._made: list[GpuSlot] = []
         try:
@@ -99,7 +99,7 @@ class GpuInlet(Inlet):
             self.remove()
             raise
 
-    def make_slot(self, station: Station) -> Slot:
+    def make_slot(self, station: Berth) -> Slot:
         self._made.append(GpuSlot(self.channel, self.edge, station.freed, find(self.edge.device)))
         return self._made[-1]
 

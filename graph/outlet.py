@@ -25,7 +25,7 @@ from .place import Edge
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer, Work
-    from .station import Station
+    from .berth import Berth
 
 
 class Target:
@@ -58,7 +58,7 @@ class Target:
     )
 
     def __init__(
-        self, outlet: Outlet, station: Station, channel: Channel, head: RemoteRegion, payload: RemoteRegion, number: int
+        self, outlet: Outlet, station: Berth, channel: Channel, head: RemoteRegion, payload: RemoteRegion, number: int
     ) -> None:
         self.outlet = outlet
         edge = outlet.edge
@@ -231,7 +231,7 @@ class Target:
 class Outlet:
     """Belongs to the thread of its station. Messages wait here, in order, when all slots are in use."""
 
-    def __init__(self, station: Station, edge: Edge, staging: bool) -> None:
+    def __init__(self, station: Berth, edge: Edge, staging: bool) -> None:
         self.edge = edge
         self.device: Device = station.device
         self._station, self.staging = station, staging

@@ -26,7 +26,7 @@ from .place import Edge
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer
-    from .station import Station
+    from .berth import Berth
 
 
 class Slot:
@@ -77,7 +77,7 @@ class Inlet:
     Belongs to the thread of its station, except for the death of tensors.
     """
 
-    def __init__(self, station: Station, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
+    def __init__(self, station: Berth, edge: Edge, arrived: Callable[[Inlet, Slot, Header], None]) -> None:
         self.edge, self.arrived = edge, arrived
         self.channel: Channel = station.channel(edge.source)
         self.slots = [self.make_slot(station) for _ in range(edge.depth)]
@@ -85,7 +85,7 @@ class Inlet:
         self._regions = [station.device.register(slot.memory) for slot in self.slots]
         self._credits: dict[Slot, Transfer] = {}
 
-    def make_slot(self, station: Station) -> Slot:
+    def make_slot(self, station: Berth) -> Slot:
         return Slot(station.device, self.channel, self.edge, station.freed)
 
     def offer(self) -> list[tuple[bytes, int]]:
