@@ -130,7 +130,7 @@ class Agent:
         undo.callback(self.caller.stop)
         self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.memory = Patience(self)
-        self.caller.on_tick, self.caller.distrust = self._look_after, self.links.distrust
+        self.caller.timeouts.on_tick, self.caller.distrust = self._look_after, self.links.distrust
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
         self.timeline = timeline.for_run(self)

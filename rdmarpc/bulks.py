@@ -53,6 +53,15 @@ def place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -
     return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
 
 
+def table_of(frame: Frame, body: torch.Tensor | None) -> bytes:
+    """The table of a message: of its frame, or of the body that was READ."""
+    if body is None:
+        start = frame.function + frame.payload
+        return frame.body[start : start + frame.table]
+    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
+    return body[function + payload : function + payload + table].numpy().tobytes()
+
+
 def filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
     """The frame with its body, which was READ."""
     function, payload, table, _ = _LENGTHS.unpack_from(frame.body)

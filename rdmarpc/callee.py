@@ -258,7 +258,7 @@ class Callee:
             landing = self._take_landing(link, grant) if grant else None
             ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
             if request is not None and request.runs is not None:
-                ahead, request.runs = request.runs, []
+                ahead = request.take()
             tensors, sizes, was_read = unpack(
                 body[table_at:data_at],
                 body[data_at:],

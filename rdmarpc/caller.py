@@ -23,6 +23,7 @@ import torch
 
 from . import bulks, gpu_streams, remote_error, serialize
 from .bulks import Kept
+from .fetches import AWAY, Fetch
 from .frames import (
     BULK,
     CONTROL,
@@ -41,7 +42,7 @@ from .frames import (
     RESPONSE_HEAD,
     Frame,
 )
-from .future import Future, Pending
+from .future import Answer, Future, Pending
 from .grad_context import Context
 from .grad_record import attach, unbound
 from .link import MAX_BODY, Link, Room
@@ -62,13 +63,11 @@ from .tensors import (
     unpack,
     unpack_lone,
 )
+from .timeouts import Timeouts
 from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
 from .transport.ended import nobody
-from .transport.guard import Guard
 
 _CALL = ("function", "args", "kwargs")
-_TICK_S, _IDLE_TICK_S = 0.05, 1.0
-_STOP_S = 1.0
 
 
 class Caller:
@@ -86,16 +85,11 @@ class Caller:
         self.distrust: Callable[[Link, RdmaError], None] = nobody
         """Ends a link (from any thread, without waiting) by which something came that its peer had no right to say."""
         self._calls = itertools.count(1)
-        self._ticking = threading.Event()
-        self.on_tick: Callable[[], None] = nobody
-        """Called every second or so on the thread of timeouts."""
-        self._stopped = threading.Event()
         self.memory: Patience
         """Set by the agent."""
         progress.finish = self._finish_all
-        self._guard = Guard("rdmarpc-timeouts")
-        self._clock = threading.Thread(target=self._expire, name="rdmarpc-timeouts", daemon=True)
-        self._clock.start()
+        self.timeouts = Timeouts(self.pending, self._give_up)
+        self._ticking = self.timeouts.ticking
 
     # -- out
 
@@ -227,7 +221,7 @@ class Caller:
         """The peer has not read for a while, and as many requests are queued for it as may be."""
         room = self.progress.wait_for(Room(pending.link), pending.deadline)
         if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
-            raise TransferTimeout(_timed_out(pending), peer=pending.link.name)
+            raise pending.timed_out()
 
     def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
         """The references in a request that was not sent, and the GPU memory that it lends."""
@@ -268,11 +262,16 @@ class Caller:
 
     def answer(self, link: Link, frame: Frame) -> None:
         """A response arrived (called by the holder of the polling role). ``NotTheirs`` if that call was made to another worker:
-        answers count by the link that they come by. What nobody waits for any more has no effect."""
+        answers count by the link that they come by. What nobody waits for any more has no effect.
+
+        Where a READ takes a thread of the peer's, an answer that has to be READ leaves its call where it is till it is here."""
         pending = self.pending.get(frame.call)
         if pending is not None:
             if pending.link is not link:
                 self._refuse_answer()
+            if frame.flags & AWAY and link.channel.reads_take_peer:
+                self._begin_reading(pending, frame)
+                return
             if self.pending.pop(frame.call, None) is not None:
                 self._answer(pending, frame)
                 return
@@ -280,14 +279,42 @@ class Caller:
         if late is not None:
             if late.link is not link:
                 self._refuse_answer()
-            if self._expired.pop(frame.call, None) is not None:
+            if frame.flags & AWAY and link.channel.reads_take_peer:
+                self._begin_reading(late, frame)
+            elif self._expired.pop(frame.call, None) is not None:
                 self.progress.jobs.append(partial(self._bury, late, frame))
+
+    def _begin_reading(self, pending: Pending, frame: Frame) -> None:
+        if not pending.arriving:  # a call is answered once
+            pending.arriving = True
+            fetch = Fetch(pending.link, frame)
+            fetch.run(partial(self._arrived, pending, fetch))
+
+    def _arrived(self, pending: Pending, fetch: Fetch) -> None:
+        """All of an answer is here, or never will be (mostly by the thread that hears the peers)."""
+        lost = pending.link.channel.error is not None  # whoever deals with the loss answers the call
+        if not lost and self.pending.pop(pending.call, None) is not None:
+            self._answer(pending, fetch)
+            self.progress.interrupt()
+        elif self._expired.pop(pending.call, None) is not None and not lost:
+            self.progress.submit(partial(self._bury, pending, fetch))
+
+    def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
+        """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
+        answer that nobody wants any more for memory only): then it is taken when it is here."""
+        try:
+            fetch.finish(self.memory, None if pending.expired else pending.deadline, patient=not pending.expired)
+        except TransferTimeout:
+            pending.expired = True
+            self._expired[pending.call] = pending
+            fetch.run_on(partial(self._arrived, pending, fetch))
+            raise pending.timed_out() from None
 
     def _refuse_answer(self) -> None:
         self.refused += 1
         raise NotTheirs("it answered a call that was made to another worker")
 
-    def _answer(self, pending: Pending, answer: Frame | Exception) -> None:
+    def _answer(self, pending: Pending, answer: Answer) -> None:
         future = pending.future
         if future is not None:
             self.futures.pop(pending.call, None)
@@ -350,7 +377,7 @@ class Caller:
         assert pending.future is not None
         self._complete(pending.future, pending, answer)
 
-    def _complete(self, future: Future, pending: Pending, answer: Frame | Exception) -> None:
+    def _complete(self, future: Future, pending: Pending, answer: Answer) -> None:
         streams = gpu_streams.current
         try:
             if streams is not None:
@@ -396,17 +423,25 @@ class Caller:
             if pending.event is not None:
                 pending.event.__exit__(None, None, None)
 
-    def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
+    def decode(self, pending: Pending, answer: Answer) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
-        if isinstance(answer, Exception):
-            raise fresh(answer)
+        fetch = None
+        if not isinstance(answer, Frame):
+            if isinstance(answer, Exception):
+                raise fresh(answer)
+            if isinstance(answer.error, ArenaFull):
+                self._read_rest(pending, answer)
+            fetch, answer = answer, answer.frame
         link = pending.link
         if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
             return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
         lent = answer.flags & (READS | BULK)
         deadline = None if pending.expired else pending.deadline
         try:
-            frame = bulks.fetch(answer, self.memory, link, deadline)
+            if fetch is None:
+                frame = bulks.fetch(answer, self.memory, link, deadline)
+            else:
+                frame = fetch.whole(self.memory) if lent & BULK else answer
         except BaseException:
             self._release(pending)
             raise
@@ -452,8 +487,11 @@ class Caller:
             if frame.tensors:
                 table, data = frame.body[payload_end:table_end], frame.body[table_end:]
                 landing, known = pending.landing, link.places
+                ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
+                if fetch is not None:
+                    ahead = fetch.take()
                 tensors, sizes, was_read = unpack(
-                    table, data, frame.tensors, self.memory, link.channel, landing, known, deadline
+                    table, data, frame.tensors, self.memory, link.channel, landing, known, deadline, ahead
                 )
         finally:
             if lent:
@@ -498,9 +536,10 @@ class Caller:
         # In one table or the other at every moment: ``creates`` must find it.
         self._expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
-            # It is being entered.
+            # It is being entered: where somebody has a future, soon, by the pool.
             self._expired.pop(pending.call, None)
-            self.progress.wait_for(pending)
+            if pending.future is None:
+                self.progress.wait_for(pending)
             return False
         pending.expired = True
         return True
@@ -514,12 +553,12 @@ class Caller:
     def _give_up(self, pending: Pending) -> None:
         if not self._expect_late(pending):
             return
-        self._answer(pending, TransferTimeout(_timed_out(pending), peer=pending.link.name))
+        self._answer(pending, pending.timed_out())
 
-    def _bury(self, pending: Pending, frame: Frame | Exception) -> None:
+    def _bury(self, pending: Pending, answer: Answer) -> None:
         """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
         try:
-            self.decode(pending, frame)
+            self.decode(pending, answer)
         except Exception:
             # Whatever was to be told to the caller: it has given up.
             return
@@ -530,32 +569,6 @@ class Caller:
         """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
         calls = list(self.pending.values()) + list(self._expired.values())
         return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
-
-    def _expire(self) -> None:
-        """Timeouts of calls that nobody waits for. Sleeps while nothing is pending."""
-        while not self._stopped.is_set():
-            if self._ticking.wait(_IDLE_TICK_S):
-                self._stopped.wait(_TICK_S)
-            try:
-                self.on_tick()
-            except BaseException as error:  # no timeout would come any more
-                self._guard.note(error, "looking after what calls have left")
-            self._give_up_overdue()
-            if not self.pending:
-                self._ticking.clear()
-                if self.pending:
-                    self._ticking.set()
-
-    def _give_up_overdue(self) -> None:
-        # Apart from the loop above: its variable would keep the last call, and its result, until there is another.
-        now = time.monotonic()
-        for pending in list(self.pending.values()):
-            # A thread that waits for its call looks at the clock itself.
-            if pending.deadline is not None and now >= pending.deadline and pending.future is not None:
-                try:
-                    self._give_up(pending)
-                except BaseException as error:
-                    self._guard.note(error, "giving a call up")
 
     def forked(self, error: RdmaError) -> None:
         """In a forked child: no answer ever comes to a call of the parent."""
@@ -583,15 +596,5 @@ class Caller:
         return found
 
     def stop(self) -> None:
-        """End the thread of timeouts, waiting at most a second for it: were a tensor to die there while the interpreter ends,
-        torch would abort the process."""
-        self._stopped.set()
-        self._ticking.set()
-        if threading.current_thread() is not self._clock:
-            self._clock.join(_STOP_S)
-        self.on_tick, self.distrust = nobody, nobody
-
-
-def _timed_out(pending: Pending) -> str:
-    limit = int(pending.timeout * 1000)
-    return f"RPCErr:1:RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
+        self.timeouts.stop()
+        self.distrust = nobody

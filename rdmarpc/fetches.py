@@ -1,8 +1,8 @@
-"""Requests that are not begun yet: data of theirs has still to come, or their sender does not take the answers that it has.
+"""Messages of which something is not here yet, and requests whose sender does not take the answers that it has.
 
-A body too large for a frame, and large arguments without a landing place, are READ from the sender. Where that takes a thread
+A body too large for a frame, and large tensors without a landing place, are READ from the sender. Where that takes a thread
 of the sender's (``Channel.reads_take_peer``), which may hold the GIL for long, no thread of ours waits for it: the READ is
-started, and the request begins when its data is here.
+started, and the request begins, or its call is answered (``Caller.answer``), when the data is here.
 
 Requests of a peer are begun in the order in which they came, so those behind wait too; those of other peers do not. At most
 ``_AT_ONCE`` READs from one peer are under way, and only these take memory here. What waits is bounded as all that is held
@@ -12,7 +12,9 @@ Requests of a peer are begun in the order in which they came, so those behind wa
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,73 +23,120 @@ import torch
 from . import bulks
 from .frames import BULK, READS, Frame
 from .tensors import Memory, to_read
-from .transport import bare, fresh
+from .transport import RdmaError, TransferTimeout, bare, fresh
 
 if TYPE_CHECKING:
     from .callee import Callee
     from .link import Link
-    from .transport import Work
+    from .transport import Channel, Work
 
 AWAY = BULK | READS
-"""Flags of requests of which not everything came with the frame."""
+"""Flags of messages of which not everything came with the frame."""
 _AT_ONCE = 2  # one is under way while the request of the other begins
 
 
-class Fetch:
-    """One request that is held. ``ready``: it may be begun. ``runs``: the large arguments that were READ ahead; ``None``: they
-    are READ where they are unpacked. ``error``: why they could not be."""
+class _AtOnce:
+    """Memory for messages (``tensors.Memory``), for threads that must not wait for it: ``ArenaFull`` if there is none."""
 
-    __slots__ = ("_body", "_link", "_work", "error", "frame", "ready", "runs")
+    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
+        return channel.pool.run(nbytes)
+
+
+_WITHOUT_WAITING = _AtOnce()
+
+
+class Fetch:
+    """What is READ of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
+    ahead; ``None``: they are READ where they are unpacked. ``error``: why something could not be READ.
+
+    The READ owns its memory until it has ended, whether anybody still wants the message or not."""
+
+    __slots__ = ("_body", "_link", "_under_way", "_work", "error", "frame", "ready", "runs")
 
     def __init__(self, link: Link, frame: Frame) -> None:
         self._link, self.frame = link, frame
         self.ready = not (frame.flags & AWAY and link.channel.reads_take_peer)
         self.runs: list[torch.Tensor] | None = None
         self.error: BaseException | None = None
+        self._under_way: torch.Tensor | None = None  # the body, until it is here
         self._body: torch.Tensor | None = None
         self._work: Work | None = None
 
-    def advance(self, memory: Memory) -> Work | None:
-        """Start the next READ, when the one before has ended; ``None`` if nothing is left to READ, or nothing can be. May wait
-        for memory. One thread at a time."""
+    def advance(self, memory: Memory, deadline: float | None = None) -> Work | None:
+        """Start the next READ, when the one before has ended; ``None`` if nothing is left to READ, or nothing can be (after
+        ``ArenaFull`` it may be tried again). Waits as ``memory`` does, which gets ``deadline``. One thread at a time."""
         try:
             if self._work is not None:
                 self._work.wait()
-            self._work = self._next(memory)
+                if self._under_way is not None:
+                    self._body, self._under_way = self._under_way, None
+            self.error = None
+            self._work = self._next(memory, deadline)
         except BaseException as error:
-            self._work, self.error = None, bare(error)  # kept, so without frames
+            self._work, self._under_way, self.error = None, None, bare(error)  # kept, so without frames
         self.ready = self._work is None
         return self._work
 
+    def run(self, over: Callable[[], None]) -> None:
+        """READ one thing after the other, without ever waiting, and have ``over()`` called then (see ``Work.then``), or now."""
+        if self.advance(_WITHOUT_WAITING) is None:
+            over()
+        else:
+            self.run_on(over)
+
+    def run_on(self, over: Callable[[], None]) -> None:
+        """``run``, of which something is under way."""
+        assert self._work is not None
+        self._work.then(partial(self.run, over))
+
+    def finish(self, memory: Memory, deadline: float | None, *, patient: bool) -> None:
+        """READ what there was no memory for before: waits for that as ``memory`` does, and, if ``patient``, for the data until
+        the ``deadline``. ``TransferTimeout`` while something is under way."""
+        while (work := self.advance(memory, deadline)) is not None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                work.wait(left if patient else 0.0)
+            except TransferTimeout:
+                raise
+            except RdmaError:
+                pass  # it is kept, by ``advance``
+
     def whole(self, memory: Memory) -> Frame:
-        """The frame with its body. Raises why it did not come."""
-        if self.runs is None:
+        """The frame with its body. Raises why that did not come."""
+        if self._body is not None:
+            self.frame, self._body = bulks.filled(self.frame, self._body, self._link), None
+        elif self.runs is None:
             self.check()
             self.frame = bulks.fetch(self.frame, memory, self._link)
         return self.frame
+
+    def take(self) -> list[torch.Tensor]:
+        """The runs, once. Raises why they could not be READ."""
+        self.check()
+        assert self.runs is not None
+        runs, self.runs = self.runs, []
+        return runs
 
     def check(self) -> None:
         """Raises why something could not be READ."""
         if self.error is not None:
             raise fresh(self.error)
 
-    def _next(self, memory: Memory) -> Work | None:
+    def _next(self, memory: Memory, deadline: float | None) -> Work | None:
         link, frame = self._link, self.frame
         if self.runs is not None:
             return None
         if frame.flags & BULK and self._body is None:
-            self._body, place = bulks.place_of(frame, memory, link, None)
-            return link.channel.memcpy(self._body, place)
-        if self._body is not None:
-            frame = self.frame = bulks.filled(frame, self._body, link)
-            self._body = None
-        self.runs = []
+            self._under_way, place = bulks.place_of(frame, memory, link, deadline)
+            return link.channel.memcpy(self._under_way, place)
         if not frame.flags & READS:
+            self.runs = []
             return None
-        table = frame.function + frame.payload
-        places = to_read(frame.body[table : table + frame.table], frame.tensors)
-        self.runs = [memory.empty(link.channel, nbytes, None) for nbytes, _ in places]
-        return link.channel.prepare([(run, place) for run, (_, place) in zip(self.runs, places)]).post()
+        places = to_read(bulks.table_of(frame, self._body), frame.tensors)
+        runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
+        work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
+        self.runs = runs
+        return work
 
 
 class Held:

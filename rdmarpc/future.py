@@ -9,11 +9,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import gpu_streams
+from .fetches import Fetch
 from .frames import Frame
 from .grants import Signature
 from .link import Link
 from .tensors import Landing
-from .transport import bare, fresh
+from .transport import TransferTimeout, bare, fresh
+
+Answer = Frame | Fetch | Exception
+"""What came; with a ``Fetch`` all of it, unless there was no memory (``Caller``)."""
 
 if TYPE_CHECKING:
     from .caller import Caller
@@ -48,15 +52,22 @@ class Pending:
     """The reference whose value the call creates (``remote``). 0 is one."""
     expired = False
     """Given up: the answer may still come."""
+    arriving = False
+    """Something of the answer is being READ."""
 
     def __init__(self, link: Link, call: int, timeout: float) -> None:
         self.link, self.call, self.timeout = link, call, timeout
-        self.answers: list[Frame | Exception] = []
+        self.answers: list[Answer] = []
         """At most one; whoever pops it decodes it."""
 
     def age(self, now: float) -> float:
         """Seconds since it was sent (``time.monotonic``)."""
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
+
+    def timed_out(self) -> TransferTimeout:
+        """What ends it at its deadline."""
+        text = f"RPC ran for more than set timeout ({int(self.timeout * 1000)} ms) and will now be marked with an error"
+        return TransferTimeout(f"RPCErr:1:{text}", peer=self.link.name)
 
     @property
     def refused(self) -> bool:

@@ -27,7 +27,7 @@ from .bulks import Kept
 from .callee import Callee
 from .caller import Caller
 from .frames import LONE, REQUEST, RESPONSE, Frame
-from .future import Future, Pending
+from .future import Answer, Future, Pending
 from .grad_context import Context
 from .link import Link
 from .profiling import kind_of, name_of
@@ -117,7 +117,7 @@ class TracedCaller(Caller):
             held.update(carried, tensors=out.tensors, pickle=len(payload))
         return super().send(link, kind, call, flags, out, function, payload, keep, dropped)
 
-    def decode(self, pending: Pending, answer: Frame | Exception) -> Any:
+    def decode(self, pending: Pending, answer: Answer) -> Any:
         error = ""
         begin = monotonic_ns()
         try:

@@ -13,15 +13,29 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from . import cma, kernels
-from .channel import ANSWER_TIMEOUT_S, DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import (
+    ANSWER_TIMEOUT_S,
+    DONE,
+    HEARD_S,
+    Channel,
+    Local,
+    Mapped,
+    Pair,
+    Transfer,
+    Window,
+    Work,
+    check_notify,
+    sort_pair,
+)
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .guard import broken_by
 from .handed import credentials, mapped, received
@@ -361,9 +375,7 @@ class ShmChannel(Channel):
             return remote.offset, False
         table, entry = self._look_up(remote.region)
         if entry is None:
-            self._ask(
-                SYNC, next(self._questions)
-            )  # announcements are ordered: after the answer we know all that the descriptor's owner knew
+            self._hear_of(remote.region)
             table, entry = self._look_up(remote.region)
         if entry is None:
             raise self._refuse(f"region {remote.region} is not registered (any more)")
@@ -407,14 +419,23 @@ class ShmChannel(Channel):
                 except OSError as error:
                     raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN") from None
 
-    def _ask(self, kind: int, number: int) -> None:
-        """Send and wait for the acknowledgement (never from the device's service thread)."""
+    def _hear_of(self, region: int) -> None:
+        """Wait until that region has been announced, or never will be. Announcements leave before any descriptor that names
+        them, so one that is missing is on its way, and needs nothing of the peer any more. They are ordered: after the peer's
+        answer we know all that it knew."""
+        self._ask(SYNC, next(self._questions), lambda: self._look_up(region)[1] is not None)
+
+    def _ask(self, kind: int, number: int, known: Callable[[], bool] = lambda: False) -> None:
+        """Send, and wait for the acknowledgement, or until what it would tell is ``known`` (never from the device's service
+        thread)."""
         event = self._acks.setdefault((kind + 1, number), threading.Event())
         try:
             self.send(kind, number)
-            if not event.wait(ANSWER_TIMEOUT_S):
+            limit = time.monotonic() + ANSWER_TIMEOUT_S
+            while not known() and not event.wait(HEARD_S):
                 self._check()
-                raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
+                if time.monotonic() > limit:
+                    raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
         finally:
             self._acks.pop((kind + 1, number), None)
         self._check()

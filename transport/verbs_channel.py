@@ -19,14 +19,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
-from .channel import ANSWER_TIMEOUT_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import ANSWER_TIMEOUT_S, HEARD_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .heartbeat import goodbye
 from .memory import anonymous
@@ -133,8 +133,9 @@ class VerbsChannel(Channel):
             raise self.refused("the descriptor was exported by another device, or in an earlier life of this one")
         entry = self._places.get(remote.region)
         if entry is None:
-            # Announcements are ordered: after the answer we know all that the descriptor's owner knew.
-            self._ask(verbs_control.SYNC, next(self._questions))
+            # Announcements leave before any descriptor that names them, so one that is missing is on its way, and needs nothing
+            # of the peer any more. They are ordered: after the answer we know all that the descriptor's owner knew.
+            self._ask(verbs_control.SYNC, next(self._questions), lambda: remote.region in self._places)
             entry = self._places.get(remote.region)
         if entry is None:
             raise self.refused(f"region {remote.region} is not registered (any more)")
@@ -247,14 +248,16 @@ class VerbsChannel(Channel):
 
     # -- control messages
 
-    def _ask(self, kind: int, number: int) -> None:
-        """Send and wait for the acknowledgement (never from the device's threads)."""
+    def _ask(self, kind: int, number: int, known: Callable[[], bool] = lambda: False) -> None:
+        """Send, and wait for the acknowledgement or until what it would tell is ``known`` (never from the device's threads)."""
         event = self._acks.setdefault((kind + 1, number), threading.Event())
         try:
             self.stream.send(kind, number)
-            if not event.wait(ANSWER_TIMEOUT_S):
+            limit = time.monotonic() + ANSWER_TIMEOUT_S
+            while not known() and not event.wait(HEARD_S):
                 self._check()
-                raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="verbs")
+                if time.monotonic() > limit:
+                    raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="verbs")
         finally:
             self._acks.pop((kind + 1, number), None)
         self._check()

@@ -81,15 +81,15 @@ def full_for_good(rank):
         rpc.rpc_sync("worker1", identity, (large(3 * MIB),))
         text = r"limit 104857600(.|\n)*waiting for memory; in use: granted to worker0 for calls to come \d+ bytes"
         text += r"(.|\n)*rings \d+ bytes, tensors of this program \d+ bytes(.|\n)*arena_limit"
-        start = time.monotonic()
         with pytest.raises(rpc.ArenaFull, match=text):
             rpc.rpc_sync("worker1", identity, (large(PIECE),))
+        start = time.monotonic()
         # A call of its own that may free nothing is waited for until the deadline, and no longer.
         keep()
         others = rpc.rpc_async("worker1", time.sleep, (3.0,))
         with pytest.raises((rpc.ArenaFull, rpc.TransferTimeout)):
             rpc.rpc_sync("worker1", large, (PIECE,), timeout=1.5)
-        assert time.monotonic() - start < 12
+        assert time.monotonic() - start < 3
         others.wait()
     rpc.shutdown()
 
@@ -132,8 +132,8 @@ def no_descriptors(rank):
     if rank == 1:  # nobody else connects to or from worker 2, but for worker 0
         assert rpc.rpc_sync("worker0", identity, (1,)) == 1
         with limits.descriptors(limits.lowest_free()):
-            # Where memory is shared, that of the result is a descriptor.
-            with contextlib.suppress(rpc.ArenaFull):
+            # Where memory is shared, that of the result is a descriptor. Elsewhere the result is READ: it may come too late.
+            with contextlib.suppress(rpc.ArenaFull, rpc.TransferTimeout):
                 assert rpc.rpc_async("worker0", large, (PIECE,), timeout=3.0).wait().sum() == PIECE
             with pytest.raises(rpc.RdmaError, match=r"files open.*ulimit -n"):
                 rpc.rpc_async("worker2", identity, (2,)).wait()

@@ -80,7 +80,7 @@ def loops_fail(rank):
     ended = []
     threading.excepthook = ended.append
     here = agent.current()
-    spoiled = [(here.caller, "_give_up"), (here.caller, "on_tick"), (here.progress, "_look")]
+    spoiled = [(here.caller.timeouts, "give_up"), (here.caller.timeouts, "on_tick"), (here.progress, "_look")]
     raises = [Raises(getattr(owner, name), 2) for owner, name in spoiled]
     for (owner, name), instead in zip(spoiled, raises):
         setattr(owner, name, instead)

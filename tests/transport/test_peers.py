@@ -176,6 +176,31 @@ def test_a_peer_that_is_stopped_is_not_lost_but_late(across: Across) -> None:
     across.channel.expect(1).wait(T)
 
 
+@pytest.mark.parametrize("kind", ["shm", pytest.param("verbs", marks=pytest.mark.rdma)], indirect=True)
+def test_memory_that_was_announced_is_reached_while_its_owner_is_stopped(across: Across, kind: str) -> None:
+    """Although the announcement has not been heard yet: nobody waits for the peer to confirm it."""
+    channel, heard = across.channel, threading.Event()
+    name = "receive" if kind == "shm" else "hear"
+    hear = getattr(channel, name)
+
+    def hear_late(*message: object) -> object:
+        heard.wait(T)
+        return hear(*message)
+
+    setattr(channel, name, hear_late)
+    size = 80 << 20  # a segment of its own
+    remote = RemoteRegion.load(across.peer.call(make, "theirs", size, S))
+    assert across.peer.process.pid
+    halt(across.peer.process.pid)
+    try:
+        threading.Timer(0.3, heard.set).start()
+        start, into = time.monotonic(), tensor_of(across.device, size, 0)
+        channel.memcpy(into, remote).wait(T)
+        assert time.monotonic() - start < T / 2 and bool((into == S).all())
+    finally:
+        os.kill(across.peer.process.pid, signal.SIGCONT)
+
+
 def hold_the_gil(state: State, seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
