@@ -6,6 +6,7 @@ by the peer), then the notification records. The invariants are those of ``kerne
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -59,6 +60,8 @@ LANDING = 10  # after those of cuda_channel
 # The number of a BYE says why (``heartbeat.GOODBYES``).
 CLOSED, SILENT, BROKEN = range(3)
 _SEND_TIMEOUT = 5.0
+_LAST_WORDS = 1000
+"""Messages that are read at most when the peer takes none any more."""
 _LAST_COPY_NS = 200_000_000
 _LOOK_NS = 50_000_000
 
@@ -417,7 +420,14 @@ class ShmChannel(Channel):
                     if not select.select([], [self.sock], [], _SEND_TIMEOUT)[1]:
                         raise PeerLost("the peer does not read its control messages", peer=self.peer) from None
                 except OSError as error:
-                    raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN") from None
+                    broken = PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN")
+                    break
+        # Perhaps the peer has said why it takes nothing any more, and nobody has heard it yet.
+        with contextlib.suppress(OSError, RdmaError):
+            for _ in range(_LAST_WORDS):
+                if self.error is not None or not self.receive():
+                    break
+        raise fresh(self.error) if isinstance(self.error, PeerLost) else broken
 
     def _hear_of(self, region: int) -> None:
         """Wait until that region has been announced, or never will be. Announcements leave before any descriptor that names
@@ -452,9 +462,8 @@ class ShmChannel(Channel):
                     return self._heed(data, fds)
         except BlockingIOError:
             return True
-        except ConnectionError as error:
-            self.lose(PeerLost(f"the connection broke: {error}", peer=self.peer, device="shm", status="BROKEN"))
-            return False
+        except ConnectionError:
+            return True  # told once, and before what the peer said last
         except OSError:
             if self.socket_open:
                 raise

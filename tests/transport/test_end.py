@@ -6,11 +6,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from transport_peer import C, Pair, S, all_are, filled
 
 from rdmarpc.transport import Device, PeerLost, RdmaError
+from rdmarpc.transport.shm_channel import SILENT, SYNC
 
 T = 10.0
 
@@ -66,6 +68,28 @@ def test_what_is_heard_after_close_is_no_error(pair: Pair, kind: str) -> None:
     pair.ab.close()
     if kind == "shm":
         assert pair.ab.receive() is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["all was read", "the peer left some unread"])
+def test_who_finds_a_broken_connection_is_told_what_the_peer_said_last(
+    open_device: Callable[..., Device], unread: bool
+) -> None:
+    """Also before the thread that hears the peers has come to it."""
+    a: Any = open_device("shm")
+    b: Any = open_device("shm")
+    ab, ba = a.connect(b.address), b.accept(timeout=T)
+    may_hear = threading.Event()
+    hear = a._service._hear
+    a._service._hear = lambda channel: (may_hear.wait(T), hear(channel))
+    if unread:
+        b._service._hear = lambda channel: may_hear.wait(T)
+        ab.send(SYNC, 1)
+    ba.give_up(PeerLost("not seen running", status="SILENT"), SILENT)
+    b.forget(ba)
+    with pytest.raises(PeerLost, match="gave this worker up") as raised:
+        ab.send(SYNC, 2)
+    assert raised.value.status == ab.error.status == "GIVEN_UP"
+    may_hear.set()
 
 
 def test_what_was_posted_before_close_arrives(pair: Pair) -> None:
