@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..transport import RdmaError
+from ..transport import RdmaError, for_others
 
 NOTHING, ZERO, STEP, DISCARD = range(4)
 KEEP, TO_NONE, TO_ZERO = range(3)
@@ -61,7 +61,9 @@ class WorkerError(NamedTuple):
     status: str = ""
 
     @staticmethod
-    def of(error: BaseException) -> WorkerError:
+    def of(error: BaseException, worker: str) -> WorkerError:
+        """``worker``: whose it is."""
+        error = for_others(error, worker)
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, RdmaError):
             return WorkerError(type(error), error.message, trace, error.peer, error.status)

@@ -280,7 +280,7 @@ class Executor(threading.Thread):
 
     def _send_error(self, sequence: int, error: BaseException, fatal: bool = False) -> None:
         """Forward 0 stands for all, ``fatal`` for all to come."""
-        blob = WorkerError.of(error).dump(REPORT_BYTES - 8)
+        blob = WorkerError.of(error, self.station.name).dump(REPORT_BYTES - 8)
         payload = Command(0, payload=blob).padded(REPORT_BYTES)
         try:
             self._tell(Header(0, sequence, ERROR, argument=int(fatal)), payload)

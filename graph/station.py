@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..transport import PeerLost, Poller, RdmaError, TransferTimeout
+from ..transport import GIVEN_UP, PeerLost, Poller, RdmaError, TransferTimeout
 from . import gpu_slot
 from .dynamic import DynamicInlet, DynamicOutlet
 from .header import Header
@@ -76,6 +76,8 @@ class Station:
         self._fitted: list[Fittings] = []
         self._kept: list[torch.Tensor] = []
         self._polling = 0
+        self.expected: set[str] = set()
+        """Workers that are to become peers: their loss is one already."""
         self._lost: dict[str, RdmaError] = {}
         self.staged: set[tuple[str, str]] = set()
         """From whom to which accelerator things go through host memory although that need not be so: it was logged."""
@@ -196,19 +198,27 @@ class Station:
             time.sleep(_GRACE_S)
             lost = self._lost_peers()
         worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
-        why = error.message.removeprefix(f"worker {worker} is lost: ")
+        why = error.message.removeprefix(f"worker {worker} is lost: ").replace(f"worker {worker} cannot", "it cannot", 1)
+        if error.status == GIVEN_UP:
+            why = why.replace("this worker", self.name)
         text, device = f"worker {worker!r} is lost: {why}", self.device.name
         raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)
 
     def _lost_peers(self) -> list[tuple[str, RdmaError]]:
-        known = [(worker, self._lost.get(worker) or channel.error) for worker, channel in self.peers.items()]
-        return [(worker, error) for worker, error in known if error is not None]
+        broken = {worker: channel.error for worker, channel in list(self.peers.items()) if channel.error is not None}
+        return list({**broken, **self._lost}.items())
 
     def lost(self, worker: str, error: RdmaError) -> None:
         """Somebody noticed that a worker is gone. Any thread."""
-        if worker in self.peers and not self.closed:
+        if (worker in self.peers or worker in self.expected) and not self.closed:
             self._lost[worker] = error
             self.poller.kick()
+
+    def forget(self, worker: str) -> None:
+        """A peer that has done its part: its loss is none any more."""
+        self.expected.discard(worker)
+        self.peers.pop(worker, None)
+        self._lost.pop(worker, None)
 
     def quiet(self) -> None:
         """Return when nothing that was sent is under way any more: what accelerators copy may be, long after it was posted.

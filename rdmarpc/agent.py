@@ -466,14 +466,16 @@ class Agent:
 
     def say_goodbye(self) -> None:
         """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits at most for
-        rings that were never written to; a peer with a full ring does not hear it."""
+        rings that were never written to; a peer with a full ring does not hear it. Who connects from now on is told so, too,
+        and no link comes about."""
         kind, text = exits.reason()
-        links = list(self._links.values()) if kind else []
+        links = self.links.leave(kind, text)
+        links = links if kind else []
         for link in links:
             with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
                 link.post(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
         limit = time.monotonic() + _GOODBYE_S
-        while any(link.looked_up for link in links) and time.monotonic() < limit:
+        while (not self.links.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:

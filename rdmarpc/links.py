@@ -12,19 +12,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from . import exits
 from .group import Group
 from .link import RING, Link
 from .members import Record
 from .progress import Progress
-from .transport import GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout, fresh
+from .transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout, fresh
 from .transport.ended import nobody
 from .transport.guard import Guard, broken_by, hint_for
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"
+_FAREWELL_MAGIC = b"bye3"
+"""Of the hello of a worker that is leaving; the type and the text of what ends it follow, if something does."""
+_SEPARATOR = "\0"
 _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
@@ -33,8 +36,9 @@ _CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
-_NOT_ITS_OWN_END = ("SILENT", "GIVEN_UP", "ABORTED")
+_NOT_ITS_OWN_END = ("SILENT", GIVEN_UP, "ABORTED")
 _STOP_S = 1.0
+_ITS_OUTPUT = "that worker's own output has the reason"
 _OUR_CONNECTION = ("EOF", "BROKEN")
 """Ends of a connection that say nothing of the process behind it: one that hangs up on us alone leaves them, too."""
 
@@ -82,6 +86,10 @@ class Links:
         self._losses: set[threading.Thread] = set()
         self._guard = Guard("rdmarpc-loss")
         self._lock = threading.Condition()
+        self._farewell: bytes | None = None
+        """What whoever connects now is told: we are leaving."""
+        self._parting: list[Channel] = []
+        """Who was told so, and has not hung up."""
         self._connecting: set[int] = set()
         self._connect_locks: dict[int, threading.Lock] = {}
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
@@ -153,7 +161,8 @@ class Links:
                 crossing = 0.0 if at_once else min(_CROSSING_S, max(limit - time.monotonic(), 0.0))
                 if self._lock.wait_for(lambda: number in self.by_worker, timeout=crossing):
                     return self.by_worker[number]
-                why = _unreachable(record, error.message, error.status, error.hint)
+                hint = error.hint or (_ITS_OUTPUT if error.status in GONE else "")
+                why = _unreachable(record, error.message, error.status, hint)
                 if not at_once:
                     self._failed[number] = time.monotonic(), why
             self._group.refresh()
@@ -167,6 +176,8 @@ class Links:
             raise
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
         known = channel.peer_key.hex() == record.key
+        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
+            self._take_leave(link, record)
         if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
             self._supersede(record)
             with self._lock:
@@ -178,6 +189,22 @@ class Links:
             self._connecting.discard(number)
         channel.close()
         raise fresh(self.lost.get(number) or _unreachable(record, "another one listens there now"))
+
+    def _take_leave(self, link: Link, record: Record) -> NoReturn:
+        """Where we connected is a worker that is leaving: it is lost. Raises that, with the reason that it gave."""
+        number, said = link.worker, link.channel.peer_hello[_HELLO.size :].decode(errors="replace")
+        kind, _, text = said.partition(_SEPARATOR)
+        link.name, link.goodbye = record.name, (kind, text)
+        link.channel.close()
+        closed = PeerLost("it is leaving", peer=record.name, device=self._device.name, status="CLOSED")
+        left = self._group.dynamic and not kind
+        why = self._group.departed(number) if left else _lost(link, closed, self._group.me.name)
+        with self._lock:
+            self._connecting.discard(number)
+            error = self.lost.setdefault(number, why)
+        self._missed(number, error)
+        self._group.refresh()
+        raise fresh(error)
 
     def _new_link(self, number: int) -> Link:
         pool = self._own_pool if number == self._group.number else self._device.pool()
@@ -203,6 +230,9 @@ class Links:
         mine = self._group.number
         self._supersede(record)
         with self._lock:
+            if self._farewell is not None:
+                self._parting.append(channel)
+                return self._farewell
             if number != mine and (number in self.by_worker or (number in self._connecting and mine < number)):
                 raise PeerLost("a connection to this worker exists or is being made")
             if number == mine:
@@ -233,6 +263,21 @@ class Links:
         self._lock.notify_all()
 
     # -- ending
+
+    def leave(self, kind: str, text: str) -> list[Link]:
+        """From now on whoever connects is told that we leave, and which exception ends us, if one does. Returns the links to
+        all who have connected before."""
+        with self._lock:
+            if self._farewell is None or kind:
+                hello = _HELLO.pack(_FAREWELL_MAGIC, self._group.number)
+                self._farewell = hello + (_SEPARATOR.join((kind, text)).encode() if kind else b"")
+            return list(self.by_worker.values())
+
+    @property
+    def parted(self) -> bool:
+        """Whether all who were told in this way have heard it."""
+        with self._lock:
+            return all(channel.error is not None for channel in self._parting)
 
     def miss(self, number: int) -> None:
         """A worker is not in the group any more. What it still answers over a link that there is, is taken."""
@@ -301,7 +346,7 @@ class Links:
             link.settled = True
         self._read_out(link)
         left = self._group.dynamic and error.status == "CLOSED" and not link.goodbye[0]
-        named = link.lost = self._group.departed(link.worker) if left else _lost(link, error)
+        named = link.lost = self._group.departed(link.worker) if left else _lost(link, error, self._group.me.name)
         link.explained.set()
         with self._lock:
             if self.by_worker.get(link.worker) is link or link.worker not in self.by_worker:
@@ -369,12 +414,14 @@ def _counts(link: Link) -> tuple[int, ...]:
     return link.sent, link.requests, link.answers, link.reads, link.queued, link.dropped, link.held.ever
 
 
-def _lost(link: Link, error: RdmaError) -> PeerLost:
+def _lost(link: Link, error: RdmaError, me: str) -> PeerLost:
     why, status, (kind, text) = error.message, error.status, link.goodbye
+    if status == GIVEN_UP:  # who was stopped is to be known wherever this is read
+        why = why.replace("this worker", me)
     if kind:
         why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
     ours = error.__cause__ is not None  # it is this process that could not go on (``guard.broken_by``)
-    hint = error.hint if ours else "" if status in _NOT_ITS_OWN_END else "that worker's own output has the reason"
+    hint = error.hint if ours else "" if status in _NOT_ITS_OWN_END else _ITS_OUTPUT
     lost = PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
     lost.__cause__ = error.__cause__
     return lost

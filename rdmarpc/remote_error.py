@@ -16,6 +16,7 @@ import traceback
 
 from . import permits
 from .options import WorkerInfo
+from .transport import for_others
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
@@ -25,6 +26,7 @@ _PICKLER_HINT = (
 def dump(error: BaseException, me: WorkerInfo) -> bytes:
     """What is sent. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and ``KeyboardInterrupt`` of a
     function are ``RuntimeError`` for the caller: they must not end it."""
+    error = for_others(error, me.name)
     name = type(error).__name__
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()

@@ -10,6 +10,7 @@ from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, host_id
 from .errors import (
+    GIVEN_UP,
     GONE,
     ArenaFull,
     AuthenticationError,
@@ -20,6 +21,7 @@ from .errors import (
     RemoteAccessError,
     TransferTimeout,
     bare,
+    for_others,
     fresh,
     kept,
 )
@@ -87,6 +89,7 @@ def check_require(require: str) -> None:
 
 __all__ = [
     "DONE",
+    "GIVEN_UP",
     "GONE",
     "MAX_NOTIFY",
     "ArenaFull",
@@ -116,6 +119,7 @@ __all__ = [
     "check_secret",
     "check_tls",
     "cuda_driver",
+    "for_others",
     "fresh",
     "host_id",
     "kept",

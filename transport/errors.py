@@ -30,6 +30,10 @@ GONE = ("NOBODY", "STALE_ADDRESS")
 """``PeerLost.status`` of ``connect`` when the device at that address has ended."""
 
 
+GIVEN_UP = "GIVEN_UP"
+"""``PeerLost.status`` where it is the peer that has lost us: this process did not run for long."""
+
+
 class TransferTimeout(RdmaError):
     """A wait ended before what it waited for happened. It ends the wait, not the copy: see ``Channel.abort``."""
 
@@ -78,4 +82,14 @@ def bare(error: E) -> E:
     while link is not None:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
+    return error
+
+
+def for_others(error: BaseException, me: str) -> BaseException:
+    """What others are told of an error of the worker ``me``. That somebody gave us up, because we did not run, is our end for
+    them: it is we who were lost."""
+    if isinstance(error, PeerLost) and error.status == GIVEN_UP:
+        told = PeerLost(error.message, peer=me, device=error.device, status="SILENT", hint=error.hint)
+        told.__cause__ = error
+        return told
     return error

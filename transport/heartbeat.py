@@ -23,7 +23,7 @@ from numba.types import int64 as i64
 from . import kernels
 from .atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
 from .compiled import compiled
-from .errors import RdmaError
+from .errors import GIVEN_UP, RdmaError
 from .pulse import ROW_WORDS, Pulse, beat
 
 TICK_NS = 250_000_000
@@ -117,7 +117,7 @@ class Looks:
 GOODBYES = (
     ("CLOSED", "the peer closed the channel"),
     (
-        "GIVEN_UP",
+        GIVEN_UP,
         "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off",
     ),
     ("BROKEN", "the peer could not go on with this connection: its log says why"),

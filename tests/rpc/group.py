@@ -49,8 +49,13 @@ class Meeting:
             name or f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=rpc.RpcBackendOptions(**plan)
         )
 
-    def say(self, what: str) -> None:
-        self._store.set(what, "1")
+    def say(self, what: str, text: str = "1") -> None:
+        self._store.set(what, text)
+
+    def said(self, what: str) -> str:
+        """The text, when it has been said."""
+        self.hear(what)
+        return bytes(self._store.get(what)).decode()
 
     def hear(self, *what: str, timeout: float = 20.0) -> None:
         deadline = time.monotonic() + timeout

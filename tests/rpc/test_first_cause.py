@@ -6,14 +6,18 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from forks import forks
-from group import Meeting
+from group import Meeting, on_every_device, results
+from halt import halt
 from programs import run
 
 import rdmarpc as rpc
+from rdmarpc import agent
 
 _WHAT = "ValueError: the first cause"
 
@@ -98,6 +102,94 @@ def test_the_others_name_it(tmp_path, device, scenario):
     for out in outs[0], outs[2]:
         assert re.search(r"PeerLost: worker worker[01] is lost: it ended by .*ValueError: the first cause", out), out
         assert "own output has the reason" in out
+
+
+def leaves(error, meeting):
+    """Worker 0 connects to worker 1 when that has said goodbye to all whom it knew."""
+    meeting.join(world_size=2)
+    me = agent.current()
+    if meeting.rank == 0:
+        meeting.hear("leaves")
+        for _ in range(2):
+            with pytest.raises(
+                rpc.PeerLost, match="worker1 is lost: " + ("it ended by " + _WHAT if error else "it is leaving")
+            ) as raised:
+                rpc.rpc_sync("worker1", abs, (-1,))
+            assert (raised.value.peer, raised.value.status) == ("worker1", "RAISED" if error else "CLOSED")
+        meeting.say("told")
+        meeting.hear("left")
+        with pytest.raises(rpc.PeerLost, match="worker1 is lost"):
+            rpc.rpc_sync("worker1", abs, (-1,))
+        rpc.shutdown(graceful=False)
+        return
+    close = me.close
+
+    def late():
+        meeting.say("leaves")
+        meeting.hear("told")
+        close()
+        meeting.say("left")
+
+    me.close = late
+    with suppress(ValueError):
+        try:
+            if error:
+                raise error
+        finally:
+            rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("error", [ValueError("the first cause"), None], ids=["for an error", "for none"])
+def test_who_connects_to_one_that_leaves_is_told_why(error):
+    for outcomes in on_every_device(partial(leaves, error), 2, dynamic=True).values():
+        results(outcomes)
+
+
+def gone(meeting):
+    meeting.join(world_size=2)
+    if meeting.rank == 0:
+        meeting.hear("left")
+        with pytest.raises(rpc.PeerLost, match=r"worker1 cannot be reached(?s:.)*own output has the reason"):
+            rpc.rpc_sync("worker1", abs, (-1,))
+    rpc.shutdown(graceful=False)
+    meeting.say("left")
+
+
+def test_who_connects_to_one_that_has_left_is_told_where_to_look():
+    for outcomes in on_every_device(gone, 2, dynamic=True).values():
+        results(outcomes)
+
+
+def ask_for_an_absolute(to):
+    return rpc.rpc_sync(to, abs, (-1,))
+
+
+def given_up(meeting):
+    """Worker 2 gives up worker 1, which is stopped; then worker 0, who knew nothing of either, has worker 1 ask worker 2."""
+    meeting.join(world_size=3)
+    if meeting.rank == 1:
+        meeting.say("pid", str(os.getpid()))
+    elif meeting.rank == 2:
+        pid = int(meeting.said("pid"))
+        assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
+        halt(pid)
+        with pytest.raises(rpc.PeerLost, match="has not been seen running"):
+            rpc.rpc_sync("worker1", abs, (-1,))
+        os.kill(pid, signal.SIGCONT)
+        meeting.say("given up")
+    else:
+        meeting.hear("given up")
+        with pytest.raises(rpc.PeerLost, match="worker worker2 is lost: the peer gave worker1 up") as raised:
+            rpc.rpc_sync("worker1", ask_for_an_absolute, ("worker2",))
+        assert (raised.value.peer, raised.value.status) == ("worker1", "SILENT")
+        meeting.say("told")
+    meeting.hear("told")
+    rpc.shutdown(graceful=False)
+
+
+def test_others_are_told_of_who_was_stopped_not_of_who_gave_it_up():
+    for outcomes in on_every_device(given_up, 3, dynamic=True, peer_timeout=1.0).values():
+        results(outcomes)
 
 
 def interrupted(meeting):
