@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+from ..transport.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
 from .header import STAGED, Header
@@ -68,17 +69,21 @@ class _Client:
 
 class Server(threading.Thread):
     """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
-    times out. Everything but ``ask``, ``why``, ``lost`` and ``close`` belongs to its thread."""
+    times out. Everything but ``ask``, ``why``, ``lost``, ``meet`` and ``close`` belongs to its thread."""
 
     def __init__(
         self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
     ) -> None:
         super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
         self.station = Station(name, device, channels, timeout)
+        self.station.expected.update(workers)
+        self._channels = channels
         self.workers = workers
         self.error: WorkerError | None = None
+        self.came: set[str] = set()
+        """Workers that have asked to be let in. Kept, as ``gone``, by whoever keeps this server."""
         self.gone: set[str] = set()
-        """Workers that are lost or closed the model, as far as whoever keeps this server heard of it."""
+        """Workers that are lost or have closed the model."""
         self.steps = -1
         """Of the weights that the workers have; -1 before those of the start."""
         self._clients: dict[str, _Client] = {}
@@ -116,7 +121,7 @@ class Server(threading.Thread):
     @property
     def forsaken(self) -> bool:
         """Whether all workers that ever came are gone: nobody writes here any more."""
-        return self.gone >= set(self._clients)
+        return self.gone >= self.came
 
     def why(self) -> tuple[Any, ...] | None:
         """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
@@ -124,6 +129,16 @@ class Server(threading.Thread):
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)
+
+    def meet(self) -> None:
+        """Connect to all workers, so that the loss of one is noticed that has not come yet. Takes as long as the slowest."""
+        for worker in self.workers:
+            if self._closing or self.error is not None:
+                return
+            try:
+                self._channels(worker)
+            except Exception as error:
+                self.station.lost(worker, broken_by(error, "reaching it", peer=worker, device=self.station.device.name))
 
     def close(self) -> None:
         """Idempotent; returns when the thread has ended."""
@@ -173,7 +188,7 @@ class Server(threading.Thread):
         """A worker is done with the model: nothing is written to it any more. ``lost``: whom it had lost, if that was why."""
         text = f"worker {worker!r} has closed the model: {why}"
         self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
-        self.station.peers.pop(worker, None)
+        self.station.forget(worker)
 
     # -- optimizers and state
 
@@ -210,9 +225,9 @@ class Server(threading.Thread):
             while not self._closing:
                 self.station.poll(1.0)
                 self._work()
-            error = WorkerError.of(RdmaError("the model was closed"))
+            error = WorkerError.of(RdmaError("the model was closed"), self.station.name)
         except BaseException as raised:
-            error = WorkerError.of(raised)
+            error = WorkerError.of(raised, self.station.name)
         with self._lock:
             self.error = error
         for _, future in self._jobs:

@@ -20,7 +20,7 @@ from .graph.describe import Transfers, describe
 from .graph.layout import dense
 from .graph.place import GRADIENT, Edge, Placement
 from .graph.trainer import Half, Trainer, gradient_note
-from .transport import NotSupported, PeerLost, RdmaError, TransferTimeout
+from .transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 
 ROUND_ROBIN, BALANCED = "round_robin", "balanced"
 _LEAVE_TIMEOUT_S = 10.0
@@ -55,7 +55,8 @@ def serve(
     written from where autograd left them) or ``"always"`` (gradients and weights are copied aside every time: the ablation).
     ``timeout``: seconds that a step may wait.
 
-    Returns when all workers have come and the weights are here. Buffers stay at their worker. Raises ``ValueError`` for an
+    Returns when all workers have come and the weights are here; one that is lost before it came, or does not answer the servers
+    within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises ``ValueError`` for an
     unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
     """
     agent = _agent.current()
@@ -239,7 +240,8 @@ class Session:
         """Tell the servers, all at once: whoever closes after a timeout has waited long enough. ``failed``: why we go, if not
         because we are done; who was lost is said to those who go on."""
         self.closed = True
-        why = (failed.message, failed.peer, failed.status) if isinstance(failed, PeerLost) else ()
+        told = None if failed is None else for_others(failed, self.agent.name)
+        why = (told.message, told.peer, told.status) if isinstance(told, PeerLost) else ()
         safe = True
         limit = _LATE_TIMEOUT_S if self.trainer.late else min(_LEAVE_TIMEOUT_S, self.timeout)
         leaving = {}

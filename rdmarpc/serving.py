@@ -41,8 +41,11 @@ def _table(agent: Agent) -> dict[str, Server]:
 
 def _close_all(table: dict[str, Server]) -> None:
     """Servers refer to their agent: what would be kept by it would keep it."""
-    while table:
-        table.popitem()[1].close()
+    with _lock:
+        servers = list(table.values())
+        table.clear()
+    for server in servers:
+        server.close()
 
 
 def _forget(table: dict[str, Server], model: str, worker: str) -> Server | None:
@@ -64,10 +67,15 @@ def enter(
     agent = _agent.current()
     table = _table(agent)
     with _lock:
+        agent.device.check()  # afterwards nobody would end it
         server = table.get(model)
+        new = server is None
         if server is None:
             server = table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
             server.start()
+        server.came.add(worker)
+    if new:
+        threading.Thread(target=server.meet, name=f"rdmarpc-meet-{agent.name}", daemon=True).start()
     return server.ask("enter", worker, weights, gradients)
 
 

@@ -357,7 +357,7 @@ def test_the_death_of_another_worker_is_told_by_its_name(device: str) -> None:
         assert not outcomes[rank].error, f"worker {rank}: {outcomes[rank].text}"
 
 
-def gives_up_for_a_loss(rank: int) -> None:
+def gives_up_for_a_loss(lost: PeerLost, named: str, rank: int) -> None:
     """Workers 0 and 1 train, 2 serves. Worker 1 finds somebody lost whom worker 0 still has, and closes the model."""
     if rank == 2:
         until_dismissed()
@@ -368,7 +368,7 @@ def gives_up_for_a_loss(rank: int) -> None:
     if rank == 1:
 
         def pull() -> None:
-            raise PeerLost("worker worker3 is lost: it ended", peer="worker3", status="EOF")
+            raise lost
 
         served.__dict__["_rdmarpc"].trainer.pull = pull
         served.close()
@@ -377,14 +377,18 @@ def gives_up_for_a_loss(rank: int) -> None:
         with pytest.raises(PeerLost, match="'worker1' has closed the model: worker worker3 is lost") as raised:
             one_step(served)
             served.pull()
-        assert raised.value.peer == "worker3" and raised.value.status == "EOF"
+        assert f"{raised.value.peer} {raised.value.status}" == named
         served.close()
         dismiss("worker2")
     rpc.shutdown(graceful=False)
 
 
-def test_who_gives_up_for_a_loss_says_whom_it_lost() -> None:
-    results(run_group(gives_up_for_a_loss, 3))
+@pytest.mark.parametrize("named", ["worker3 EOF", "worker1 SILENT"])
+def test_who_gives_up_for_a_loss_says_whom_it_lost(named: str) -> None:
+    """Also where that is itself, which others gave up while it was stopped."""
+    status = "EOF" if named == "worker3 EOF" else "GIVEN_UP"
+    lost = PeerLost("worker worker3 is lost: as it says", peer="worker3", status=status)
+    results(run_group(partial(gives_up_for_a_loss, lost, named), 3))
 
 
 def closes_late(what: str, rank: int) -> None:

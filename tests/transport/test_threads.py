@@ -47,6 +47,7 @@ THREADS = {
     "rdmarpc/debug.py _print_on": "guarded for each signal",
     "rdmarpc/link.py _open": "one peer's ring; the link is refused then",
     "rdmarpc/links.py _run_apart": "guarded for each loss",
+    "rdmarpc/serving.py meet": "one server, for each worker; it ends then",
     "transport/tls_relay.py _run": "one stream, in a kernel; the stream ends with it",
 }
 

@@ -1,0 +1,111 @@
+"""``serve`` when trainers end before, or while, the others train: who is told of whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from halt import halt
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc import agent, serving
+from rdmarpc.graph.server import Server
+
+sys.path.insert(0, str(Path(__file__).parent / "rpc"))
+from group import Meeting, die, on_every_device, run_group
+
+TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
+P = 1.0
+"""``peer_timeout``, seconds."""
+
+
+def train() -> rpc.served.ServedModel:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.1, workers=TRAINERS, timeout=20)
+
+
+@contextmanager
+def in_a_group(meeting: Meeting) -> Iterator[None]:
+    meeting.join(world_size=4)
+    try:
+        yield
+    finally:
+        with suppress(rpc.RdmaError):
+            rpc.shutdown(graceful=False)
+
+
+def comes_never(how: str, meeting: Meeting) -> None:
+    """Worker 0 trains, and worker 1 would; nobody is connected with that one yet."""
+    with in_a_group(meeting):
+        if meeting.rank == 1:
+            meeting.say("pid", str(os.getpid()))
+            if how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            meeting.hear("asked")
+            time.sleep(0.5)
+            raise ValueError("before it came")
+        if meeting.rank == 0:
+            pid = int(meeting.said("pid"))
+            if how == "stops":
+                halt(pid)
+            meeting.say("asked")
+            start = time.monotonic()
+            with pytest.raises(rpc.PeerLost, match=r"before it came" if how == "raises" else "it cannot be reached") as raised:
+                train()
+            assert raised.value.peer == "worker1" and time.monotonic() - start < P + 5.0
+            meeting.say("told")
+            if how == "stops":
+                os.kill(pid, signal.SIGKILL)
+        else:
+            meeting.hear("told")
+            assert not [server for table in serving._servers.values() for server in table.values() if server.is_alive()]
+
+
+@pytest.mark.parametrize("how", ["stops", "raises"])
+def test_who_ends_before_it_came_is_lost_to_the_others(how: str) -> None:
+    for device, outcomes in on_every_device(partial(comes_never, how), 4, dynamic=True, peer_timeout=P).items():
+        for rank in (0, 2, 3):
+            assert not outcomes[rank].error, f"{device}, worker {rank}: {outcomes[rank].text}"
+
+
+def dies_at_the_door(meeting: Meeting) -> None:
+    """Worker 0 dies when worker 1 has made its server, and not let it in yet."""
+    meeting.join(world_size=2)
+    me = agent.current()
+    if meeting.rank == 0:
+        net = nn.Linear(4, 4)
+        threading.Thread(target=rpc.serve, args=(net, ["worker1"]), daemon=True).start()
+        meeting.hear("knocks")
+        die()
+    ask = Server.ask
+
+    def late(server: Server, method: str, *args: Any) -> Any:
+        meeting.say("knocks")
+        while not me.links.lost:
+            time.sleep(0.01)
+        return ask(server, method, *args)
+
+    Server.ask = late  # type: ignore[method-assign]
+    limit = time.monotonic() + 10.0
+    while not me.links.lost or any(isinstance(thread, Server) for thread in threading.enumerate()):
+        assert time.monotonic() < limit, threading.enumerate()
+        time.sleep(0.01)
+    assert not serving._table(me)
+    rpc.shutdown(graceful=False)
+
+
+def test_a_server_ends_with_whom_it_was_made_for() -> None:
+    outcome = run_group(dies_at_the_door, 2, dynamic=True)[1]
+    assert not outcome.error, outcome.text
