@@ -28,6 +28,8 @@ _HELLO_MAGIC = b"rpc3"
 _FAREWELL_MAGIC = b"bye3"
 """Of the hello of a worker that is leaving; the type and the text of what ends it follow, if something does."""
 _SEPARATOR = "\0"
+_CROSSING_MAGIC = b"own3"
+"""Of the hello of a worker that has connected to us, or is just doing so, which counts."""
 _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
@@ -149,8 +151,7 @@ class Links:
                 self._connecting.discard(number)
                 if number in self.by_worker:
                     return self.by_worker[number]
-                silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
-                self._failed[number] = time.monotonic(), silent
+                silent = self._silent(record)
             raise silent from None
         except PeerLost as error:
             link.pool.close()
@@ -178,6 +179,8 @@ class Links:
         known = channel.peer_key.hex() == record.key
         if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
             self._take_leave(link, record)
+        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
+            return self._await_theirs(link, record, limit)
         if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
             self._supersede(record)
             with self._lock:
@@ -189,6 +192,28 @@ class Links:
             self._connecting.discard(number)
         channel.close()
         raise fresh(self.lost.get(number) or _unreachable(record, "another one listens there now"))
+
+    def _silent(self, record: Record) -> PeerLost:
+        """An attempt to connect took too long. With the lock held."""
+        silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
+        self._failed[record.number] = time.monotonic(), silent
+        return silent
+
+    def _await_theirs(self, link: Link, record: Record, limit: float) -> Link:
+        """Both ends connected at once, and the connection of the other one counts: wait for it. Ours shows meanwhile whether
+        the peer still runs."""
+        number, ours = link.worker, link.channel
+        with self._lock:
+            self._connecting.discard(number)
+            while number not in self.by_worker and ours.error is None and time.monotonic() < limit:
+                self._lock.wait(_LOOK_S)
+            found, error = self.by_worker.get(number), ours.error
+            if found is None:
+                why = self._silent(record) if error is None else _unreachable(record, error.message, error.status)
+        ours.close()
+        if found is None:
+            raise fresh(self.lost.get(number) or why)
+        return found
 
     def _take_leave(self, link: Link, record: Record) -> NoReturn:
         """Where we connected is a worker that is leaving: it is lost. Raises that, with the reason that it gave."""
@@ -234,7 +259,7 @@ class Links:
                 self._parting.append(channel)
                 return self._farewell
             if number != mine and (number in self.by_worker or (number in self._connecting and mine < number)):
-                raise PeerLost("a connection to this worker exists or is being made")
+                return _HELLO.pack(_CROSSING_MAGIC, mine)
             if number == mine:
                 channel.own(self._own_pool)
             link = Link(self._device, channel, number, channel.pool)
