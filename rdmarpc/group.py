@@ -78,6 +78,8 @@ class Group:
                 logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
                 return
             before = self.workers.records()
+            if self._mine not in records:  # others gave us up, or we are leaving: we know ourselves all the same
+                records = [self._mine, *records]
             self.workers.replace(records)
         for record in before:
             if self.workers.record(record.number) is None:

@@ -228,6 +228,19 @@ def test_a_killed_worker_is_replaced(device):
     assert outcomes[2].exit_code == -signal.SIGKILL
 
 
+def taken_out_by_others(meeting):
+    meeting.join()
+    group = agent.current().group
+    group.take_out(group.workers.record(group.number))  # as those do who give it up
+    group.refresh()
+    assert rpc.rpc_sync("worker0", abs, (-1,)) == 1 == rpc.rpc_sync(rpc.get_worker_info(), abs, (-1,))
+    rpc.shutdown()
+
+
+def test_a_worker_that_others_took_out_can_call_itself():
+    results(run_group(taken_out_by_others, 1, dynamic=True))
+
+
 def dies_unseen(meeting):
     if meeting.rank == 1:
         meeting.join(name="mortal", rank=5)
