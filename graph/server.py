@@ -67,6 +67,15 @@ class _Client:
         self.arrived: Header | None = None
 
 
+class End:
+    """Why a server ended, for those who come when it is kept no longer."""
+
+    def __init__(self, workers: list[str]) -> None:
+        self.error: WorkerError | None = None
+        self.awaited = set(workers)
+        """Workers that have not asked it to be let in."""
+
+
 class Server(threading.Thread):
     """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
     times out. Everything but ``ask``, ``why``, ``lost``, ``meet`` and ``close`` belongs to its thread."""
@@ -79,11 +88,9 @@ class Server(threading.Thread):
         self.station.expected.update(workers)
         self._channels = channels
         self.workers = workers
-        self.error: WorkerError | None = None
-        self.came: set[str] = set()
-        """Workers that have asked to be let in. Kept, as ``gone``, by whoever keeps this server."""
+        self.end = End(workers)
         self.gone: set[str] = set()
-        """Workers that are lost or have closed the model."""
+        """Workers that are lost or have closed the model. Kept, as ``end.awaited``, by whoever keeps this server."""
         self.steps = -1
         """Of the weights that the workers have; -1 before those of the start."""
         self._clients: dict[str, _Client] = {}
@@ -101,6 +108,10 @@ class Server(threading.Thread):
         self._closing = False
 
     # -- any thread
+
+    @property
+    def error(self) -> WorkerError | None:
+        return self.end.error
 
     def ask(self, method: str, *args: Any) -> Any:
         """The result of a method, run on the thread between two steps."""
@@ -121,7 +132,7 @@ class Server(threading.Thread):
     @property
     def forsaken(self) -> bool:
         """Whether all workers that ever came are gone: nobody writes here any more."""
-        return self.gone >= self.came
+        return self.gone | self.end.awaited >= set(self.workers)
 
     def why(self) -> tuple[Any, ...] | None:
         """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
@@ -229,7 +240,7 @@ class Server(threading.Thread):
         except BaseException as raised:
             error = WorkerError.of(raised, self.station.name)
         with self._lock:
-            self.error = error
+            self.end.error = error
         for _, future in self._jobs:
             future.set_exception(error.raised(self.station.name))
         self._alarm()

@@ -56,8 +56,8 @@ def serve(
     ``timeout``: seconds that a step may wait.
 
     Returns when all workers have come and the weights are here; one that is lost before it came, or does not answer the servers
-    within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises ``ValueError`` for an
-    unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
+    within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises ``ValueError``
+    for an unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
     """
     agent = _agent.current()
     everybody = [agent.name] if workers is None else list(workers)

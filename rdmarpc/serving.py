@@ -10,10 +10,20 @@ from typing import Any
 from . import agent as _agent
 from .agent import Agent
 from .graph.bundle import Bundle
-from .graph.server import Server
+from .graph.server import End, Server
 from .transport import RdmaError
 
-_servers: weakref.WeakKeyDictionary[Agent, dict[str, Server]] = weakref.WeakKeyDictionary()
+
+class _Table(dict[str, Server]):
+    """Servers by model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up: dict[str, End] = {}
+        """Of models that all who had come have closed, or are lost, before the others came."""
+
+
+_servers: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _ASKED = frozenset(
     ("connect", "counters", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"),
@@ -21,11 +31,11 @@ _ASKED = frozenset(
 """Its methods that workers ask for."""
 
 
-def _table(agent: Agent) -> dict[str, Server]:
+def _table(agent: Agent) -> _Table:
     with _lock:
         if agent in _servers:
             return _servers[agent]
-        table: dict[str, Server] = {}
+        table = _Table()
         _servers[agent] = table
 
     def lost(worker: str, error: RdmaError) -> None:
@@ -33,13 +43,16 @@ def _table(agent: Agent) -> dict[str, Server]:
             if worker in server.workers:
                 server.lost(worker, error)
                 _forget(table, model, worker)
+        for model, end in list(table.given_up.items()):
+            if worker in end.awaited:  # another one of its name may come, in another life of the model
+                table.given_up.pop(model, None)
 
     agent.on_peer_lost(lost)
     agent.at_close(partial(_close_all, table))
     return table
 
 
-def _close_all(table: dict[str, Server]) -> None:
+def _close_all(table: _Table) -> None:
     """Servers refer to their agent: what would be kept by it would keep it."""
     with _lock:
         servers = list(table.values())
@@ -48,16 +61,31 @@ def _close_all(table: dict[str, Server]) -> None:
         server.close()
 
 
-def _forget(table: dict[str, Server], model: str, worker: str) -> Server | None:
+def _forget(table: _Table, model: str, worker: str) -> Server | None:
     """The server, if that was the last worker: it is no longer kept then. Until all are gone the slots of one that has ended
-    stay, because somebody may still write there."""
+    stay, because somebody may still write there. Who comes late is told why it ended."""
     with _lock:
         server = table.get(model)
         if server is not None:
             server.gone.add(worker)
             if server.forsaken:
+                if server.end.awaited - server.gone:
+                    table.given_up[model] = server.end
                 return table.pop(model)
     return None
+
+
+def _turn_away(table: _Table, model: str, worker: str, me: str) -> None:
+    """Raises for a worker that comes when all who came before it have gone. If one of these comes again, it begins anew."""
+    end = table.given_up.get(model)
+    if end is None:
+        return
+    late = worker in end.awaited
+    end.awaited.discard(worker)
+    if not late or not end.awaited:
+        del table.given_up[model]
+    if late:
+        raise RdmaError("all others have closed this model", peer=me) if end.error is None else end.error.raised(me)
 
 
 def enter(
@@ -71,9 +99,10 @@ def enter(
         server = table.get(model)
         new = server is None
         if server is None:
+            _turn_away(table, model, worker, agent.name)
             server = table[model] = Server(agent.name, agent.device, agent.channel, workers, timeout)
             server.start()
-        server.came.add(worker)
+        server.end.awaited.discard(worker)
     if new:
         threading.Thread(target=server.meet, name=f"rdmarpc-meet-{agent.name}", daemon=True).start()
     return server.ask("enter", worker, weights, gradients)

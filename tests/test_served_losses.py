@@ -23,17 +23,17 @@ from rdmarpc import agent, serving
 from rdmarpc.graph.server import Server
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import Meeting, die, on_every_device, run_group
+from group import Meeting, die, on_every_device, results, run_group
 
 TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
 P = 1.0
 """``peer_timeout``, seconds."""
 
 
-def train() -> rpc.served.ServedModel:
+def train(timeout: float = 20.0) -> rpc.served.ServedModel:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    return rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.1, workers=TRAINERS, timeout=20)
+    return rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.1, workers=TRAINERS, timeout=timeout)
 
 
 @contextmanager
@@ -54,7 +54,9 @@ def comes_never(how: str, meeting: Meeting) -> None:
             if how == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
             meeting.hear("asked")
-            time.sleep(0.5)
+            limit = time.monotonic() + 10.0
+            while len(agent.current().links.by_worker) < len(SERVERS) and time.monotonic() < limit:
+                time.sleep(0.01)
             raise ValueError("before it came")
         if meeting.rank == 0:
             pid = int(meeting.said("pid"))
@@ -109,3 +111,33 @@ def dies_at_the_door(meeting: Meeting) -> None:
 def test_a_server_ends_with_whom_it_was_made_for() -> None:
     outcome = run_group(dies_at_the_door, 2, dynamic=True)[1]
     assert not outcome.error, outcome.text
+
+
+def comes_late(meeting: Meeting) -> None:
+    """Worker 1 comes when worker 0 has given up waiting for it. Then both try again."""
+    with in_a_group(meeting):
+        if meeting.rank == 0:
+            with pytest.raises(rpc.TransferTimeout):
+                train(timeout=1.0)
+            meeting.say("gave up")
+            meeting.hear("told")
+        elif meeting.rank == 1:
+            meeting.hear("gave up")
+            start = time.monotonic()
+            with pytest.raises(rpc.RdmaError, match="'worker0' has closed the model"):
+                train()
+            assert time.monotonic() - start < 10.0
+            meeting.say("told")
+        if meeting.rank < 2:
+            served = train()
+            served(torch.ones(1, 4)).sum().backward()
+            served.optimizer.step()
+            served.close()
+        meeting.step("done", 4)
+        if meeting.rank > 1:
+            table = serving._table(agent.current())
+            assert not table and not table.given_up
+
+
+def test_who_comes_late_is_told_who_gave_the_model_up() -> None:
+    results(run_group(comes_late, 4, dynamic=True))
