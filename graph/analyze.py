@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .capture import Capture, TensorSpec
 from .devices import CPU, named
 from .located import Located, Pair
-from .program import Instruction, Ref, Segment, function_path, to_number, to_tensor
+from .program import Instruction, Ref, Segment, fill, function_path, to_number, to_tensor
 from .program import names_in as _names
 from .sites import Site
 from .sizes import Number, plain
@@ -207,6 +207,8 @@ class _Analysis:
         target = function_path(target) if callable(target) else str(target)
         numbers = frozenset(name for name in names if name in self.numbers)
         grad = node.meta.get("grad", True)
+        # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
+        args, kwargs = fill((args, kwargs), {name: Ref(name) for name in _names((args, kwargs))})
         step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
         self.segment(worker, level).instructions.append(step)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ class Bundle:
     (``layout``); ``note`` bytes follow the header."""
 
     def __init__(self, edges: Sequence[Edge], orders: Sequence[int], note: int = 0) -> None:
-        self.edges, self.orders = tuple(edges), tuple(orders)
+        self.edges, self.orders, self._note = tuple(edges), tuple(orders), note
         self.source, self.target, self.number = edges[0].source, edges[0].target, edges[0].number
         self.offsets = []
         at = self.front = _aligned(HEADER_BYTES + note)
@@ -50,6 +50,9 @@ class Bundle:
             self.offsets.append(at)
             at = _aligned(at + edge.nbytes)
         self.nbytes = at
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bundle, (self.edges, self.orders, self._note)  # where things lie each end works out for itself
 
     def __len__(self) -> int:
         return len(self.edges)

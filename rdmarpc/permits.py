@@ -44,6 +44,7 @@ _REFUSED: tuple[str, ...] = (
 _REFUSED += ("subprocess", "sys", "torch", "types")
 """Modules in which there is something that runs anything: they cannot be allowed as a whole."""
 _BUILD = b"b"
+_WRAP = "rdmarpc.wrap"
 _MANY = 4096
 _FINISHED = (torch.Tensor, torch.nn.Parameter)
 _NAMED_SO = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
@@ -133,7 +134,10 @@ class Permits:
 
     def find_called(self, module: str, name: str) -> Any:
         """``find`` for the function that a request names: those of ours are found besides."""
-        if plumbing.called(module, name, self.wraps):
+        places_parts = plumbing.places_parts(module, name)
+        if places_parts and not self.wraps:
+            raise self._refuse(f"{module}.{name}", _WRAP)
+        if places_parts or plumbing.called(module, name):
             return _walk(module, name)
         return self.find(module, name)
 
@@ -171,9 +175,10 @@ class Permits:
     def _refuse(self, what: str, add: str = "") -> NotAllowed:
         self.refused += 1
         what, add = what[:200], (add or what)[:200]
+        module = "" if add == _WRAP else ", or the module that it is defined in"
         return NotAllowed(
             f"{what} is not among what this worker allows its peers to use",
-            hint=f"if they may: RpcBackendOptions(allow=[..., {add}]) at this worker, or the module that it is defined in",
+            hint=f"if they may: RpcBackendOptions(allow=[..., {add}]) at this worker{module}",
         )
 
     # -- pickles

@@ -2,7 +2,7 @@
 
 * values of Python and numpy without behaviour: numbers, containers, dates, arrays, dtypes;
 * exceptions of Python, of torch and of ours, so that errors keep their types;
-* records of which the set-up of wrapped models consists;
+* records of which the set-up of wrapped and served models consists;
 * how tensors, references and remote modules are made again over what landed beside the pickle;
 * and, where a message names the function to call, those of ours that other workers call.
 """
@@ -46,6 +46,7 @@ _VALUES = {
     "torch.nn.parameter": ("Parameter",),
     "torch._utils": ("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_tensor_v2"),
     "torch.serialization": ("_get_layout",),
+    "rdmarpc.graph.bundle": ("Bundle",),
     "rdmarpc.options": ("WorkerInfo",),
     "rdmarpc.serialize": ("_in_parts", "_landed", "landed_on_gpu"),
     "rdmarpc.gpu": ("_from_host",),
@@ -117,9 +118,14 @@ def find_plain(module: str, name: str) -> Any:
     return None
 
 
-def called(module: str, name: str, wraps: bool) -> bool:
-    """Whether other workers call that function of ours. ``wraps``: also those by which parts of models are placed."""
-    return name in _CALLED.get(module, ()) or (wraps and name in _WRAPPED.get(module, ()))
+def called(module: str, name: str) -> bool:
+    """Whether other workers call that function of ours."""
+    return name in _CALLED.get(module, ())
+
+
+def places_parts(module: str, name: str) -> bool:
+    """Whether that is one of ours by which other workers place parts of wrapped models."""
+    return name in _WRAPPED.get(module, ())
 
 
 def owner_of(function: Any) -> bool:

@@ -6,6 +6,7 @@ import collections
 import datetime
 import pickle
 import struct
+from functools import partial
 
 import allowed_things
 import numpy as np
@@ -385,3 +386,116 @@ def test_one_setting_a_process():
             permits.loads(pickle.dumps(add))
     finally:
         permits.use(before)
+
+
+# -- models
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.cat([torch.relu(self.first(x)), x], dim=-1))
+
+
+def trained(model, optimizer):
+    """The values after two steps."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def as_here(found):
+    expected = Two()
+    for name, value in trained(expected, torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)).items():
+        assert torch.equal(found[name], value), name
+
+
+def initialised(module):
+    """What a user may want to have done to a part."""
+
+
+def served():
+    model = rpc.serve(Two(), ["worker1"], torch.optim.SGD, lr=0.1, momentum=0.9)
+    as_here(trained(model, model.optimizer))
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+    model.load_state_dict(model.state_dict())
+    assert model.counters()["steps"] == 2
+    model.close()
+
+
+def served_in_vain():
+    with pytest.raises(NotAllowed, match=r"torch\.optim\.sgd\.SGD is not among.*\n.*allow=\[\.\.\., torch\.optim\.sgd\.SGD\]"):
+        rpc.serve(Two(), ["worker1"], torch.optim.SGD, lr=0.1)
+    model = rpc.serve(Two(), ["worker1"])  # no class of anybody's
+    model(torch.ones(2, 4))
+    model.close()
+
+
+def wrapped():
+    for capture in ("fx", "export", "eager"):
+        model = rpc.wrap(Two(), {"first": "worker1", "second": "worker1"}, capture=capture)
+        as_here(trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+        model.load_state_dict(model.state_dict())
+        with pytest.raises(NotAllowed, match=r"test_allow\.initialised is not among"):
+            model.first.apply(initialised)
+        model.close()
+
+
+def wrapped_in_vain():
+    with pytest.raises(NotAllowed, match=r"rdmarpc\.parts\.open_model is not among.*\n.*allow=\[\.\.\., rdmarpc\.wrap\]"):
+        rpc.wrap(Two(), {"first": "worker1"})
+
+
+def stepped_in_vain():
+    model = rpc.wrap(Two(), {"first": "worker1"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(NotAllowed, match=r"torch\.optim\.sgd\.SGD is not among"):
+        optimizer.step()
+    model.close()
+
+
+def one_model(use, rank):
+    try:
+        if rank == 0:
+            use()
+    finally:
+        rpc.shutdown()
+
+
+def nothing():
+    return []
+
+
+def optimizers():
+    return [torch.optim.SGD]
+
+
+def parts_of_models():
+    return [rpc.wrap]
+
+
+def parts_and_optimizers():
+    return [rpc.wrap, torch.optim.SGD]
+
+
+@pytest.mark.parametrize(
+    ("use", "given"),
+    [
+        (served, optimizers),
+        (served_in_vain, nothing),
+        (wrapped, parts_and_optimizers),
+        (wrapped_in_vain, optimizers),
+        (stepped_in_vain, parts_of_models),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_models_at_others_need_what_these_allow(use, given):
+    """Who trains allows nothing at all."""
+    results(run_group(partial(one_model, use), 2, each={0: {"allow": nothing}, 1: {"allow": given}}))
