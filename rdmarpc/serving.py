@@ -80,12 +80,20 @@ def _turn_away(table: _Table, model: str, worker: str, me: str) -> None:
     end = table.given_up.get(model)
     if end is None:
         return
-    late = worker in end.awaited
-    end.awaited.discard(worker)
-    if not late or not end.awaited:
+    if worker not in end.awaited:
         del table.given_up[model]
-    if late:
-        raise RdmaError("all others have closed this model", peer=me) if end.error is None else end.error.raised(me)
+        return
+    _expect_no_more(table, model, worker)
+    raise RdmaError("all others have closed this model", peer=me) if end.error is None else end.error.raised(me)
+
+
+def _expect_no_more(table: _Table, model: str, worker: str) -> None:
+    """A worker knows that all others have given that model up."""
+    end = table.given_up.get(model)
+    if end is not None:
+        end.awaited.discard(worker)
+        if not end.awaited:
+            del table.given_up[model]
 
 
 def enter(
@@ -126,6 +134,8 @@ def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = 
     table = _table(_agent.current())
     server = table.get(model)
     if server is None:
+        with _lock:
+            _expect_no_more(table, model, worker)
         return
     if server.error is None:
         try:

@@ -39,7 +39,7 @@ THREADS = {
     "rdmarpc/progress.py _pool": "guarded for each message and each job",
     "rdmarpc/progress.py _watch": "guarded",
     "rdmarpc/progress.py _run_rest": "guarded for each job",
-    "rdmarpc/caller.py _expire": "guarded for each call",
+    "rdmarpc/timeouts.py _run": "guarded for each call",
     "rdmarpc/rref_mail.py _catch_up": "one worker, which is lost then",
     "rdmarpc/gpu.py _bury": "guarded for each peer",
     "rdmarpc/grad_flow.py _survey": "one backward pass, which fails then",
