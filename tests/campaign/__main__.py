@@ -34,7 +34,8 @@ def main() -> int:
     print(f"seed {seed}")
     if why := trial.why_no_cut():
         print(f"no host is cut off: {why}")
-    report = Report()
+    choices = (("--devices", options.devices, trial.DEVICES), ("--workloads", options.workloads, trial.WORKLOADS))
+    report = Report("".join(f" {name} {given}" for name, given, usual in choices if given != ",".join(usual)))
     if options.only in (None, "faults") or options.replay:
         share = 60 * options.minutes * (1.0 if options.only else 0.7)
         _faults(report, options, seed, share)

@@ -10,9 +10,11 @@ from .supervisor import Outcome
 
 
 class Report:
-    """Filled while the campaign runs; printed line by line, and summed up at the end."""
+    """Filled while the campaign runs; printed line by line, and summed up at the end. ``choice``: the options that belong to
+    the number of a trial."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: str) -> None:
+        self._choice = choice
         self.began = time.monotonic()
         self.outcomes: list[Outcome] = []
         self.frames = self.live = self.strangers = 0
@@ -26,7 +28,7 @@ class Report:
             for line in outcome.problems:
                 print(f"    {line}")
             print(
-                f"    again: python -m tests.campaign --replay {outcome.trial.number}"
+                f"    again: python -m tests.campaign{self._choice} --replay {outcome.trial.number}"
                 + (f"; logs: {outcome.folder}" if outcome.folder else "")
             )
             sys.stdout.flush()
