@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from . import device_maps, forked
@@ -31,6 +31,8 @@ class Group:
         self._refresh_lock = threading.Lock()
         self.missed: Callable[[int], None] = lambda number: None
         """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
+        self.lost: Container[int] = ()
+        """Numbers of workers to whom the connection ended: others may have their names, and ranks, by now."""
 
     def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
         """The secret to open a device with (none: that of this user on this host), and the transport: a group that is complete
@@ -118,7 +120,7 @@ class Group:
             to = to.name
         if isinstance(to, str):
             found = self.workers.by_name.get(to)
-            if found is None:
+            if found is None or found.number in self.lost:
                 self.refresh()
                 found = self.workers.by_name.get(to)
             if found is None:
@@ -126,7 +128,7 @@ class Group:
             return found
         if type(to) in (int, bool):
             found = self.workers.get(to)
-            if found is None:
+            if found is None or found.number in self.lost:
                 self.refresh()
                 found = self.workers.get(to)
             if found is None:

@@ -41,8 +41,9 @@ _ABORT_TIMEOUT_S = 1.0
 _NOT_ITS_OWN_END = ("SILENT", GIVEN_UP, "ABORTED")
 _STOP_S = 1.0
 _ITS_OUTPUT = "that worker's own output has the reason"
-_OUR_CONNECTION = ("EOF", "BROKEN")
-"""Ends of a connection that say nothing of the process behind it: one that hangs up on us alone leaves them, too."""
+_OF_ITS_PROCESS = ("SILENT", "RETRY_EXC_ERR")
+"""Ends of a connection that tell of the process, or the host, behind it. Others may be of this connection alone: one of us had
+enough of the other."""
 
 
 def listens(device: Device, record: Record) -> bool:
@@ -97,7 +98,7 @@ class Links:
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
         self._failed: dict[int, tuple[float, RdmaError]] = {}
         """The last attempt at each worker that took its time and led to no link: when it ended, and how."""
-        group.missed = self.miss
+        group.missed, group.lost = self.miss, self.lost
         self.at_once: Callable[[int], None] = lambda worker: None
         """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
         wait for nothing."""
@@ -385,8 +386,8 @@ class Links:
         self._poller.kick()
         record = self._group.workers.record(link.worker)
         if self._group.dynamic and record is not None:
-            # Only our connection may have ended, because one of us had enough of the other: then it is a member for all others.
-            if not left and not (error.status in _OUR_CONNECTION and listens(self._device, record)):
+            known = bool(link.goodbye[0]) or error.status in _OF_ITS_PROCESS
+            if not left and (known or not listens(self._device, record)):  # else it is a member, for all others
                 self._group.take_out(record)
             self._group.refresh()
 

@@ -241,6 +241,73 @@ def test_a_worker_that_others_took_out_can_call_itself():
     results(run_group(taken_out_by_others, 1, dynamic=True))
 
 
+def replaced_before_it_is_missed(meeting):
+    """Worker 0 knows that it has lost the first one, and has not got round to looking who is in the group."""
+    if meeting.rank == 1:
+        meeting.join(name="mortal", rank=5)
+        meeting.say("joined")
+        meeting.hear("linked")
+        die()
+    if meeting.rank == 0:
+        meeting.hear("joined")
+        meeting.join()
+        assert rpc.rpc_sync("mortal", identity, (1,)) == 1
+        agent.current().group.take_out = lambda record: meeting.hear("greeted")
+        pending = rpc.rpc_async("mortal", slow, (20.0,))
+        meeting.say("linked")
+        with pytest.raises(rpc.PeerLost, match="mortal"):
+            pending.wait()
+        meeting.say("buried")
+        meeting.hear("replaced")
+        assert rpc.rpc_sync("mortal", identity, ("by name",)) == "by name"
+        assert rpc.rpc_sync(5, identity, ("by rank",)) == "by rank"
+        meeting.say("greeted")
+    else:
+        meeting.hear("buried")
+        meeting.join(name="mortal", rank=5)
+        meeting.say("replaced")
+        meeting.hear("greeted")
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_name_means_who_has_it_now(device):
+    outcomes = run_group(replaced_before_it_is_missed, 3, dynamic=True, transport=device)
+    assert not outcomes[0].error and not outcomes[2].error, outcomes
+    assert outcomes[1].exit_code == -signal.SIGKILL
+
+
+def cuts_one_off(meeting):
+    """Worker 0 has had enough of what worker 1 sends: worker 2 has not."""
+    meeting.join()
+    meeting.step("joined", 3)
+    for rank in range(3):
+        assert rpc.rpc_sync(f"worker{rank}", identity, (rank,)) == rank
+    meeting.step("linked", 3)
+    if meeting.rank == 0:
+        links = agent.current().links
+        other = rpc.get_worker_info("worker1").number
+        links.distrust(links.to(other), rpc.RdmaError("it does not keep to the protocol", peer="worker1"))
+    if meeting.rank < 2:
+        with pytest.raises(rpc.PeerLost, match=f"worker{1 - meeting.rank}"):
+            for _ in range(1000):
+                rpc.rpc_sync(f"worker{1 - meeting.rank}", identity, (1,))
+                time.sleep(0.01)
+    meeting.step("lost", 3)
+    time.sleep(0.5)  # for whatever the loss is to bring
+    assert names() == ["worker0", "worker1", "worker2"]
+    assert rpc.rpc_sync("worker2", identity, (2,)) == 2
+    if meeting.rank == 2:
+        assert [rpc.rpc_sync(f"worker{rank}", identity, (rank,)) for rank in range(2)] == [0, 1]
+    meeting.step("called", 3)
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_is_cut_off_by_one_stays_a_member_for_the_others(device):
+    results(run_group(cuts_one_off, 3, dynamic=True, transport=device))
+
+
 def dies_unseen(meeting):
     if meeting.rank == 1:
         meeting.join(name="mortal", rank=5)
