@@ -25,8 +25,7 @@ bench: $(INSTALLED)
 # Most tests wait more than they compute (for processes to start, for a limit to pass): they run two at once. Those that look at
 # times or at the memory of this process run alone.
 ALONE := tests/campaign tests/vm $(addsuffix .py,$(addprefix tests/rpc/test_,autograd_errors autograd_memory autograd_results \
-	calls errors gpu_calls group_references groups interrupts observability rref rref_ends silence) \
-	$(addprefix tests/transport/test_,cuda cuda_end heartbeat peers stress strangers tcp tls))
+	calls errors observability silence) $(addprefix tests/transport/test_,cuda cuda_end heartbeat peers stress strangers tcp tls))
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \

@@ -54,6 +54,11 @@ class Serving:
         self.unpickled = self.returned = 0
         self.function = "?"
 
+    @property
+    def begun(self) -> bool:
+        """Whether it was unpickled, or has failed before."""
+        return bool(self.unpickled or self.returned)
+
     def spans(self, end: int) -> tuple[Any, ...]:
         returned = self.returned or end
         return self.begin, self.unpickled or returned, returned, end, self.function
@@ -155,8 +160,10 @@ class TracedCallee(Callee):
         try:
             super()._serve(link, frame, *references)
         finally:
-            line.note("served", link.rank, frame.call, *serving.spans(monotonic_ns()))
-            line.serving.pop(serving.key, None)
+            if serving.begun:  # else it was held, and another thread may be serving it by now
+                line.note("served", link.rank, frame.call, *serving.spans(monotonic_ns()))
+            if line.serving.get(serving.key) is serving:
+                del line.serving[serving.key]
             line.message.serving = outer
 
     def _decode(self, link: Link, frame: Frame, *references: Any) -> Any:

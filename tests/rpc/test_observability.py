@@ -19,7 +19,7 @@ from group import die, results, run_group
 from torch.profiler import ProfilerActivity, profile
 
 import rdmarpc as rpc
-from rdmarpc import agent, trace_events
+from rdmarpc import agent, fetches, trace_events
 
 arrived, may_go = threading.Event(), threading.Event()
 
@@ -207,6 +207,29 @@ def many_calls(rank):
             rpc.rpc_sync("worker2", fail)
         rpc.remote("worker2", double, (torch.ones(5),)).to_here()
     rpc.shutdown()
+
+
+def held_while_served(rank):
+    """A request whose arguments have to be READ is held; here it has been served before the thread that held it goes on."""
+    if rank == 1:
+        hold = fetches.hold
+
+        def slowly(*args):
+            hold(*args)
+            time.sleep(0.05)
+
+        fetches.hold = slowly
+    if rank == 0:
+        for at in range(5):
+            assert rpc.rpc_sync("worker1", double, (torch.full((1000 * (at + 30),), 1.0),))[0] == 2
+    rpc.shutdown()
+
+
+def test_a_timeline_holds_what_was_served_before_its_holder_went_on(tmp_path):
+    results(run_group(held_while_served, 2, timeline=str(tmp_path), transport="tcp"))
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    served = [event["name"] for event in spans(trace, "serve")]
+    assert served.count(f"{__name__}.double <- worker0") == 5 and not any(name.startswith("?") for name in served), served
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
