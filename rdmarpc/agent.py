@@ -22,7 +22,7 @@ from .callee import Callee
 from .caller import Caller
 from .device_maps import Targets
 from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
-from .future import Future, Pending
+from .future import Future, Pending, timed_out
 from .grad_context import Contexts
 from .grad_context import current as _current_context
 from .group import Group
@@ -261,10 +261,15 @@ class Agent:
             self.rrefs.collect()
         link = self._links.get(to.number)
         if link is None:
+            begun = time.monotonic()
             try:
-                link = self.links.to(to.number)
+                link = self.links.to(to.number, begun + limit if limit else None)
+            except TransferTimeout:
+                return self.caller.failed(timed_out(limit, to.name), limit, future=future)
             except RdmaError as error:
                 return self.caller.failed(error, limit, future=future)
+            if limit:  # which counts from the call
+                limit = max(_PASSED_S, limit - (time.monotonic() - begun))
         context = None
         if self.contexts.live and (not flags & CONTROL or hasattr(function, "_carries_context")):
             context = _current_context.context

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from .grad_context import Context
 
 
+def timed_out(timeout: float, worker: str) -> TransferTimeout:
+    """What ends a call to a worker that took longer than so many seconds."""
+    text = f"RPC ran for more than set timeout ({int(timeout * 1000)} ms) and will now be marked with an error"
+    return TransferTimeout(f"RPCErr:1:{text}", peer=worker)
+
+
 class Pending:
     """One outstanding call. Written by the thread that reads the response, or by the one that gives it up."""
 
@@ -66,8 +72,7 @@ class Pending:
 
     def timed_out(self) -> TransferTimeout:
         """What ends it at its deadline."""
-        text = f"RPC ran for more than set timeout ({int(self.timeout * 1000)} ms) and will now be marked with an error"
-        return TransferTimeout(f"RPCErr:1:{text}", peer=self.link.name)
+        return timed_out(self.timeout, self.link.name)
 
     @property
     def refused(self) -> bool:

@@ -19,7 +19,19 @@ from .group import Group
 from .link import RING, Link
 from .members import Record
 from .progress import Progress
-from .transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError, TransferTimeout, fresh
+from .transport import (
+    GIVEN_UP,
+    GONE,
+    AuthenticationError,
+    Channel,
+    Device,
+    PeerLost,
+    Poller,
+    RdmaError,
+    TransferTimeout,
+    fresh,
+    kept,
+)
 from .transport.ended import nobody
 from .transport.guard import Guard, broken_by, hint_for
 
@@ -34,7 +46,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
 _HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
-_CROSSING_S = 2.0
 _READ_OUT_S = 1.0
 _READ_OUT_POLL_S = 0.0005
 _ABORT_TIMEOUT_S = 1.0
@@ -57,6 +68,20 @@ def listens(device: Device, record: Record) -> bool:
     return True
 
 
+class _Attempt:
+    """To connect to a worker."""
+
+    __slots__ = ("error", "link")
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.link is not None or self.error is not None
+
+
 class Links:
     """Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all that came over it was read; it
     returns what the peer may still touch if it stopped in the middle of a copy. ``missed(number, error)`` is called for workers
@@ -77,7 +102,7 @@ class Links:
         self._own_pool = device.pool()
         """For a connection to ourselves: both ends have the same, as one process's words lie in it for either."""
         self.by_worker: dict[int, Link] = {}
-        """By the number of the peer, and so are ``lost``, ``_connecting`` and ``_connect_locks``."""
+        """By the number of the peer, and so are ``lost``, ``_connecting`` and ``_attempts``."""
         self.rows: dict[int, Link] = {}
         """By the row of the poller: these are read."""
         self.gone_rows: deque[Link] = deque()
@@ -86,7 +111,7 @@ class Links:
         self.kept: list[tuple[Channel, list[Any]]] = []
         """What a peer that stopped in the middle of a copy may still touch."""
         self._past = [0] * 7
-        self._losses: set[threading.Thread] = set()
+        self._apart_now: set[threading.Thread] = set()
         self._guard = Guard("rdmarpc-loss")
         self._lock = threading.Condition()
         self._farewell: bytes | None = None
@@ -94,7 +119,7 @@ class Links:
         self._parting: list[Channel] = []
         """Who was told so, and has not hung up."""
         self._connecting: set[int] = set()
-        self._connect_locks: dict[int, threading.Lock] = {}
+        self._attempts: dict[int, _Attempt] = {}
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
         self._failed: dict[int, tuple[float, RdmaError]] = {}
         """The last attempt at each worker that took its time and led to no link: when it ended, and how."""
@@ -106,28 +131,46 @@ class Links:
 
     # -- connecting
 
-    def to(self, number: int) -> Link:
-        """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; for all who
-        waited for this attempt, or ask within ``_AGAIN_S`` after it, if it does not answer. So many calls to a worker that is
-        silent take as long as one."""
+    def to(self, number: int, deadline: float | None = None) -> Link:
+        """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; if it does not
+        answer, for all who wait for the same attempt, or ask within ``_AGAIN_S`` after it. So many calls to a worker that is
+        silent take as long as one. ``TransferTimeout`` at the ``deadline`` (``time.monotonic``): the attempt goes on, for
+        whoever asks later."""
         self._device.check()
-        since = time.monotonic() - _AGAIN_S
-        lock = self._connect_locks.setdefault(number, threading.Lock())
-        while not lock.acquire(timeout=_LOOK_S):
-            self._check_failed(number, since)
+        with self._lock:
+            if number in self.lost:
+                raise fresh(self.lost[number])
+            attempt = self._attempts.get(number)
+            new = attempt is None
+            if attempt is None:
+                attempt = self._attempts[number] = _Attempt()
+        job = partial(self._try, number, attempt)
+        if new and not self._spawn(job, "rdmarpc-connect"):
+            job()
+        with self._lock:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._lock.wait_for(lambda: attempt.over or number in self.by_worker, left)
+            link = attempt.link or self.by_worker.get(number)
+        if link is not None:
+            return link
+        if attempt.error is not None:
+            raise fresh(attempt.error)
+        name = self._group.name_of(number)
+        raise TransferTimeout(f"worker {name} has not been connected to yet", peer=name, device=self._device.name)
+
+    def _try(self, number: int, attempt: _Attempt) -> None:
+        link, error = None, None
         try:
-            return self._link(number, since)
-        finally:
-            lock.release()
+            link = self._link(number)
+        except BaseException as reason:
+            error = kept(reason)
+        with self._lock:
+            attempt.link, attempt.error = link, error
+            del self._attempts[number]
+            self._lock.notify_all()
 
-    def _check_failed(self, number: int, since: float) -> None:
-        """Raises how the last attempt to connect ended, if it failed after that moment."""
-        ended, error = self._failed.get(number, (0.0, None))
-        if error is not None and ended > since and number not in self.by_worker:
-            raise fresh(error)
-
-    def _link(self, number: int, since: float) -> Link:
-        """With the worker's lock held."""
+    def _link(self, number: int) -> Link:
+        """One attempt, on a thread of its own: callers have deadlines, which the system's ``connect`` does not know."""
         record = self._group.record(number)
         if record is None:
             self.miss(number)
@@ -137,7 +180,9 @@ class Links:
                 return found
             if number in self.lost:
                 raise fresh(self.lost[number])
-            self._check_failed(number, since)
+            ended, error = self._failed.get(number, (0.0, None))
+            if error is not None and time.monotonic() - ended < _AGAIN_S:
+                raise fresh(error)
             assert record is not None
             link = self._new_link(number)
             self._connecting.add(number)
@@ -158,14 +203,11 @@ class Links:
             link.pool.close()
             with self._lock:
                 self._connecting.discard(number)
-                # Both ends connected at once, and the other one's connection counts (``on_connect``).
-                at_once = error.status in GONE or hint_for(error)
-                crossing = 0.0 if at_once else min(_CROSSING_S, max(limit - time.monotonic(), 0.0))
-                if self._lock.wait_for(lambda: number in self.by_worker, timeout=crossing):
+                if number in self.by_worker:
                     return self.by_worker[number]
                 hint = error.hint or (_ITS_OUTPUT if error.status in GONE else "")
                 why = _unreachable(record, error.message, error.status, hint)
-                if not at_once:
+                if error.status not in GONE and not hint_for(error):
                     self._failed[number] = time.monotonic(), why
             self._group.refresh()
             raise fresh(self.lost.get(number) or why) from error.__cause__
@@ -328,25 +370,30 @@ class Links:
     def _apart(self, job: Callable[[], None]) -> None:
         """Deal with a loss on a thread of its own: those of the pool may all be inside functions of users, for as long as they
         like, and one loss need not wait for the callbacks of another."""
-        thread = threading.Thread(target=self._run_apart, args=(job,), name="rdmarpc-loss", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # this process may have no more threads
+        if not self._spawn(job, "rdmarpc-loss"):
             self._progress.submit(job)
 
+    def _spawn(self, job: Callable[[], None], name: str) -> bool:
+        """Run it on a thread of its own. ``False``: this process may have no more threads."""
+        try:
+            threading.Thread(target=self._run_apart, args=(job,), name=name, daemon=True).start()
+        except RuntimeError:
+            return False
+        return True
+
     def _run_apart(self, job: Callable[[], None]) -> None:
-        self._losses.add(threading.current_thread())
+        self._apart_now.add(threading.current_thread())
         try:
             job()
         except BaseException as error:
             self._guard.note(error, "dealing with a loss")
         finally:
-            self._losses.discard(threading.current_thread())
+            self._apart_now.discard(threading.current_thread())
 
     def stop(self) -> None:
         """Let losses that are being dealt with be told, for a second at most."""
         limit = time.monotonic() + _STOP_S
-        for thread in list(self._losses):
+        for thread in list(self._apart_now):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, limit - time.monotonic()))
 

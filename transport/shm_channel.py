@@ -162,9 +162,10 @@ class CmaTransfer(Transfer):
         channel._check()
         for remote, tensor, write in self._pairs:
             local, nbytes = local_bytes(tensor)
-            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort.
+            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort. Within, nothing
+            # waits for the peer: the thread that hears its answer may itself wait for this lock.
             with channel.cma_lock:
-                address, mapped = channel.resolve(remote, write=write)
+                address, mapped = channel.resolve(remote, write=write, heard=True)
                 kernels.add(channel.peer_inbox + INFLIGHT_AT, 1)
                 try:
                     if kernels.load(channel.peer_inbox + CLOSED_AT):
@@ -366,8 +367,9 @@ class ShmChannel(Channel):
         check_notify(imm)
         return self.inbox + RECORDS_AT + imm * RECORD_BYTES
 
-    def resolve(self, remote: RemoteRegion, *, write: bool = False) -> tuple[int, bool]:
-        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``."""
+    def resolve(self, remote: RemoteRegion, *, write: bool = False, heard: bool = False) -> tuple[int, bool]:
+        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``. May
+        wait for the peer, unless the region was ``heard`` of before."""
         if remote.nbytes == 0:
             return 0, True
         if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
@@ -377,7 +379,7 @@ class ShmChannel(Channel):
                 raise self._refuse("memory that was lent is for reading only")
             return remote.offset, False
         table, entry = self._look_up(remote.region)
-        if entry is None:
+        if entry is None and not heard:
             self._hear_of(remote.region)
             table, entry = self._look_up(remote.region)
         if entry is None:

@@ -8,10 +8,12 @@ import threading
 import time
 
 import pytest
-from group import run_group
+import torch
+from group import results, run_group
 
 import rdmarpc as rpc
 from rdmarpc import agent
+from rdmarpc.nn import RemoteModule
 
 DEVICES = ["shm", "tcp"]
 
@@ -71,6 +73,53 @@ def test_a_first_call_to_a_stopped_worker_is_an_error_for_all_at_once(device):
     assert not hanging and len(found) == 6 and many < 1.0 + 3.0 + 1.0
     for seconds, text in found:
         assert seconds < 1.0 + 3.0 + 1.0 and "worker1" in text, found
+
+
+def deadlines_of_first_calls(rank):
+    """Rank 1 stops before anybody has called it, and goes on before it is given up."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        rpc.shutdown(timeout=30)
+        return None
+    stopped = _sibling()
+    ways = {
+        "rpc_sync": lambda: rpc.rpc_sync("worker1", number, (1,), timeout=0.5),
+        "rpc_async": lambda: rpc.rpc_async("worker1", number, (2,), timeout=0.5).wait(),
+        "remote": lambda: rpc.remote("worker1", number, (3,), timeout=0.5).to_here(timeout=0.5),
+        "RemoteModule": lambda: RemoteModule("worker1/cpu", torch.nn.Linear, (2, 2)).forward(torch.ones(2)),
+    }
+    took = {}
+    rpc._set_rpc_timeout(0.5)
+    try:
+        for way, call in ways.items():
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout|timed out"):
+                call()
+            took[way] = time.monotonic() - start
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    rpc._set_rpc_timeout(60.0)
+    assert rpc.rpc_sync("worker1", number, (4,)) == 4
+    rpc.shutdown(timeout=30)
+    return took
+
+
+def _sibling() -> int:
+    """The other worker, when it has stopped."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
+            stopped = [int(pid) for pid in file.read().split() if int(pid) != os.getpid() and _stopped(int(pid))]
+        if stopped:
+            return stopped[0]
+        time.sleep(0.01)
+    raise AssertionError("it does not stop")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_first_call_ends_at_its_deadline(device):
+    took = results(run_group(deadlines_of_first_calls, 2, transport=device, peer_timeout=30.0))[0]
+    assert max(took.values()) < 0.5 + 3.0, took
 
 
 def call_one_that_no_way_leads_to(rank):

@@ -98,6 +98,22 @@ def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> No
 
 
 @pytest.mark.parametrize("kind", ["shm"], indirect=True)
+def test_a_copy_of_what_is_gone_asks_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the lock that the thread which hears the peer waits for when more regions go."""
+    if pair.ab.no_cma:  # type: ignore[attr-defined]
+        pytest.skip("this system does not allow cross-memory attach")
+    region = pair.b.register(torch.full((5000,), S, dtype=torch.uint8))
+    transfer = pair.ab.prepare([(filled(pair.a, 5000, 0), RemoteRegion.load(region.export()))])
+    transfer.post().wait(T)
+    region.close()
+    asked: list[object] = []
+    monkeypatch.setattr(pair.ab, "_ask", lambda *question: asked.append(question))
+    with pytest.raises(RemoteAccessError, match="not registered"):
+        transfer.post().wait(T)
+    assert not asked
+
+
+@pytest.mark.parametrize("kind", ["shm"], indirect=True)
 def test_foreign_memory_of_a_process_that_has_ended_is_a_loss_of_that_peer(pair: Pair) -> None:
     if getattr(pair.ab, "no_cma", "not by attach"):
         pytest.skip("cross-memory attach is not used, or not allowed")
