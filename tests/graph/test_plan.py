@@ -176,12 +176,12 @@ def test_errors_travel():
     try:
         raise KeyError("x" * 100_000)
     except KeyError as error:
-        blob = WorkerError.of(error).dump(4096)
+        blob = WorkerError.of(error, "w7").dump(4096)
     assert len(blob) <= 4096
     raised = WorkerError.load(blob).raised("w7")
     assert isinstance(raised, KeyError)
     assert "'w7'" in str(raised)
-    raised = WorkerError.load(WorkerError.of(Local("odd")).dump(4096)).raised("w7")
+    raised = WorkerError.load(WorkerError.of(Local("odd"), "w7").dump(4096)).raised("w7")
     assert "odd" in str(raised)
 
 
