@@ -57,6 +57,7 @@ _LEAVE_TIMEOUT_S = 5.0
 _GOODBYE_S, _PAUSE_S = 5.0, 0.001
 _IDLE_POLL_S = 0.005
 _PASSED_S = 1e-9
+_CONNECT_S = 1.0
 _NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
@@ -253,23 +254,15 @@ class Agent:
     ) -> Pending:
         if not callable(function):
             raise TypeError("function should be callable.")
+        link = self._links.get(to.number)
+        if link is None:
+            return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
         event = None
         if torch_profiler._is_profiler_enabled:
             event = profiling.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
-        link = self._links.get(to.number)
-        if link is None:
-            begun = time.monotonic()
-            try:
-                link = self.links.to(to.number, begun + limit if limit else None)
-            except TransferTimeout:
-                return self.caller.failed(timed_out(limit, to.name), limit, future=future)
-            except RdmaError as error:
-                return self.caller.failed(error, limit, future=future)
-            if limit:  # which counts from the call
-                limit = max(_PASSED_S, limit - (time.monotonic() - begun))
         context = None
         if self.contexts.live and (not flags & CONTROL or hasattr(function, "_carries_context")):
             context = _current_context.context
@@ -280,6 +273,25 @@ class Agent:
         )
         if event is not None:
             profiling.follow(event, pending)
+        return pending
+
+    def _start_first(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
+    ) -> Pending:
+        """``_start``, of a call to a worker that has to be connected to, which takes of the call's time. A worker has
+        ``_CONNECT_S`` for it at the least: so a call with less time is made, too."""
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
+        begun = time.monotonic()
+        try:
+            self.links.to(to.number, begun + max(limit, _CONNECT_S) if limit else None)
+        except TransferTimeout:
+            return self.caller.failed(timed_out(limit, to.name), limit, future=future)
+        except RdmaError as error:
+            return self.caller.failed(error, limit, future=future)
+        spent = time.monotonic() - begun
+        pending = self._start(to, function, args, kwargs, timeout, flags, future, *numbers)
+        if pending.deadline is not None:
+            pending.deadline -= spent
         return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
