@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ Entry = dict[str, Any]
 Times = list[tuple[int, int]]
 _MEMORY_MIB = 200
 _DESCRIPTORS = 2
-_IN_CALLBACK = "running the callback: PeerLost"
+_IN_CALLBACK = re.compile(r"running the callback: (PeerLost|ArenaFull)\b")
 """How torch wraps what a callback of a future raises."""
 
 
@@ -71,7 +72,7 @@ def _expected_exits(trial: Trial, rank: int) -> set[int | None]:
 
 def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
     """Why this error should not have been, or empty."""
-    kind, tree, rank = entry["kind"], entry["tree"], entry["rank"]
+    kind, tree, rank = entry["kind"], _classes(entry), entry["rank"]
     if any(fault.kind == "arena" for fault in trial.faults) and {"ArenaFull", "TransferTimeout"} & set(tree):
         return "" if kind not in ("init", "shutdown") else "these need no memory of messages"
     if any(fault.kind == "descriptors" for fault in trial.faults) and _out_of_descriptors(trial, entry):
@@ -95,8 +96,6 @@ def _wrong_error(trial: Trial, entry: Entry, times: Times) -> str:
         return f"it does not concern worker {sorted(victims)}"
     if kind in ("init", "join"):
         return "" if {"PeerLost", "TransferTimeout"} & set(tree) else "of another kind"
-    if _IN_CALLBACK in entry["text"]:
-        tree = [*tree, "PeerLost"]
     if not {"PeerLost", "TransferTimeout"} & set(tree):
         return "of another kind"
     if kind == "connect":
@@ -123,8 +122,13 @@ def _out_of_descriptors(trial: Trial, entry: Entry) -> bool:
     """A named error at, or about, the worker that had no descriptor left, or of somebody who left because of that."""
     victims = {fault.victim for fault in trial.faults if fault.kind == "descriptors"}
     concerned = {entry["rank"], *entry["touched"], *(ranks_in(entry["text"]) if _says(entry, "RAISED") else ())}
-    named = "RdmaError" in entry["tree"] or _IN_CALLBACK in entry["text"]
-    return named and bool(victims & concerned)
+    return "RdmaError" in _classes(entry) and bool(victims & concerned)
+
+
+def _classes(entry: Entry) -> list[str]:
+    """Of an error, and of one of ours that it wraps."""
+    wrapped = _IN_CALLBACK.search(entry["text"])
+    return entry["tree"] if wrapped is None else [*entry["tree"], wrapped[1], "RdmaError"]
 
 
 def _disturbed(trial: Trial, entry: Entry, times: Times, lag: float) -> str:
