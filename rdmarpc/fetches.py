@@ -142,12 +142,14 @@ class Fetch:
 class Held:
     """The requests of one peer that are not begun yet, in order. Thread-safe, never blocks."""
 
-    __slots__ = ("_entries", "_lock", "_under_way", "_unread", "any", "ever")
+    __slots__ = ("_entries", "_lock", "_under_way", "_unread", "any", "ever", "reading")
 
     def __init__(self) -> None:
         self._entries: deque[Fetch] = deque()
         self._unread: deque[Fetch] = deque()
         self._under_way = 0
+        self.reading = 0
+        """How many READs are on their way, and so have the memory that they need."""
         self._lock = threading.Lock()
         self.any = False
         """Whether there are some: those that come go behind them."""
@@ -177,6 +179,11 @@ class Held:
         """All of one is here, or never will be."""
         with self._lock:
             self._under_way -= 1
+
+    def reads(self, more: int) -> None:
+        """One has begun (1), or ended (-1)."""
+        with self._lock:
+            self.reading += more
 
     def take(self) -> Fetch | None:
         """The first, if it is ready: it is held no longer."""
@@ -227,9 +234,11 @@ def _advance(callee: Callee, link: Link, request: Fetch) -> None:
     if work is None:
         link.held.over()
     else:
+        link.held.reads(1)
         work.then(lambda: callee.caller.progress.submit(partial(_came, callee, link, request)))
 
 
 def _came(callee: Callee, link: Link, request: Fetch) -> None:
+    link.held.reads(-1)
     _advance(callee, link, request)
     _go_on(callee, link)

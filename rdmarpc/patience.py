@@ -32,6 +32,8 @@ class Patience:
     def __init__(self, agent: Agent) -> None:
         self._agent = weakref.proxy(agent)
         self._arena: Arena = agent.device.arena
+        self._waiting: set[int] = set()
+        """The threads of the pool that wait here, by ``Progress.slot``: none of them frees anything meanwhile."""
         self.waits = 0
         """Allocations that had to wait, ever."""
 
@@ -46,6 +48,14 @@ class Patience:
             return self._wait(channel, nbytes, deadline, full)
 
     def _wait(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
+        slot = self._agent.progress.slot
+        self._waiting.add(slot)
+        try:
+            return self._retry(channel, nbytes, deadline, full)
+        finally:
+            self._waiting.discard(slot)
+
+    def _retry(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
         self.waits += 1
         begin = time.monotonic()
         limit = begin + DEFAULT_S if deadline is None else deadline
@@ -76,9 +86,9 @@ class Patience:
         """Whether something runs, or is lent, that may free memory when it ends."""
         agent = self._agent
         return bool(
-            agent.progress.others_run
+            agent.progress.others_run(self._waiting)
             or not agent.callee.settled
-            or any(link.held.any for link in list(agent.links.rows.values()))
+            or any(link.held.reading for link in list(agent.links.rows.values()))
             or agent.callee.handovers.outstanding
             or any(not pending.control for pending in list(agent.caller.pending.values()))
         )

@@ -137,9 +137,13 @@ class Progress:
         return held & 3 == words.HOLDING and held >> 3 in (local.get("waiter", 0) >> 3, local.get("pool", 0))
 
     @property
-    def others_run(self) -> bool:
-        """Whether functions run, besides the one that this thread may be in."""
-        return bool(self._running - {self._local.__dict__.get("pool", 0)})
+    def slot(self) -> int:
+        """Which thread of the pool this one is; 0: none."""
+        return self._local.__dict__.get("pool", 0)
+
+    def others_run(self, besides: set[int]) -> bool:
+        """Whether functions run on threads of the pool other than these (by ``slot``)."""
+        return bool(self._running - besides)
 
     def _waiter(self) -> int:
         try:

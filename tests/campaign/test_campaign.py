@@ -54,11 +54,13 @@ def test_strangers(device: str) -> None:
     assert siege.connections
 
 
-@pytest.mark.xfail(strict=False, reason="a new trial may find what is not mended yet: docs/trust.md says what is open")
 def test_one_that_nobody_has_seen_before() -> None:
-    """``CAMPAIGN_TRIAL`` does one again."""
+    """``CAMPAIGN_TRIAL`` does one again. A wrong result fails; for the rest, ``docs/trust.md`` says what is open."""
     number = int(os.environ.get("CAMPAIGN_TRIAL") or random.randrange(10**9))
     one = trial.draw(number, workloads=WORKLOADS)
     print(f"python -m tests.campaign --workloads {','.join(WORKLOADS)} --replay {number}: {one}")
     outcome = supervisor.run(one)
-    assert not outcome.problems, "\n".join([str(one), *outcome.problems, f"again: CAMPAIGN_TRIAL={number}"])
+    found = "\n".join([str(one), *outcome.problems, f"again: CAMPAIGN_TRIAL={number}"])
+    assert not any(problem.startswith("wrong data") for problem in outcome.problems), found
+    if outcome.problems:
+        pytest.xfail(found)

@@ -27,7 +27,8 @@ FULL_TIMEOUT_S = 6.0
 """Of calls where arenas are small: for so long a call waits for memory."""
 THREADS = 3
 _M_MMAP_THRESHOLD = -3
-SHUTDOWN_S = 20.0
+SHUTDOWN_S, FULL_SHUTDOWN_S = 20.0, 60.0
+"""Of ``shutdown``; the second where arenas are small: one operation may wait for memory several times."""
 
 
 def main(trial: Trial, rank: int, folder: str, namespace: int) -> None:
@@ -122,8 +123,9 @@ def _calls(scene: Any, chance: random.Random) -> None:
     scene.diary.write("address", text=rpc._get_current_rpc_agent().device.address.decode())
     step = STEPS.get(scene.trial.workload) or {"wrap": training.wrap, "serve": training.serve}[scene.trial.workload]
     _work(scene, lambda chance: step(scene, chance), THREADS if scene.trial.workload in STEPS else 1)
+    full = any(fault.kind == "arena" for fault in scene.trial.faults)
     with scene.diary.doing("shutdown", *everybody):
-        rpc.shutdown(timeout=SHUTDOWN_S)
+        rpc.shutdown(timeout=FULL_SHUTDOWN_S if full else SHUTDOWN_S)
 
 
 def _channels(scene: Any, chance: random.Random) -> None:
