@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -194,7 +195,8 @@ def test_a_name_or_rank_that_is_taken():
     results(run_group(names_and_ranks_taken, 2, dynamic=True))
 
 
-def dies_and_is_replaced(meeting):
+def dies_and_is_replaced(meeting, *, missed_late=False):
+    """``missed_late``: worker 0 knows that it has lost the first one, and has not got round to looking who is in the group."""
     if meeting.rank == 2:
         meeting.join(name="mortal", rank=5)
         meeting.say("joined")
@@ -204,6 +206,8 @@ def dies_and_is_replaced(meeting):
         meeting.hear("joined")
         meeting.join()
         assert rpc.rpc_sync("mortal", identity, (1,)) == 1
+        if missed_late:
+            agent.current().group.take_out = lambda record: meeting.hear("greeted")
         pending = rpc.rpc_async("mortal", slow, (20.0,))
         meeting.say("linked")
         with pytest.raises(rpc.PeerLost, match="mortal"):
@@ -211,6 +215,7 @@ def dies_and_is_replaced(meeting):
         meeting.say("buried")
         meeting.hear("replaced")
         assert rpc.rpc_sync("mortal", identity, ("second life",)) == "second life"
+        assert rpc.rpc_sync(5, identity, ("by rank",)) == "by rank"
         meeting.say("greeted")
         rpc.shutdown()
     else:
@@ -221,9 +226,11 @@ def dies_and_is_replaced(meeting):
         rpc.shutdown()
 
 
+@pytest.mark.parametrize("missed_late", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_killed_worker_is_replaced(device):
-    outcomes = run_group(dies_and_is_replaced, 3, dynamic=True, transport=device)
+def test_a_killed_worker_is_replaced(device, missed_late):
+    scenario = partial(dies_and_is_replaced, missed_late=missed_late)
+    outcomes = run_group(scenario, 3, dynamic=True, transport=device)
     assert not outcomes[0].error and not outcomes[1].error, outcomes
     assert outcomes[2].exit_code == -signal.SIGKILL
 
@@ -239,42 +246,6 @@ def taken_out_by_others(meeting):
 
 def test_a_worker_that_others_took_out_can_call_itself():
     results(run_group(taken_out_by_others, 1, dynamic=True))
-
-
-def replaced_before_it_is_missed(meeting):
-    """Worker 0 knows that it has lost the first one, and has not got round to looking who is in the group."""
-    if meeting.rank == 1:
-        meeting.join(name="mortal", rank=5)
-        meeting.say("joined")
-        meeting.hear("linked")
-        die()
-    if meeting.rank == 0:
-        meeting.hear("joined")
-        meeting.join()
-        assert rpc.rpc_sync("mortal", identity, (1,)) == 1
-        agent.current().group.take_out = lambda record: meeting.hear("greeted")
-        pending = rpc.rpc_async("mortal", slow, (20.0,))
-        meeting.say("linked")
-        with pytest.raises(rpc.PeerLost, match="mortal"):
-            pending.wait()
-        meeting.say("buried")
-        meeting.hear("replaced")
-        assert rpc.rpc_sync("mortal", identity, ("by name",)) == "by name"
-        assert rpc.rpc_sync(5, identity, ("by rank",)) == "by rank"
-        meeting.say("greeted")
-    else:
-        meeting.hear("buried")
-        meeting.join(name="mortal", rank=5)
-        meeting.say("replaced")
-        meeting.hear("greeted")
-    rpc.shutdown()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_name_means_who_has_it_now(device):
-    outcomes = run_group(replaced_before_it_is_missed, 3, dynamic=True, transport=device)
-    assert not outcomes[0].error and not outcomes[2].error, outcomes
-    assert outcomes[1].exit_code == -signal.SIGKILL
 
 
 def cuts_one_off(meeting):

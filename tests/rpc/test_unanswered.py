@@ -49,13 +49,16 @@ def call_one_that_stopped(rank):
             future.wait()
     many = time.monotonic() - start
     peers = [thread for thread in threads if thread.is_alive()]
-    with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
-        children = [int(pid) for pid in file.read().split()]
     rpc.shutdown(graceful=False)
-    for pid in children:
-        if pid != os.getpid() and _stopped(pid):
-            os.kill(pid, signal.SIGKILL)
+    for pid in _stopped_siblings():
+        os.kill(pid, signal.SIGKILL)
     return len(peers), found, many
+
+
+def _stopped_siblings() -> list[int]:
+    """The other workers that do not run."""
+    with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
+        return [pid for pid in map(int, file.read().split()) if pid != os.getpid() and _stopped(pid)]
 
 
 def _stopped(pid: int) -> bool:
@@ -81,7 +84,10 @@ def deadlines_of_first_calls(rank):
         os.kill(os.getpid(), signal.SIGSTOP)
         rpc.shutdown(timeout=30)
         return None
-    stopped = _sibling()
+    limit = time.monotonic() + 20
+    while not (stopped := _stopped_siblings()):
+        assert time.monotonic() < limit, "it does not stop"
+        time.sleep(0.01)
     ways = {
         "rpc_sync": lambda: rpc.rpc_sync("worker1", number, (1,), timeout=0.5),
         "rpc_async": lambda: rpc.rpc_async("worker1", number, (2,), timeout=0.5).wait(),
@@ -97,23 +103,11 @@ def deadlines_of_first_calls(rank):
                 call()
             took[way] = time.monotonic() - start
     finally:
-        os.kill(stopped, signal.SIGCONT)
+        os.kill(stopped[0], signal.SIGCONT)
     rpc._set_rpc_timeout(60.0)
     assert rpc.rpc_sync("worker1", number, (4,)) == 4
     rpc.shutdown(timeout=30)
     return took
-
-
-def _sibling() -> int:
-    """The other worker, when it has stopped."""
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
-            stopped = [int(pid) for pid in file.read().split() if int(pid) != os.getpid() and _stopped(int(pid))]
-        if stopped:
-            return stopped[0]
-        time.sleep(0.01)
-    raise AssertionError("it does not stop")
 
 
 @pytest.mark.parametrize("device", DEVICES)
