@@ -49,8 +49,6 @@ FIRST_FREE_NOTIFY = 16
 ANSWER_TIMEOUT_S = 60.0
 """How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL.
 Who does not run at all is lost after ``peer_timeout``."""
-HEARD_S = 0.002
-"""How often who waits for such an answer looks whether what it would tell has become known."""
 Local = torch.Tensor | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 

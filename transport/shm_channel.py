@@ -7,42 +7,28 @@ by the peer), then the notification records. The invariants are those of ``kerne
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import select
 import socket
 import struct
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from . import cma, kernels
-from .channel import (
-    ANSWER_TIMEOUT_S,
-    DONE,
-    HEARD_S,
-    Channel,
-    Local,
-    Mapped,
-    Pair,
-    Transfer,
-    Window,
-    Work,
-    check_notify,
-    sort_pair,
-)
+from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .guard import broken_by
 from .handed import credentials, mapped, received
 from .heartbeat import goodbye
 from .memory import address_of
 from .notify import MAX_NOTIFY, RECORD_BYTES
+from .questions import Questions
 from .region import LENT, RemoteRegion, local_bytes
 
 if TYPE_CHECKING:
@@ -279,8 +265,7 @@ class ShmChannel(Channel):
         self._adoptions: dict[int, _Adoption] = {}
         self._users: weakref.WeakSet[_Armed] = weakref.WeakSet()
         self._send_lock = threading.Lock()
-        self._acks: dict[tuple[int, int], threading.Event] = {}
-        self._questions = itertools.count()
+        self._questions = Questions()
         self._end_lock = threading.Lock()
         self.socket_open = True
         self.broke = self.told = False
@@ -435,26 +420,12 @@ class ShmChannel(Channel):
         """Wait until that region has been announced, or never will be. Announcements leave before any descriptor that names
         them, so one that is missing is on its way, and needs nothing of the peer any more. They are ordered: after the peer's
         answer we know all that it knew."""
-        self._ask(SYNC, next(self._questions), lambda: self._look_up(region)[1] is not None)
-
-    def _ask(self, kind: int, number: int, known: Callable[[], bool] = lambda: False) -> None:
-        """Send, and wait for the acknowledgement, or until what it would tell is ``known`` (never from the device's service
-        thread)."""
-        event = self._acks.setdefault((kind + 1, number), threading.Event())
-        try:
-            self.send(kind, number)
-            limit = time.monotonic() + ANSWER_TIMEOUT_S
-            while not known() and not event.wait(HEARD_S):
-                self._check()
-                if time.monotonic() > limit:
-                    raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="shm")
-        finally:
-            self._acks.pop((kind + 1, number), None)
-        self._check()
+        questions = self._questions
+        questions.ask(self, self.send, SYNC, questions.number(), lambda: self._look_up(region)[1] is not None)
 
     def withdraw(self, number: int) -> None:
         """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
-        self._ask(GONE, number)
+        self._questions.ask(self, self.send, GONE, number)
 
     def receive(self) -> bool:
         """Handle one control message (device's service thread). ``False`` when the connection has ended."""
@@ -477,15 +448,16 @@ class ShmChannel(Channel):
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
         if kind in (SEGMENT, LANDING):
             self._map(fds, number, key, nbytes, writable=kind == LANDING)
+            self._questions.news()
         elif kind == REGION:
             self._foreign[number] = (address, nbytes, key)
+            self._questions.news()
         elif kind == GONE:
             self._gone(number)
         elif kind == SYNC:
             self.send(SYNC_ACK, number)
         elif kind in (GONE_ACK, SYNC_ACK):
-            if event := self._acks.get((kind, number)):
-                event.set()
+            self._questions.answer(kind, number)
         elif kind == BYE:
             status, why = goodbye(number)
             self.lose(PeerLost(why, peer=self.peer, device="shm", status=status))
@@ -537,8 +509,7 @@ class ShmChannel(Channel):
             users = list(self._users)
         for user in users:
             user.disarm()
-        for event in list(self._acks.values()):
-            event.set()
+        self._questions.news()
         return True
 
     def forked(self, error: RdmaError) -> None:

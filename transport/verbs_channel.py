@@ -19,18 +19,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
-from .channel import ANSWER_TIMEOUT_S, HEARD_S, Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
+from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, fresh, kept
 from .heartbeat import goodbye
 from .memory import anonymous
 from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
+from .questions import Questions
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_gpu import FlushedExpectation
@@ -70,8 +71,7 @@ class VerbsChannel(Channel):
         self._places: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
         self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
         self._table_lock = threading.Lock()
-        self._acks: dict[tuple[int, int], threading.Event] = {}
-        self._questions = itertools.count(1)
+        self._questions = Questions()
         self._left: deque[tuple[Lane, int, Held]] = deque()  # filled by finalizers: append only
         self.gpus = bool(device.gpu_kind)
         self.later: set[Later] = set()
@@ -135,7 +135,8 @@ class VerbsChannel(Channel):
         if entry is None:
             # Announcements leave before any descriptor that names them, so one that is missing is on its way, and needs nothing
             # of the peer any more. They are ordered: after the answer we know all that the descriptor's owner knew.
-            self._ask(verbs_control.SYNC, next(self._questions), lambda: remote.region in self._places)
+            ask, number = self._questions.ask, self._questions.number()
+            ask(self, self.stream.send, verbs_control.SYNC, number, lambda: remote.region in self._places)
             entry = self._places.get(remote.region)
         if entry is None:
             raise self.refused(f"region {remote.region} is not registered (any more)")
@@ -248,23 +249,9 @@ class VerbsChannel(Channel):
 
     # -- control messages
 
-    def _ask(self, kind: int, number: int, known: Callable[[], bool] = lambda: False) -> None:
-        """Send, and wait for the acknowledgement or until what it would tell is ``known`` (never from the device's threads)."""
-        event = self._acks.setdefault((kind + 1, number), threading.Event())
-        try:
-            self.stream.send(kind, number)
-            limit = time.monotonic() + ANSWER_TIMEOUT_S
-            while not known() and not event.wait(HEARD_S):
-                self._check()
-                if time.monotonic() > limit:
-                    raise TransferTimeout("the peer did not acknowledge a control message", peer=self.peer, device="verbs")
-        finally:
-            self._acks.pop((kind + 1, number), None)
-        self._check()
-
     def withdraw(self, number: int) -> None:
         """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
-        self._ask(verbs_control.GONE, number)
+        self._questions.ask(self, self.stream.send, verbs_control.GONE, number)
 
     def hear(self, message: Message) -> None:
         """Handle one control message (device's service thread). Raises ``PeerLost`` for a goodbye."""
@@ -275,14 +262,14 @@ class VerbsChannel(Channel):
                 self._places[number] = (message.address, message.nbytes, message.key, message.rkey, writable)
                 if kind == verbs_control.REGION:
                     self._foreign[number] = weakref.WeakSet()
+            self._questions.news()
         elif kind == verbs_control.GONE:
             # Waits for what is under way there: not on the thread that serves all channels.
             threading.Thread(target=self._give_up_region, args=(number,), name="rdmarpc-revoke", daemon=True).start()
         elif kind == verbs_control.SYNC:
             self.stream.send(verbs_control.SYNC_ACK, number)
         elif kind in (verbs_control.GONE_ACK, verbs_control.SYNC_ACK):
-            if event := self._acks.get((kind, number)):
-                event.set()
+            self._questions.answer(kind, number)
         elif kind == verbs_control.BYE:
             status, why = goodbye(number)
             raise PeerLost(why, peer=self.peer, device="verbs", status=status)
@@ -328,8 +315,7 @@ class VerbsChannel(Channel):
             self.error = kept(error)
         for lane in self.lanes:
             lane.end()
-        for event in list(self._acks.values()):
-            event.set()
+        self._questions.news()
         return True
 
     def forked(self, error: RdmaError) -> None:

@@ -107,7 +107,7 @@ def test_a_copy_of_what_is_gone_asks_nobody(pair: Pair, monkeypatch: pytest.Monk
     transfer.post().wait(T)
     region.close()
     asked: list[object] = []
-    monkeypatch.setattr(pair.ab, "_ask", lambda *question: asked.append(question))
+    monkeypatch.setattr(pair.ab._questions, "ask", lambda *question: asked.append(question))  # type: ignore[attr-defined]
     with pytest.raises(RemoteAccessError, match="not registered"):
         transfer.post().wait(T)
     assert not asked
