@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import cloudpickle
-import torch
-
-from .serialize import keep_in_band
 
 
 class Pickler(cloudpickle.Pickler):
-    """``reduce`` is asked first, cloudpickle for the rest."""
+    """``reduce`` is asked first, cloudpickle for the rest. ``in_band``: see ``pickle.Pickler``: ``buffer_callback``."""
 
-    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], buffers: list[torch.Tensor]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=partial(keep_in_band, buffers))
+    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], in_band: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=in_band)
         self._reduce = reduce
 
     def reducer_override(self, value: Any) -> Any:

@@ -21,20 +21,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from . import layout, serialize
+from . import layout
 from .device_maps import Targets
 from .gpu_streams import Streams
+from .incoming import landed_on_gpu
 from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, cuda_driver
 from .transport.cuda_ipc import Exports, Imports, imports_of
 from .transport.cuda_slots import Borrowed, Lent
 from .transport.guard import Guard
-
-if TYPE_CHECKING:
-    from .link import Link
 
 _GROUP = struct.Struct("<QIIHHH")  # sender, slot, generation, index at the sender, index at the receiver, tensors
 _TENSOR = struct.Struct("<QQQ64sI")  # number of the segment, its base, offset, handle, bytes of the description that follows
@@ -43,7 +41,18 @@ _PROBE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S, _POLL_S = 1.0, 0.005
 _left: list[object] = []
 
-Find = Callable[[int], "Link"]
+
+class Reached(Protocol):
+    """Another worker that we are connected to."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def channel(self) -> Channel: ...
+
+
+Find = Callable[[int], Reached]
 Call = Callable[[int, Any, tuple[Any, ...], float], Any]
 
 
@@ -78,8 +87,8 @@ class Parcel:
 
 
 class Gpus:
-    """The GPU side of an agent. Thread-safe. ``find(worker)``: the link to a worker; ``call(worker, function, args,
-    timeout)``: call a function of ours there."""
+    """The GPU side of an agent. Thread-safe. ``find(worker)``: that worker, connected to if need be;
+    ``call(worker, function, args, timeout)``: call a function of ours there."""
 
     def __init__(self, me: int, device: Device, targets: Targets, find: Find, call: Call) -> None:
         self._me, self._device, self.targets, self._find, self._call = me, device, targets, find, call
@@ -183,7 +192,7 @@ class Gpus:
             self._device.count_staged(known.nbytes)
             place = self._where(value)
         parcel.tensors.append((value, layout.encode(what), target, place))
-        return serialize.landed_on_gpu, (len(parcel.tensors) - 1, tensor.requires_grad)
+        return landed_on_gpu, (len(parcel.tensors) - 1, tensor.requires_grad)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in the arena. Waits for the current stream."""

@@ -48,7 +48,7 @@ _VALUES = {
     "torch.serialization": ("_get_layout",),
     "rdmarpc.graph.bundle": ("Bundle",),
     "rdmarpc.options": ("WorkerInfo",),
-    "rdmarpc.serialize": ("_in_parts", "_landed", "landed_on_gpu"),
+    "rdmarpc.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.gpu": ("_from_host",),
     "rdmarpc.reducers": ("_coo", "_compressed", "_parameter", "_quantised", "_storage", "_subclass", "_typed_storage"),
     "rdmarpc.rref": ("_receive",),

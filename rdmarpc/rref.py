@@ -11,6 +11,7 @@ from . import autograd, grad_error, grad_flow, serialize
 from .frames import CONTROL
 from .functions import MAY_DEFER, async_execution
 from .future import fail, mapped
+from .incoming import landed_reference
 from .options import WorkerInfo
 from .rref_forks import Fork
 from .rref_proxy import Proxy, call, call_async, create
@@ -252,7 +253,7 @@ def _reduce(handle: RRef[Any], pickler: Any) -> Any:
 
 
 def _receive(index: int) -> RRef[Any]:
-    return RRef._over(_agent.current(), serialize.landed_reference(index))
+    return RRef._over(_agent.current(), landed_reference(index))
 
 
 serialize.register_reducer(RRef, _reduce)

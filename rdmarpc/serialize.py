@@ -15,7 +15,6 @@ import ctypes
 import io
 import pickle
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from . import device_maps, gpu, permits, reducers, unpicklable
+from .incoming import beside, in_parts, landed
 from .layout import travels
 
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
@@ -35,37 +35,8 @@ _TAIL = struct.Struct(
 )  # the end: bytes of what ``gpu`` put in front of it, and how many tensors, the last ones, are buffers
 
 
-class _Incoming(threading.local):
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.references: list[Any] = []
-        self.parts: list[torch.Tensor] = []
-        self.on_gpu: list[torch.Tensor] = []
-
-
-_incoming = _Incoming()
-
-
-def _landed(index: int) -> torch.Tensor:
-    return _incoming.tensors[index]
-
-
-def landed_on_gpu(index: int, requires_grad: bool) -> torch.Tensor:
-    """Number ``index`` of the tensors that came from GPU to GPU. Only while unpickling."""
-    tensor = _incoming.on_gpu[index]
-    return tensor.requires_grad_() if requires_grad else tensor
-
-
-def landed_reference(index: int) -> Any:
-    """Number ``index`` of what ``loads`` was given as references. Only while unpickling."""
-    return _incoming.references[index]
-
-
-def _in_parts(rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-    """A tensor that travels in parts and requires grad."""
-    made = rebuild(*args)
-    _incoming.parts.append(made)
-    return made
+Reduce = Callable[[Any], Any]
+InBand = Callable[[pickle.PickleBuffer], bool]
 
 
 class Enclosed(Protocol):
@@ -98,7 +69,7 @@ class Message:
         if kind is torch.Tensor:
             if travels(value):
                 self.tensors.append(value)
-                return _landed, (len(self.tensors) - 1,)
+                return landed, (len(self.tensors) - 1,)
             if gpu.current is not None and gpu.current.takes(value):
                 return self._in_parts(value, self._from_gpu(gpu.current, value))
             return self._in_parts(value, reducers.reduce_tensor(value))
@@ -125,7 +96,7 @@ class Message:
         if reduced is NotImplemented or not value.requires_grad:
             return reduced
         self.parts.append(value)
-        return _in_parts, reduced
+        return in_parts, reduced
 
 
 _parts: dict[type, Callable[[Any], Any]] = {
@@ -143,10 +114,10 @@ def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """``reduce`` gives the tensors another way; ``buffers`` receives the large buffers of other objects."""
+    """``reduce`` gives the tensors another way; ``in_band`` says whether a buffer of another object stays in the pickle."""
 
-    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], buffers: list[torch.Tensor]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=partial(keep_in_band, buffers))
+    def __init__(self, file: io.BytesIO, reduce: Reduce, in_band: InBand) -> None:
+        super().__init__(file, protocol=5, buffer_callback=in_band)
         # Looked up on the object: one Python call less for everything that is pickled.
         self.reducer_override = reduce  # type: ignore[method-assign]
 
@@ -159,13 +130,13 @@ def _fails(value: Any) -> bool:
         return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
 
     try:
-        _pickler(io.BytesIO(), reduce, []).dump(value)
+        _pickler(io.BytesIO(), reduce, partial(_in_band, [])).dump(value)
     except Exception:
         return True
     return False
 
 
-def keep_in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+def _in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
     """Take a large buffer out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
     view = buffer.raw()
     if view.nbytes < _BUFFER_BYTES:
@@ -213,7 +184,7 @@ def dumps(
     message = Message(to, reply)
     lent = b""
     try:
-        _pickler(file, message.reduce, message.buffers).dump(value)
+        _pickler(file, message.reduce, partial(_in_band, message.buffers)).dump(value)
         if message.parcel is not None and message.parcel.tensors:
             assert gpu.current is not None
             lent = gpu.current.pack(message.parcel)
@@ -247,15 +218,15 @@ def loads(
         payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
     lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
     on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
-    outer = _incoming.tensors, _incoming.references, _incoming.parts, _incoming.on_gpu
-    _incoming.tensors, _incoming.references, _incoming.parts = tensors, references or [], [] if parts is None else parts
-    _incoming.on_gpu = on_gpu
+    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu
+    beside.tensors, beside.references, beside.parts = tensors, references or [], [] if parts is None else parts
+    beside.on_gpu = on_gpu
     try:
         if not count:
             return permits.loads(payload)
         return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
     finally:
-        _incoming.tensors, _incoming.references, _incoming.parts, _incoming.on_gpu = outer
+        beside.tensors, beside.references, beside.parts, beside.on_gpu = outer
 
 
 def lends(payload: bytes) -> bool:
@@ -270,7 +241,7 @@ def undo(to: int, payload: bytes) -> None:
         gpu.current.undo(to, payload[-_TAIL.size - lent : -_TAIL.size])
 
 
-_pickler: Callable[[io.BytesIO, Callable[[Any], Any], list[torch.Tensor]], pickle.Pickler] = _Pickler
+_pickler: Callable[[io.BytesIO, Reduce, InBand], pickle.Pickler] = _Pickler
 _needed_by_value: Callable[[Any], bool] | None = None
 """Whether a function or class has to travel by value."""
 
@@ -280,7 +251,7 @@ def use_cloudpickle(wanted: bool) -> None:
     process). ``ImportError`` if cloudpickle is not installed."""
     global _pickler, _needed_by_value
     if wanted:
-        from . import by_value
+        from . import by_value  # cloudpickle need not be installed
 
         _pickler, _needed_by_value = by_value.Pickler, by_value.needed
     else:
