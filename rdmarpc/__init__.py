@@ -39,7 +39,7 @@ from .transport import (
 if TYPE_CHECKING:
     from .balance import auto_placement
     from .served import serve
-    from .session import wrap
+    from .wrapped_model import wrap
 
 __all__ = [
     "ArenaFull",
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 
-_LATE = {"auto_placement": ".balance", "serve": ".served", "wrap": ".session"}
+_LATE = {"auto_placement": ".balance", "serve": ".served", "wrap": ".wrapped_model"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -25,11 +25,9 @@ from .graph.capture import Capture, TensorSpec, capture_call, mode_of
 from .graph.devices import CPU, named
 from .graph.sizes import Sizes
 from .remote_parameter import RemoteParameter
+from .session import Session
 from .signature import Miss
 from .transport import NotSupported
-
-if TYPE_CHECKING:
-    from .session import Session
 
 PLANS = 128
 """How many calls are kept set up, at least."""

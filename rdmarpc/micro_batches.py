@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .graph.header import HEADER_BYTES
 from .graph.methods import Uncaptured
 from .graph.pipeline import Part, check_alike
 from .graph.place import ACTIVATION, Placement
+from .graph.stage import Plan
 from .graph.tables import table
 from .transport import NotSupported
-
-if TYPE_CHECKING:
-    from .graph.stage import Plan
-    from .session import Session, WrappedModel
+from .wrapped_state import flatten, state_of
 
 MOST = 65535
 
@@ -31,14 +30,15 @@ def checked(chunks: int) -> int:
 
 
 def forward_backward(
-    model: WrappedModel,
+    model: nn.Module,
     loss_fn: Callable[..., torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     target: Any,
-    chunks: int,
+    chunks: int | None,
 ) -> torch.Tensor:
-    """Forward and backward of one batch in ``chunks`` micro-batches, several of them under way at once (1F1B order).
+    """Forward and backward of one batch in ``chunks`` micro-batches (``None``: as many as ``wrap`` was told), several of them
+    under way at once (1F1B order).
 
     Tensors among the inputs whose first dimension is the batch's are split along it, into the sizes of ``torch.chunk`` (so
     there may be fewer than ``chunks``; a smaller last one has a plan of its own); everything else goes to each micro-batch as
@@ -54,7 +54,8 @@ def forward_backward(
     Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
     gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do
     so."""
-    session: Session = model.__dict__["_rdmarpc"]
+    state = state_of(model)
+    session, chunks = state.session, state.chunks if chunks is None else chunks
     session.in_step = False
     with torch.enable_grad():
         split = _Split(model, args, kwargs, target, checked(chunks))
@@ -85,9 +86,9 @@ def forward_backward(
 class _Split:
     """The inputs of a batch by micro-batch. ``inputs``: the tensors of each, ``sizes`` their samples, ``batch`` of all."""
 
-    def __init__(self, model: WrappedModel, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, chunks: int) -> None:
-        self._model = model
-        self._leaves, self._tree = model._flatten(args, kwargs)
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, chunks: int) -> None:
+        self._state, self._training = state_of(model), model.training
+        self._leaves, self._tree = flatten(args, kwargs)
         self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._target_tree: pytree.TreeSpec | None = None
         targets = [target]
@@ -127,13 +128,11 @@ class _Split:
 
     def plans(self) -> list[Plan]:
         """Of each micro-batch: one, and another for a last one that is smaller."""
-        model = self._model
-        caller = model.__dict__["_rdmarpc"].caller
         even = self.sizes[-1] == self.sizes[0]
         found = [self._plan(0)]
         if even:
             return found * len(self.sizes)
-        caller.plans.check_kept(2)
+        self._state.session.caller.plans.check_kept(2)
         found.append(self._plan(len(self.sizes) - 1, recurring=True))
         check_alike(*found)
         return [found[0]] * (len(self.sizes) - 1) + [found[1]]
@@ -142,7 +141,7 @@ class _Split:
         left = iter(self.inputs[at])
         leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         try:
-            return self._model._plan(self.inputs[at], leaves, self._tree, recurring)
+            return self._state.plan(self.inputs[at], leaves, self._tree, self._training, recurring)
         except Uncaptured as error:
             raise NotSupported(
                 "micro-batches need a forward that can be captured, and this one cannot: " + "; ".join(error.refused),
@@ -163,7 +162,7 @@ def _describe(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Need:
     """What one worker needs, in bytes. ``send``: slots elsewhere that it writes into; ``receive``: slots of its own;
     ``in_flight``: micro-batches between the forward and the backward of one of its segments at most, and ``activations``
     that wait in its slots then (of static edges)."""
@@ -185,7 +184,7 @@ class Prepared:
     depth: int
     sizes: list[int]
     levels: int
-    memory: list[Memory]
+    memory: list[Need]
 
     def __str__(self) -> str:
         head = ("worker", "parameters", "slots to send", "slots to receive", "in flight", "activations")
@@ -200,20 +199,21 @@ class Prepared:
         return "\n\n".join([*map(str, self.placements), table(head, rows, range(1, len(head))) + "\n" + said])
 
 
-def prepare(model: WrappedModel, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> Prepared:
+def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int | None) -> Prepared:
     """See ``WrappedModel.prepare``."""
-    session: Session = model.__dict__["_rdmarpc"]
+    state = state_of(model)
+    session, chunks = state.session, state.chunks if chunks is None else chunks
     with torch.enable_grad():
         session.mode()
         split = _Split(model, args, kwargs, None, checked(chunks))
         plans = list(dict.fromkeys(split.plans()))
-    owned = model._parameter_bytes()
+    owned = state.parameter_bytes()
     placements = [plan.placement for plan in plans]
     memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes)) for worker in placements[0].workers]
     return Prepared(placements, session.caller.depth, split.sizes, plans[0].levels, memory)
 
 
-def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Memory:
+def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Need:
     graph = plans[0].graph
     edges = [edge for plan in plans for edge in plan.placement.edges]
     window = plans[0].levels
@@ -223,7 +223,7 @@ def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Mem
         if edge.kind == ACTIVATION and edge.target == worker:
             most = max(held[number] for number in graph.values[edge.value].consumers if number in held)
             waiting += min(edge.depth, most) * edge.nbytes
-    return Memory(
+    return Need(
         worker,
         parameters,
         sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in edges if edge.source == worker),

@@ -10,7 +10,7 @@ import itertools
 import struct
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -22,11 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from .graph.command import STEP, Command
 from .graph.remote_update import hyperparameters, numbers_of
-from .remote_parameter import RemoteParameter
+from .remote_parameter import Owners, RemoteParameter
 from .transport import NotSupported
-
-if TYPE_CHECKING:
-    from .session import Session
 
 _numbers = itertools.count(1)
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()
@@ -36,8 +33,8 @@ _installed = False
 class RemoteHalves:
     """The halves of one optimizer at the owners of one model's parameters."""
 
-    def __init__(self, optimizer: Optimizer, session: Session) -> None:
-        self.number, self.session = next(_numbers), session
+    def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
+        self.number, self.owners = next(_numbers), owners
         self._optimizer = weakref.ref(optimizer)
         self._rest: dict[str, Any] = {}
         self._sent: dict[str, list[float]] = {}  # what each worker has
@@ -60,7 +57,7 @@ class RemoteHalves:
             numbers = sent[worker] = self._tell(worker, members)
             changed = self._sent.get(worker) != numbers
             commands[worker] = Command(STEP, self.number, struct.pack(f"<{len(numbers)}d", *numbers) if changed else b"")
-        self.session.caller.step(commands)
+        self.owners.step(commands)
         self._sent.update(sent)
 
     def ensure(self) -> None:
@@ -82,7 +79,7 @@ class RemoteHalves:
             assert optimizer is not None
             described = [{**hyperparameters(group), "params": positions} for group, positions in zip(groups, members.values())]
             defaults = {key: value for key, value in optimizer.defaults.items() if key != "params"}
-            self.session.ask_owner(worker, "optimizer", self.number, type(optimizer), defaults, described)
+            self.owners.ask_owner(worker, "optimizer", self.number, type(optimizer), defaults, described)
             self._rest[worker] = rest
             self._sent.pop(worker, None)
         self._known[worker] = (values, numbers)
@@ -93,7 +90,7 @@ class RemoteHalves:
     def fill(self, state: dict[str, Any]) -> None:
         """Put the owners' state into the optimizer's ``state_dict``."""
         self.ensure()
-        states = {w: self.session.ask_owner(w, "optimizer_state", self.number) for w in self._members}
+        states = {w: self.owners.ask_owner(w, "optimizer_state", self.number) for w in self._members}
         for index, parameter in self._indexed():
             found = states[parameter.worker].get(parameter.position)
             if found:
@@ -108,7 +105,7 @@ class RemoteHalves:
             if index in mine:
                 there[parameter.worker][parameter.position] = tree_map_only(torch.Tensor, torch.Tensor.cpu, mine.pop(index))
         for worker, entries in there.items():
-            self.session.ask_owner(worker, "load_optimizer_state", self.number, entries)
+            self.owners.ask_owner(worker, "load_optimizer_state", self.number, entries)
         return {**state, "state": mine}
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -118,13 +115,13 @@ class RemoteHalves:
     def _parameters(self) -> Iterator[tuple[int, RemoteParameter]]:
         for at, group in enumerate(self._groups()):
             for parameter in group["params"]:
-                if isinstance(parameter, RemoteParameter) and parameter.owner is self.session:
+                if isinstance(parameter, RemoteParameter) and parameter.owner is self.owners:
                     yield at, parameter
 
     def _indexed(self) -> Iterator[tuple[int, RemoteParameter]]:
         everything = (parameter for group in self._groups() for parameter in group["params"])
         for index, parameter in enumerate(everything):
-            if isinstance(parameter, RemoteParameter) and parameter.owner is self.session:
+            if isinstance(parameter, RemoteParameter) and parameter.owner is self.owners:
                 yield index, parameter
 
 
@@ -145,7 +142,7 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
         return halves
     first = known is None
     remote = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, RemoteParameter)]
-    sessions = list({id(parameter.owner): parameter.owner for parameter in remote}.values())
+    models = list({id(parameter.owner): parameter.owner for parameter in remote}.values())
     if first and any(optimizer.state.get(parameter) for parameter in remote):
         raise NotSupported(
             "this optimizer's state was loaded before its remote parameters were known, and is lost",
@@ -153,7 +150,7 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
         )
     for half in halves:
         half.adopt()
-    halves = halves + [RemoteHalves(optimizer, s) for s in sessions if s not in [half.session for half in halves]]
+    halves = halves + [RemoteHalves(optimizer, m) for m in models if m not in [half.owners for half in halves]]
     _known[optimizer] = (shape, halves)
     if first and remote:
         optimizer.register_state_dict_post_hook(_after_state_dict)
@@ -172,12 +169,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     for half in halves:
         half.step()
-        half.session.in_step = True
+        half.owners.in_step = True
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for half in _known.get(optimizer, ((), []))[1]:
-        half.session.in_step = False
+        half.owners.in_step = False
 
 
 def _after_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

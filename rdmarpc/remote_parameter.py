@@ -5,31 +5,50 @@ Anything that would compute with them raises ``NotSupported`` and names the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .graph.command import TO_NONE, TO_ZERO
+from .graph.command import TO_NONE, TO_ZERO, Command
 from .transport import NotSupported
 
 
-class Owner(Protocol):
-    """What a remote parameter needs to know of its model."""
+class EagerForward(Protocol):
+    """The model's own forward, as it runs here in Python at the moment (``eager.Eager``)."""
+
+    def call(self, path: str, args: Any, kwargs: Any, /) -> Any:
+        """A remote part is called."""
+
+    def fetch(self, path: str, /) -> torch.Tensor:
+        """A remote parameter or buffer is computed with."""
+
+
+class Owners(Protocol):
+    """The workers that own the parts of one model, as its stand-ins and optimizers see them (``session.Session``)."""
 
     @property
     def backwards(self) -> int:
         """How many backwards have begun."""
 
-    eager: Any
-    """Runs the model's own forward at the moment (``eager.Eager``), or ``None``."""
+    eager: EagerForward | None
 
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
 
-    def zero(self, worker: str, position: int, how: int) -> None: ...
+    def new_parameter(self, like: nn.Parameter, worker: str, name: str, /) -> nn.Parameter:
+        """What stands here for the next parameter of a worker."""
+
+    def zero(self, worker: str, position: int, how: int, /) -> None:
+        """A parameter's gradient, before the next backward or step (``graph.command.TO_NONE``, ``TO_ZERO``)."""
+
+    def step(self, commands: Mapping[str, Command], /) -> None:
+        """An optimizer steps at these workers."""
+
+    def ask_owner(self, worker: str, method: str, /, *args: Any) -> Any:
+        """A method of one owner's ``graph.host.Host``, after everything that was asked for before."""
 
 
 class RemoteParameter(nn.Parameter):
@@ -39,7 +58,7 @@ class RemoteParameter(nn.Parameter):
     worker: str
     path: str
 
-    def __new__(cls, like: torch.Tensor, owner: Owner, worker: str, path: str, position: int) -> RemoteParameter:
+    def __new__(cls, like: torch.Tensor, owner: Owners, worker: str, path: str, position: int) -> RemoteParameter:
         meta = torch.empty_like(like, device="meta").detach()
         self = torch.Tensor._make_subclass(cls, meta, like.requires_grad)
         self.worker, self.path = worker, path
@@ -48,10 +67,10 @@ class RemoteParameter(nn.Parameter):
         self._left = False
         return self
 
-    def __init__(self, like: torch.Tensor, owner: Owner, worker: str, path: str, position: int) -> None:
+    def __init__(self, like: torch.Tensor, owner: Owners, worker: str, path: str, position: int) -> None:
         """Made in ``__new__``."""
 
-    _owner: Owner
+    _owner: Owners
     _position: int
     _cleared: int
     _stub: RemoteGrad | None
@@ -64,7 +83,7 @@ class RemoteParameter(nn.Parameter):
         return self._position
 
     @property
-    def owner(self) -> Any:
+    def owner(self) -> Owners:
         """The model it belongs to."""
         return self._owner
 
@@ -174,7 +193,11 @@ def _find(kind: type[Any], arguments: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf.owner.eager.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf
+    if not isinstance(leaf, RemoteParameter):
+        return leaf
+    if leaf.owner.eager is None:
+        raise leaf._refuse("the forward of another model cannot compute with it")
+    return leaf.owner.eager.fetch(leaf.path)
 
 
 def _harmless() -> frozenset[Any]:
