@@ -72,7 +72,7 @@ def debug_info() -> dict[str, int]:
 
 
 def _link(agent: Agent, link: Link) -> dict[str, int]:
-    posts, nbytes = link.channel._stats()
+    posts, nbytes = link.channel.totals()
     return {
         "frames": link.sent,
         "requests": link.requests,

@@ -25,7 +25,8 @@ from .errors import (
     fresh,
     kept,
 )
-from .notify import MAX_NOTIFY, Expectation, Poller
+from .notify import Expectation, Poller
+from .records import MAX_NOTIFY
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice

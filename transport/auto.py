@@ -207,7 +207,7 @@ class AutoDevice(Device):
         return "" if None in weighed.values() else _list(weighed)
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self._check()
+        self.check()
         deadline = time.monotonic() + timeout
         parts, weighed = _split(peer), self.weigh(peer)
         for kind in [kind for kind in KINDS if weighed[kind] is None]:

@@ -38,7 +38,8 @@ import torch
 
 from .arena import Block, Pool
 from .errors import NotSupported, RdmaError, fresh
-from .notify import MAX_NOTIFY, Count, Expectation
+from .notify import Count, Expectation
+from .records import MAX_NOTIFY
 from .region import Region, RemoteRegion, local_bytes
 
 if TYPE_CHECKING:
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
-ANSWER_TIMEOUT_S = 60.0
-"""How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL.
-Who does not run at all is lost after ``peer_timeout``."""
 Local = torch.Tensor | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 
@@ -184,14 +182,14 @@ class Channel(abc.ABC):
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As ``Device.empty``, in ``pool``."""
-        self._check()
+        self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return (self.own_pool or self.pool).tensor(sizes, dtype or torch.get_default_dtype())
 
     def landing(self, nbytes: int) -> tuple[Block, bytes]:
         """Fresh memory of ``pool`` (``nbytes`` > 0) and its descriptor. Whoever has the block gives it to
         ``arena.free`` or ``arena.hold``, once."""
-        self._check()
+        self.check()
         block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
         segment = block.segment
         return block, RemoteRegion(device.uid, device.epoch, segment.number, segment.key, block.offset, nbytes).dump()
@@ -300,22 +298,24 @@ class Channel(abc.ABC):
     def fence(self, timeout: float | None = None) -> None:
         """Return when everything that was posted here before has arrived, bare notifications too: the peer that looks
         afterwards sees them counted. ``PeerLost``, ``TransferTimeout``."""
-        self._check()  # where a post is a copy of our own there is nothing to wait for
+        self.check()  # where a post is a copy of our own there is nothing to wait for
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
         """The receiving side of ``notify=imm``."""
-        return Expectation(self, imm, count, self._count(imm))
+        return Expectation(self, imm, count, self.count(imm))
 
-    def _count(self, imm: int) -> Count:
+    def count(self, imm: int) -> Count:
+        """How far notification ``imm`` has been consumed."""
         if imm not in self._counts:
             self._counts[imm] = Count(self.record(imm))
         return self._counts[imm]
 
     @abc.abstractmethod
-    def _stats(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         """Posts and payload bytes so far."""
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what ended this channel, if anything has."""
         if self.error is not None:
             raise fresh(self.error)
 

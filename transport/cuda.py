@@ -83,7 +83,7 @@ class CudaDevice(ShmDevice):
         place = torch.device("cpu" if device is None else device)
         if place.type == "cpu":
             return super().empty(shape, dtype=dtype, writable=writable)
-        self._check()
+        self.check()
         if place.type != self.gpu.kind:
             raise NotSupported(f"there is no memory of {place} here", device="cuda", hint=f"cpu or {self.gpu.kind}")
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -92,14 +92,14 @@ class CudaDevice(ShmDevice):
     def register(self, tensor: torch.Tensor) -> Region:
         """As for any device, also for GPU memory: free for tensors of ``empty``; then returns when what the caller's current
         stream was given is done (``cuda_arena``)."""
-        self._check()
+        self.check()
         return self.gpu.register(tensor) if self.gpu.of(tensor) else super().register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
         """As for any device, also for GPU tensors of ``empty``. See ``register``."""
         if not self.gpu.of(tensor):
             return super().export(tensor)
-        self._check()
+        self.check()
         remote = self._describe(tensor)
         settle(tensor.device.index)
         return remote.dump()
@@ -136,14 +136,14 @@ class CudaDevice(ShmDevice):
         for part in parts:
             channel.tell_part(*part)
 
-    def _announce_gpu(self, segment: GpuSegment) -> None:
+    def announce_gpu(self, segment: GpuSegment) -> None:
         for channel in self._gpu_channels():
             try:
                 channel.tell(segment)
             except PeerLost as error:
                 channel.lose(error)
 
-    def _announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
         for channel in self._gpu_channels():
             try:
                 channel.tell_part(number, key, segment, offset, nbytes)

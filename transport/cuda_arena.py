@@ -129,7 +129,7 @@ class GpuArena:
             with self._lock:
                 self._segments[number] = segment
             for device in self._listeners():
-                device._announce_gpu(segment)
+                device.announce_gpu(segment)
         self.memory.count("registrations")
         return segment
 
@@ -140,7 +140,7 @@ class GpuArena:
             self._regions[number] = (segment, offset, nbytes, key)
             self._pinned[number] = tensor
         for device in self._listeners():
-            device._announce_part(number, key, segment.number, offset, nbytes)
+            device.announce_part(number, key, segment.number, offset, nbytes)
         self.memory.count("registrations")
         return Region(self, tensor, number, key, 0, foreign=True)
 

@@ -33,8 +33,7 @@ from .cuda_lane import Lane
 from .cuda_pins import Pins
 from .cuda_transfer import Copies, CudaJob, CudaTransfer, Side
 from .errors import NotSupported, RdmaError, TransferTimeout
-from .handed import check
-from .memory import memfd
+from .mapping import check_sealed, memfd
 from .region import LENT, RemoteRegion, local_bytes
 from .shm_channel import GONE_ACK, INFLIGHT_AT, ShmChannel, ShmMapped
 
@@ -109,7 +108,7 @@ class CudaChannel(ShmChannel):
     # -- copies
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        self._check()
+        self.check()
         check_notify(notify)
         sides = [sort_pair(dst, src, self.kind) for dst, src in pairs]
         if not any(self._on_gpu(side) for side in sides):
@@ -128,7 +127,7 @@ class CudaChannel(ShmChannel):
         side = sort_pair(dst, src, self.kind)
         if not self._on_gpu(side):
             return super().memcpy(dst, src, notify=notify)
-        self._check()
+        self.check()
         check_notify(notify)
         return CudaTransfer(self, [side], notify).post()
 
@@ -204,7 +203,7 @@ class CudaChannel(ShmChannel):
         made = Lane(self, index)
         try:
             with self._lanes_lock:
-                self._check()
+                self.check()
                 found = self._lanes.setdefault(index, made)
         finally:
             if found is not made:
@@ -213,7 +212,7 @@ class CudaChannel(ShmChannel):
         return found
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
-        self._check()
+        self.check()
         check_notify(imm)
         place = torch.device(device)
         if place.type != self.kind:
@@ -269,7 +268,7 @@ class CudaChannel(ShmChannel):
 
     def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
         if kind == GPU_SEGMENT and fds and number not in self._segments:  # which may be told twice
-            check(fds[0], _PASS.size)
+            check_sealed(fds[0], _PASS.size)
             uuid, handle, allocation = _PASS.unpack(os.pread(fds[0], _PASS.size, 0))
             segment = PeerSegment(self, address, uuid.decode("ascii", "replace"), handle, allocation)
             self._segments[number] = self._places[number] = segment
@@ -330,14 +329,14 @@ class CudaChannel(ShmChannel):
             super().abort(timeout)
         except TransferTimeout as error:
             failed = error
-        if os.getpid() == self.device._pid and self.copying:
+        if os.getpid() == self.device.pid and self.copying:
             why = "a copy of ours is still under way: what its stream was given before it has not ended"
             raise TransferTimeout(why, peer=self.peer, device="cuda") from None
         if failed is not None:
             raise failed
 
     def close(self) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         if self.error is None:  # what was posted is still to arrive
             self._settle(self.device.close_deadline())

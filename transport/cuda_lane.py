@@ -168,5 +168,5 @@ def _at_exit() -> None:
     # The driver's threads may still call us after this: their memory must then outlive the interpreter.
     deadline = time.monotonic() + _EXIT_S
     for lane in list(_lanes):
-        if lane.channel.device._pid == os.getpid() and not lane.idle(deadline):
+        if lane.channel.device.pid == os.getpid() and not lane.idle(deadline):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(lane))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from . import kernels
-from .channel import ANSWER_TIMEOUT_S, Channel, Mapped
+from .channel import Channel, Mapped
 from .cuda_driver import (
     CU_STREAM_WAIT_VALUE_GEQ,
     CU_STREAM_WRITE_VALUE_DEFAULT,
@@ -34,6 +34,7 @@ from .cuda_driver import (
 )
 from .cuda_pins import Pin, pin_segment
 from .errors import NotSupported, PeerLost, TransferTimeout
+from .questions import ANSWER_TIMEOUT_S
 from .region import RemoteRegion
 
 SLOTS = 1024

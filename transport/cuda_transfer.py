@@ -173,7 +173,7 @@ class CudaTransfer(Transfer):
 
     def post(self) -> Work:
         channel = self._channel
-        channel._check()
+        channel.check()
         job = self._build() if self._job is None or self._job.failed else self._job
         things = [tensor for _, tensor, _ in self._sides]
         if not self._withdrawable:

@@ -71,7 +71,7 @@ class Device(abc.ABC):
         self.memory = memory or Memory(arena_limit, shared=shared)
         # The memory's, at hand for what is hot.
         self.uid, self.epoch, self.arena = self.memory.uid, self.memory.epoch, self.memory.arena
-        self.bells, self._regions = self.memory.bells, self.memory.regions
+        self.bells, self.regions = self.memory.bells, self.memory.regions
         self.on_lost: Callable[[Channel], None] = nobody
         """Called once for every channel that broke, from a thread of the device. Must not block."""
         self._on_connect: OnConnect = on_connect or _no_hello
@@ -83,7 +83,8 @@ class Device(abc.ABC):
         self._lock = threading.RLock()
         self._refusals: set[str] = set()
         self._past = (0, 0)  # posts and bytes of channels that ended
-        self._pid = os.getpid()
+        self.pid = os.getpid()
+        """The process that opened it: in another one it is of no use."""
         self.closed, self._close_by = False, 0.0
         _devices.add(self)
 
@@ -92,7 +93,7 @@ class Device(abc.ABC):
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, writable: bool = False) -> torch.Tensor:
         """An uninitialised tensor in the arena: born registered. Every peer may read it; ``writable``: and write it. What one
         peer alone may write: ``Channel.empty``. Raises ``ArenaFull``."""
-        self._check()
+        self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         pool = self.arena.writable if writable else self.arena.readable
         return pool.tensor(sizes, dtype or torch.get_default_dtype())
@@ -100,14 +101,14 @@ class Device(abc.ABC):
     def pool(self) -> Pool:
         """The memory that the peer of one channel may read and write, and no other: for a channel that is still to be made,
         ``connect`` it with this. ``Channel.pool`` of one that there is."""
-        self._check()
+        self.check()
         return self.memory.pool()
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Describe this tensor's memory to peers. Free for arena tensors, and gives no rights that peers do not have there;
         other memory is announced to every peer (counted as a registration), who may read and write it until
         ``Region.close``. The tensor must be contiguous."""
-        self._check()
+        self.check()
         return self.memory.register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
@@ -175,7 +176,7 @@ class Device(abc.ABC):
         with self._lock:
             totals["posts"], totals["bytes_direct"] = self._past
             for channel in self._channels:
-                posts, nbytes = channel._stats()
+                posts, nbytes = channel.totals()
                 totals["posts"] += posts
                 totals["bytes_direct"] += nbytes
             totals["channels"] = sum(channel.error is None for channel in self._channels)
@@ -192,7 +193,7 @@ class Device(abc.ABC):
     def close(self) -> None:
         """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held."""
         with self._lock:
-            if self.closed or os.getpid() != self._pid:
+            if self.closed or os.getpid() != self.pid:
                 return
             self.closed = True
             channels = list(self._channels)
@@ -224,7 +225,7 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def _shut(self) -> None: ...
 
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:  # noqa: B027
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:  # noqa: B027
         """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
         Raises ``RegistrationError`` where it cannot be."""
 
@@ -232,10 +233,10 @@ class Device(abc.ABC):
         """Register the first memory that all peers may read now, where that takes long, rather than with the first tensor.
         Raises ``RegistrationError`` where nothing can be registered."""
 
-    def _forget_segment(self, segment: Segment) -> None:  # noqa: B027
+    def forget_segment(self, segment: Segment) -> None:  # noqa: B027
         """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
 
-    def _announce_segment(self, segment: Segment) -> None:  # noqa: B027
+    def announce_segment(self, segment: Segment) -> None:  # noqa: B027
         """Tell the connected peers that ``segment.pool`` admits of a segment, from the thread that allocates. Raises
         ``RegistrationError`` where it cannot be: then there is no such segment. May name one that ``Memory.attach`` or
         ``registered`` has named already."""
@@ -302,7 +303,7 @@ class Device(abc.ABC):
         with self._lock:
             if channel in self._channels:
                 self._channels.discard(channel)
-                posts, nbytes = channel._stats()
+                posts, nbytes = channel.totals()
                 self._past = (self._past[0] + posts, self._past[1] + nbytes)
 
     @abc.abstractmethod
@@ -312,12 +313,9 @@ class Device(abc.ABC):
 
     def check(self) -> None:
         """Raises ``RdmaError`` if this device is closed, or another process's."""
-        self._check()
-
-    def _check(self) -> None:
         if self.closed:
             raise RdmaError("the device is closed", device=self.name)
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise RdmaError(_FORKED, device=self.name, hint=_FORK_HINT)
 
 

@@ -1,22 +1,15 @@
-"""What processes hand each other over a Unix socket: descriptors, and who they are.
-
-A descriptor of memory is mapped only when nothing that its sender does later can hurt: a file that its sender cuts short ends
-whoever touches the lost pages with SIGBUS. So memory is sealed by its maker (``memory.memfd``), and mapped only if it is.
-"""
+"""What processes hand each other over a Unix socket: descriptors, and who they are."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import mmap
 import os
 import socket
 import struct
 from collections.abc import Iterator
 
 from .errors import PeerLost
-from .memory import SEALS
 
 _CREDENTIALS, _DESCRIPTOR = struct.Struct("3i"), struct.Struct("i")
 
@@ -43,21 +36,3 @@ def received(sock: socket.socket, nbytes: int, count: int, flags: int = 0) -> It
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def check(fd: int, nbytes: int) -> None:
-    """Whether this is memory of that size for good. ``PeerLost`` if not."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        raise PeerLost("what the peer handed over is no memfd", device="shm", status="PROTOCOL") from None
-    if seals & SEALS != SEALS:
-        raise PeerLost("memory of the peer is not sealed: it could be cut short later", device="shm", status="UNSEALED")
-    if (size := os.fstat(fd).st_size) != nbytes:
-        raise PeerLost(f"the peer told of {nbytes} bytes and handed over {size}", device="shm", status="PROTOCOL")
-
-
-def mapped(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
-    """Memory of a peer. ``PeerLost`` as ``check``, ``OSError`` if it cannot be mapped."""
-    check(fd, nbytes)
-    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))

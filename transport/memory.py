@@ -7,7 +7,6 @@ peers of each of them. Locks: a device may take ours while it holds its own, nev
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -15,24 +14,19 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from .arena import READ, Arena, Pool, Segment
-from .errors import ArenaFull, NotSupported, RdmaError
+from .errors import ArenaFull, RdmaError
 from .guard import hint_for
 from .identity import Identity, uid_of
-from .notify import BELL_BYTES, BELLS
+from .mapping import address_of, anonymous, memfd
+from .records import BELL_BYTES, BELLS
 from .region import Region, local_bytes
 
 if TYPE_CHECKING:
     from .cuda_arena import GpuArena
     from .device import Device
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of shared memory: its size is what it is, for good."""
-_SEAL_FUTURE_WRITE = 0x0010
-"""Linux 5.1: nobody can write it any more but by the mappings that there are."""
 
 
 class Registered(NamedTuple):
@@ -129,7 +123,7 @@ class Memory:
         region = Region(self, tensor, number, key, 0, foreign=True)
         try:
             for device in self._newest_first():
-                device._announce(number, key, address, nbytes)
+                device.announce(number, key, address, nbytes)
         except BaseException:
             region.close()
             raise
@@ -160,7 +154,7 @@ class Memory:
             self.regions[segment.number] = Registered(segment.address, segment.nbytes, segment.key, pool)
         try:
             for device in self._newest_first():
-                device._announce_segment(segment)
+                device.announce_segment(segment)
         except BaseException:
             with self.lock:
                 del self._segments[segment.number], self.regions[segment.number]
@@ -176,7 +170,7 @@ class Memory:
             self.regions.pop(segment.number, None)
             devices = list(self._devices)
         for device in devices:
-            device._forget_segment(segment)
+            device.forget_segment(segment)
         if self.gpu is not None:
             self.gpu.pins.let_go(segment.address)
         segment.close()
@@ -249,42 +243,13 @@ class Memory:
         self.arena.close()
 
 
-def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
-    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people. Sealed, so that nobody
-    who has the descriptor can take pages away that somebody has mapped; with ``read_only`` nor write it, not even after opening
-    it again (``/proc/self/fd``): only the mapping that is returned can be written. ``NotSupported`` where the kernel cannot."""
-    fd = -1
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        memory = mmap.mmap(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | (_SEAL_FUTURE_WRITE if read_only else 0))
-        return memory, fd
-    except BaseException as error:
-        if fd >= 0:
-            os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EACCES):
-            why = f"this system gives no sealed shared memory: {error}"
-            raise NotSupported(why, device="shm", hint='use tcp (transport="tcp")') from error
-        raise
-
-
-def anonymous(nbytes: int) -> mmap.mmap:
-    """Private memory of this process."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def address_of(memory: mmap.mmap) -> int:
-    return int(np.frombuffer(memory, np.uint8, count=1).ctypes.data)  # torch warns of memory that may only be read
-
-
 def withdraw(devices: Iterable[Device], numbers: Sequence[int]) -> None:
     """Tell all devices that these regions are gone. Raises the first error, when all were told."""
     failed: RdmaError | None = None
     for device in devices:
         for number in numbers:
             try:
-                device._announce(number, 0, 0, 0)
+                device.announce(number, 0, 0, 0)
             except RdmaError as error:
                 failed = failed or error
     if failed is not None:

@@ -1,6 +1,6 @@
 """The receiving side of notifications: counting them, and waiting for them.
 
-A notification is a number below ``MAX_NOTIFY``; a channel has a record (16 bytes, layout in ``kernels``) for each.
+A channel has a record (``records``) for each notification.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import numpy as np
 
 from . import kernels, signals
 from .errors import RdmaError, TransferTimeout, fresh
+from .records import BELL_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
     from .channel import Channel
     from .device import Device
 
-MAX_NOTIFY = 1 << 16
-RECORD_BYTES = 16
-BELLS = 64
-BELL_BYTES = 64
 MAX_ROWS = 4096
 
 
@@ -131,7 +128,7 @@ class Poller:
 
     def add(self, channel: Channel, imm: int) -> int:
         """Watch notification ``imm`` of ``channel``: the row that ``wait`` will name. Nothing else may consume it."""
-        count = channel._count(imm)
+        count = channel.count(imm)
         with self._lock:
             if not self._free and self.rows == MAX_ROWS:
                 raise RdmaError(f"a poller watches at most {MAX_ROWS} notifications")

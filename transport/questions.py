@@ -5,9 +5,28 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-from .channel import ANSWER_TIMEOUT_S, Channel
-from .errors import TransferTimeout, fresh
+from .errors import RdmaError, TransferTimeout, fresh
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL. One
+that does not run at all is lost after ``peer_timeout``."""
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Asking(Protocol):
+    """Our end of a connection (``Channel``)."""
+
+    peer: str
+    error: RdmaError | None
+
+    @property
+    def device(self) -> Named: ...
 
 
 class Questions:
@@ -25,7 +44,7 @@ class Questions:
 
     def ask(
         self,
-        channel: Channel,
+        channel: Asking,
         send: Callable[[int, int], None],
         kind: int,
         number: int,

@@ -28,11 +28,12 @@ from .channel import Channel
 from .device import Device, OnConnect, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .guard import Guard, broken_by
-from .handed import credentials, mapped, received
+from .handed import credentials, received
 from .handshakes import EXPECTED, HANDSHAKE_S, reach
 from .heartbeat import Heart
-from .memory import Memory, memfd
-from .notify import BELL_BYTES, BELLS
+from .mapping import mapped, memfd
+from .memory import Memory
+from .records import BELL_BYTES, BELLS
 from .region import LENT, RemoteRegion, local_bytes
 from .service import Service
 from .shm_channel import BROKEN, INBOX_BYTES, REGION, SILENT, ShmChannel
@@ -136,7 +137,7 @@ class ShmDevice(Device):
         return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self._check()
+        self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
         deadline = time.monotonic() + timeout
@@ -261,7 +262,7 @@ class ShmDevice(Device):
         with self._lock:
             return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
 
-    def _announce_segment(self, segment: Segment) -> None:
+    def announce_segment(self, segment: Segment) -> None:
         for channel in self._shm_channels():
             if segment.pool.admits(channel.own_pool, write=False):
                 try:
@@ -269,7 +270,7 @@ class ShmDevice(Device):
                 except PeerLost as error:
                     channel.lose(error)
 
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         for channel in self._shm_channels():
             if nbytes:
                 self._tell(channel, REGION, number, key, address, nbytes)

@@ -24,11 +24,11 @@ from . import cma, kernels
 from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
 from .guard import broken_by
-from .handed import credentials, mapped, received
+from .handed import credentials, received
 from .heartbeat import goodbye
-from .memory import address_of
-from .notify import MAX_NOTIFY, RECORD_BYTES
+from .mapping import address_of, mapped
 from .questions import Questions
+from .records import MAX_NOTIFY, RECORD_BYTES
 from .region import LENT, RemoteRegion, local_bytes
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class CmaTransfer(Transfer):
 
     def post(self) -> Work:
         channel = self._channel
-        channel._check()
+        channel.check()
         for remote, tensor, write in self._pairs:
             local, nbytes = local_bytes(tensor)
             # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort. Within, nothing
@@ -230,7 +230,7 @@ def _disown(adoption: _Adoption) -> None:
     # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
     channel = adoption.channel
     channel._adoptions.pop(id(adoption), None)
-    if os.getpid() == channel.device._pid:  # a forked child's copies mean nothing
+    if os.getpid() == channel.device.pid:  # a forked child's copies mean nothing
         kernels.store(adoption.release, 0)
 
 
@@ -280,7 +280,7 @@ class ShmChannel(Channel):
     # -- copies
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        self._check()
+        self.check()
         check_notify(notify)
         sides, sorted_pairs, all_mapped = [], [], True
         for dst, src in pairs:
@@ -312,7 +312,7 @@ class ShmChannel(Channel):
         return DONE
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self._check()
+        self.check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
         address, mapped = self.resolve(remote, write=True)
@@ -389,7 +389,7 @@ class ShmChannel(Channel):
     def _refuse(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device=self.device.name, status="REM_ACCESS_ERR")
 
-    def _stats(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         return int(self.stats[0]), int(self.stats[1])
 
     # -- control messages
@@ -543,7 +543,7 @@ class ShmChannel(Channel):
         return kernels.load(self.inbox + INFLIGHT_AT) > 0 and runs(self.pid)
 
     def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="shm", status="ABORTED"))
         kernels.store(self.inbox + CLOSED_AT, 1)
@@ -563,7 +563,7 @@ class ShmChannel(Channel):
         return kernels.quiesce(self.inbox + INFLIGHT_AT, limit_ns % _LOOK_NS)
 
     def close(self) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was closed here", peer=self.peer, device="shm", status="CLOSED"))
         kernels.store(self.inbox + CLOSED_AT, 1)

@@ -97,7 +97,7 @@ class StripedDevice(Device):
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         """``hello``: at most 64 KiB less 9 bytes."""
-        self._check()
+        self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         parts, token = peer.removeprefix(_SCHEME).split(b","), secrets.randbits(64)
@@ -207,7 +207,7 @@ class StripedChannel(Channel):
         return self._prepare([(dst, src)], notify, once=True).post()
 
     def _prepare(self, pairs: Sequence[Pair], notify: int | None, *, once: bool) -> Transfer:
-        self._check()
+        self.check()
         check_notify(notify)
         sides = [sort_pair(dst, src) for dst, src in pairs]
         if sum(remote.nbytes for remote, _, _ in sides) < STRIPE_MIN:
@@ -215,7 +215,7 @@ class StripedChannel(Channel):
         return StripedTransfer(self, sides, notify, once=once)
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self._check()
+        self.check()
         return self.rails[0].window(remote, local, notify=notify)
 
     def record(self, imm: int) -> int:
@@ -246,7 +246,7 @@ class StripedChannel(Channel):
                 self._told.notify_all()
 
     def fence(self, timeout: float | None = None) -> None:
-        self._check()
+        self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._told:
             if not self._told.wait_for(lambda: not self._unannounced or self.error is not None, timeout):
@@ -254,7 +254,7 @@ class StripedChannel(Channel):
         for rail in self.rails:
             rail.fence(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
-    def _stats(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         return 0, 0  # the rails count
 
     # -- the end

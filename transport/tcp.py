@@ -160,7 +160,7 @@ class TcpDevice(Device):
         return "" if good else "an address looks like tcp:HOST:PORT:ID"
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self._check()
+        self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
@@ -256,7 +256,7 @@ class TcpDevice(Device):
         address, nbytes = local_bytes(tensor)
         return not nbytes or self.arena.find(address, nbytes) is not None
 
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         """New memory is told to nobody: every frame is checked against our regions when it comes."""
         if nbytes == 0:
             with self._lock:

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import kernels
-from .channel import ANSWER_TIMEOUT_S, Channel, Pair, Transfer, Window, check_notify, sort_pair
+from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout, kept
 from .heartbeat import goodbye
-from .memory import NOWHERE, Registered, anonymous
-from .notify import MAX_NOTIFY, RECORD_BYTES
+from .mapping import anonymous
+from .memory import NOWHERE, Registered
 from .pulse import MAX_BUFFERS, Pulse
+from .questions import ANSWER_TIMEOUT_S
+from .records import MAX_NOTIFY, RECORD_BYTES
 from .region import LENT, RemoteRegion, local_bytes
 from .tcp_transfer import Buffers, TcpTransfer, TcpWindow, TcpWork
 from .tcp_wire import (
@@ -118,7 +120,7 @@ class TcpChannel(Channel):
     # -- copies
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        self._check()
+        self.check()
         check_notify(notify)
         if len(pairs) > MAX_COPIES:
             raise ValueError(f"at most {MAX_COPIES} copies in one transfer, got {len(pairs)}")
@@ -128,7 +130,7 @@ class TcpChannel(Channel):
         return TcpTransfer(self, sides, notify)
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self._check()
+        self.check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
         self._check_owner(remote)
@@ -154,7 +156,7 @@ class TcpChannel(Channel):
     def post_notify(self, imm: int | None) -> None:
         """Send a notification alone (``None``: an empty transfer, nothing to send)."""
         with self._sending:
-            self._check()
+            self.check()
             self._posts += 1
             if imm is not None:
                 self._transmit([HEADER.pack(NOTIFY, LAST | SILENT, 0, imm + 1, self._seq, 0, 0, 0, 0)])
@@ -169,14 +171,14 @@ class TcpChannel(Channel):
     def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
         """One unacknowledged frame. When this returns, the bytes of ``view`` are with the kernel, or copied."""
         with self._sending:
-            self._check()
+            self.check()
             self._seq += 1
             self._posts += 1
             self._bytes += place[3]
             self._transmit([HEADER.pack(op, flags, 0, imm, self._seq, *place), view], keep=False)
 
     def _enlist(self, work: TcpWork) -> int:
-        self._check()
+        self.check()
         self._seq += 1
         work.seq = self._seq
         self._pending[work.seq] = work
@@ -190,12 +192,12 @@ class TcpChannel(Channel):
     def _refused(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="tcp", status="REM_ACCESS_ERR")
 
-    def _check(self) -> None:
-        super()._check()
-        if os.getpid() != self.device._pid:
+    def check(self) -> None:
+        super().check()
+        if os.getpid() != self.device.pid:
             raise RdmaError("a channel cannot be used in a forked child", device="tcp", hint="fork first, or use spawn")
 
-    def _stats(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         return self._posts, self._bytes
 
     # -- sending
@@ -402,7 +404,7 @@ class TcpChannel(Channel):
         if region == LENT:
             address, size, right_key, pool = self._loan(key)
         else:
-            address, size, right_key, pool = self.device._regions.get(region, NOWHERE)
+            address, size, right_key, pool = self.device.regions.get(region, NOWHERE)
         if not size:
             self._refusal = self._refusal or f"region {region} is not registered (any more)"
         elif pool is not None and not pool.admits(self.own_pool, write=write):
@@ -507,7 +509,7 @@ class TcpChannel(Channel):
         self._sending, self._receiving = threading.RLock(), threading.RLock()  # the parent's threads may hold the old ones
 
     def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         unanswered = self._seq > self.answered
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
@@ -519,7 +521,7 @@ class TcpChannel(Channel):
             raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
 
     def close(self) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         deadline = self.device.close_deadline()
         while (self._pending or self._outbox) and self.error is None and not self.device.on_io_thread():

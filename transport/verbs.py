@@ -98,7 +98,7 @@ class VerbsDevice(Device):
             undo.callback(self._close_regions)
             self._open_queues(undo, qps)
             for segment in self.memory.attach(self):
-                self._announce_segment(segment)
+                self.announce_segment(segment)
             host = self._at.address if secret else "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
@@ -157,7 +157,7 @@ class VerbsDevice(Device):
 
     # -- memory
 
-    def _announce_segment(self, segment: Segment) -> None:
+    def announce_segment(self, segment: Segment) -> None:
         with self._lock:
             if segment.number in self._mrs:
                 return
@@ -170,13 +170,13 @@ class VerbsDevice(Device):
     def pin(self) -> None:
         self.arena.free(self.arena.allocate(1))
 
-    def _forget_segment(self, segment: Segment) -> None:
+    def forget_segment(self, segment: Segment) -> None:
         with self._lock:
             mr = self._mrs.pop(segment.number, None)
         if mr is not None:
             mr.close()
 
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         if nbytes:
             mr = self._mrs[number] = self._context.register(address, nbytes, REMOTE_WRITE)
             for channel in self._open_channels():
@@ -212,7 +212,7 @@ class VerbsDevice(Device):
         """As for any device; with ``device`` an ordinary tensor on that GPU, which ``register`` shares."""
         if device is None or torch.device(device).type == "cpu":
             return super().empty(shape, dtype=dtype, writable=writable)
-        self._check()
+        self.check()
         return torch.empty(shape, dtype=dtype, device=device)
 
     def register(self, tensor: torch.Tensor) -> Region:
@@ -220,7 +220,7 @@ class VerbsDevice(Device):
         given to do until now. ``RegistrationError`` where the adapter cannot reach it, with the reasons."""
         if tensor.is_cpu:
             return super().register(tensor)
-        self._check()
+        self.check()
         nbytes = local_bytes(tensor, self.gpu_kind)[1]
         if not nbytes:
             return Region(self, tensor, 0, 0, 0, foreign=False)
@@ -237,10 +237,10 @@ class VerbsDevice(Device):
 
     def deregister(self, region: Region) -> None:
         """Of GPU memory: peers may not touch it any more. Returns when no copy of theirs is under way."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         number = region.remote.region
-        self._announce(number, 0, 0, 0)
+        self.announce(number, 0, 0, 0)
         with self._lock:
             self._gpu_regions.pop(number, None)
 
@@ -284,7 +284,7 @@ class VerbsDevice(Device):
             return error.message
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        self._check()
+        self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)

@@ -29,9 +29,10 @@ from . import verbs_layout as at
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, fresh, kept
 from .heartbeat import goodbye
-from .memory import anonymous
-from .notify import MAX_NOTIFY, RECORD_BYTES, Expectation
+from .mapping import anonymous
+from .notify import Expectation
 from .questions import Questions
+from .records import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_gpu import FlushedExpectation
@@ -90,7 +91,7 @@ class VerbsChannel(Channel):
         return self._prepare([(dst, src)], notify, once=True).post()
 
     def _prepare(self, pairs: Sequence[Pair], imm: int | None, *, once: bool) -> VerbsTransfer:
-        self._check()
+        self.check()
         check_notify(imm)
         sides = []
         for dst, src in pairs:
@@ -107,7 +108,7 @@ class VerbsChannel(Channel):
         return transfer
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        self._check()
+        self.check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
         place = self.resolve(remote, write=True)
@@ -120,7 +121,7 @@ class VerbsChannel(Channel):
         return self._records + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
-        return FlushedExpectation(self, imm, count, self._count(imm))
+        return FlushedExpectation(self, imm, count, self.count(imm))
 
     def resolve(self, remote: RemoteRegion, *, write: bool) -> Place:
         """Where a remote range is. ``RemoteAccessError``."""
@@ -173,7 +174,7 @@ class VerbsChannel(Channel):
             raise self.ended()
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
-        self._check()
+        self.check()
         check_notify(imm)
         place = torch.device(device)
         if not self.gpus or place.type != self.device.gpu_kind:
@@ -183,7 +184,7 @@ class VerbsChannel(Channel):
         return self.device.gpu.behind(self, (index,), post) or post()
 
     def fence(self, timeout: float | None = None) -> None:
-        self._check()
+        self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         for later in list(self.later):
             later.leave(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -238,12 +239,12 @@ class VerbsChannel(Channel):
     def refused(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
 
-    def _check(self) -> None:
-        super()._check()
-        if os.getpid() != self.device._pid:
+    def check(self) -> None:
+        super().check()
+        if os.getpid() != self.device.pid:
             raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
 
-    def _stats(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         posts, nbytes = zip(*(lane.stats for lane in self.lanes))
         return sum(posts), sum(nbytes)
 
@@ -358,13 +359,13 @@ class VerbsChannel(Channel):
         self.sweep()
 
     def abort(self, timeout: float = 5.0) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="verbs", status="ABORTED"))
         self.release()
 
     def close(self) -> None:
-        if os.getpid() != self.device._pid:
+        if os.getpid() != self.device.pid:
             return
         deadline = self.device.close_deadline()
         while self.error is None and time.monotonic() < deadline:

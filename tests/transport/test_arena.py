@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rdmarpc.transport import ArenaFull
 from rdmarpc.transport.arena import ALIGN, SEGMENT_BYTES, Arena, Block, Pool, Segment, default_limit, parse_bytes, size_class
-from rdmarpc.transport.memory import anonymous
+from rdmarpc.transport.mapping import anonymous
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ from transport_peer import Peer, State, accept, make, works
 
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
 from rdmarpc.transport.arena import Segment
-from rdmarpc.transport.handed import mapped, received
-from rdmarpc.transport.memory import memfd
+from rdmarpc.transport.handed import received
+from rdmarpc.transport.mapping import mapped, memfd
 
 T = 10.0
 Open = Callable[..., Device]

@@ -77,13 +77,13 @@ def test_one_poller_is_woken_by_both(memory: Memory, open_device: Open) -> None:
 class Refusing(TcpDevice):
     """A device that pins memory, and may pin no more."""
 
-    def _announce_segment(self, segment: Segment) -> None:
+    def announce_segment(self, segment: Segment) -> None:
         raise RegistrationError("no more may be pinned", device=self.name)
 
-    def _announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         if nbytes:
             raise RegistrationError("no more may be pinned", device=self.name)
-        super()._announce(number, key, address, nbytes)
+        super().announce(number, key, address, nbytes)
 
 
 def test_a_device_that_cannot_register_is_an_error_and_nothing_stays(memory: Memory, open_device: Open) -> None:

@@ -354,7 +354,7 @@ def test_what_arrives_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
         ba = b.accept(timeout=5.0)
         calls: list[int] = []
         monkeypatch.setattr(b, "arrived", lambda: calls.append(1), raising=False)
-        expected = FlushedExpectation(ba, 20, 1, ba._count(20))
+        expected = FlushedExpectation(ba, 20, 1, ba.count(20))
         with pytest.raises(TransferTimeout):
             expected.wait(0.01)
         assert not calls

@@ -1,0 +1,13 @@
+"""How notifications lie in shared memory: a record for each number of a channel, and the bells that wake who waits.
+
+What is in a record and in a bell: ``kernels``.
+"""
+
+from __future__ import annotations
+
+MAX_NOTIFY = 1 << 16
+"""A notification is a number below this."""
+RECORD_BYTES = 16
+BELLS = 64
+"""Of a process. Bell 0 is none: its line is the heartbeat."""
+BELL_BYTES = 64
