@@ -6,8 +6,8 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +15,29 @@ from torch import nn
 from .graph.bundle import NUMBERS
 from .graph.remote_update import hyperparameters, numbers_of
 from .graph.server import ABSENT, PRESENT
-from .graph.trainer import Half
+from .graph.trainer import Half, Trainer
 from .transport import NotSupported
 
-if TYPE_CHECKING:
-    from .served import Session
+
+class Served(Protocol):
+    """The servers of one model, as its optimizers see them (``servers.Servers``)."""
+
+    trainer: Trainer
+    staging: str
+
+    steps: int
+    """How many were made."""
+
+    @property
+    def optimizers(self) -> Iterator[int]:
+        """Numbers for them."""
+
+    @property
+    def position(self) -> Mapping[nn.Parameter, tuple[str, int]]:
+        """Of each parameter: its server, and which of its parameters it is there."""
+
+    def ask(self, server: str, method: str, /, *args: Any) -> Any:
+        """A method of a ``graph.server.Server``."""
 
 
 class _Share:
@@ -48,48 +66,48 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     _kind: type[torch.optim.Optimizer]
 
-    def __init__(self, session: Session, params: Any, defaults: dict[str, Any]) -> None:
-        self._session: Session | None = None
+    def __init__(self, served: Served, params: Any, defaults: dict[str, Any]) -> None:
+        self._served: Served | None = None
         super().__init__(params, **defaults)
         self.state.clear()  # some optimizers make theirs at once
-        self._session, self._number = session, next(session.optimizers)
+        self._served, self._number = served, next(served.optimizers)
         self._told: dict[str, Any] = {}
         self._share_out()
         for share in self._shares:
             self._tell(share, *self._numbers(share))
 
     def _share_out(self) -> None:
-        session = self._session
-        assert session is not None
+        served = self._served
+        assert served is not None
         groups: dict[str, dict[int, list[int]]] = {}
         found: dict[str, dict[int, nn.Parameter]] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter not in session.position:
+                if parameter not in served.position:
                     raise ValueError("an optimizer of a served model can only have parameters of that model")
-                server, at = session.position[parameter]
+                server, at = served.position[parameter]
                 groups.setdefault(server, {}).setdefault(number, []).append(at)
                 found.setdefault(server, {})[at] = parameter
-        halves = session.trainer.halves
+        halves = served.trainer.halves
         self._shares = [_Share(halves[server], list(parts.items()), found[server]) for server, parts in groups.items()]
         self._told.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._session is not None:
+        if self._served is not None:
             self._share_out()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients; returns when they may be changed again. The new weights come by themselves: the next forward
         waits for them. Raises ``PeerLost``, ``TransferTimeout``, what a server raised, ``NotSupported`` (nothing was sent)."""
-        session = self._session
-        assert session is not None
+        served = self._served
+        assert served is not None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        session.trainer.ready()
-        staging, writes = session.staging, []
+        served.trainer.ready()
+        staging, writes = served.staging, []
         for share in self._shares:
             numbers, rest = self._numbers(share)
             if self._told.get(share.half.server) != rest:
@@ -101,8 +119,8 @@ class ServedOptimizer(torch.optim.Optimizer):
             share.half.send(self._number, marks, present, grads, numbers, staging)
             # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
             torch.autograd.graph.increment_version(share.parameters)
-        session.trainer.finish()
-        session.steps += 1
+        served.trainer.finish()
+        served.steps += 1
         return loss
 
     def _numbers(self, share: _Share) -> tuple[list[float], Any]:
@@ -112,25 +130,25 @@ class ServedOptimizer(torch.optim.Optimizer):
         return numbers, rest
 
     def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
-        session = self._session
-        assert session is not None
+        served = self._served
+        assert served is not None
         described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
         defaults = {key: value for key, value in self.defaults.items() if key != "params"}
-        session.ask(share.half.server, "optimizer", self._number, self._kind, defaults, described)
+        served.ask(share.half.server, "optimizer", self._number, self._kind, defaults, described)
         self._told[share.half.server] = rest
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """As the real one's, with the state that the servers have."""
-        session = self._session
-        assert session is not None
-        session.trainer.pull()
+        served = self._served
+        assert served is not None
+        served.trainer.pull()
         result = super().state_dict()
         index = {parameter: number for number, parameter in enumerate(self._everything())}
         for share in self._shares:
             here = dict(zip(share.at, share.parameters))
-            for at, entries in session.ask(share.half.server, "optimizer_state", self._number).items():
+            for at, entries in served.ask(share.half.server, "optimizer_state", self._number).items():
                 if at in here:
                     result["state"][index[here[at]]] = entries
         result["state"] = dict(sorted(result["state"].items()))
@@ -138,17 +156,17 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """With several workers each of them loads the same before its next step."""
-        session = self._session
-        assert session is not None
-        session.trainer.pull()
+        served = self._served
+        assert served is not None
+        served.trainer.pull()
         super().load_state_dict({**state_dict, "state": {}})
         state: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
         for number, parameter in enumerate(self._everything()):
             if number in state_dict["state"]:
-                server, at = session.position[parameter]
+                server, at = served.position[parameter]
                 state[server][at] = state_dict["state"][number]
         for server, entries in state.items():
-            session.ask(server, "load_optimizer_state", self._number, entries)
+            served.ask(server, "load_optimizer_state", self._number, entries)
 
     def _everything(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -183,8 +201,8 @@ def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
     return _classes[kind]
 
 
-def make(session: Session, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
+def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
     """An optimizer of this class over parameters of that model."""
     if issubclass(kind, torch.optim.LBFGS):
         raise NotSupported("LBFGS looks at all gradients of several evaluations in one step: it cannot be served")
-    return _class(kind)(session, params, defaults)
+    return _class(kind)(served, params, defaults)

@@ -22,7 +22,8 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import serving
-from rdmarpc.served import _open, place
+from rdmarpc.served import place, state_of
+from rdmarpc.servers import _open
 from rdmarpc.transport import PeerLost
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
@@ -370,7 +371,7 @@ def gives_up_for_a_loss(lost: PeerLost, named: str, rank: int) -> None:
         def pull() -> None:
             raise lost
 
-        served.__dict__["_rdmarpc"].trainer.pull = pull
+        state_of(served).servers.trainer.pull = pull
         served.close()
         time.sleep(1.0)
     else:
