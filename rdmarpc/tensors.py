@@ -283,18 +283,8 @@ def unpack(
         way, length = _ENTRY.unpack_from(table, at)
         at += _ENTRY.size + length
         if way >= VIEW:
-            (base,) = _INDEX.unpack_from(table, at)
-            if base >= len(runs):
-                raise RdmaError("a tensor lies in the memory of one that comes after it", peer=channel.peer)
-            runs.append(runs[base])
-            if way == SAME:
-                tensors.append(tensors[base])
-            else:
-                # Of its own: the run may be the other tensor by now.
-                what = layout.decode(table[at - length : at])
-                if what.nbytes > runs[base].nbytes:
-                    raise RdmaError(f"a view of {what.nbytes} bytes in a run of {runs[base].nbytes}", peer=channel.peer)
-                tensors.append(layout.rebuilt(runs[base].detach(), what))
+            text = table[at - length : at] if way == VIEW else None
+            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], text, channel)
             at += _INDEX.size
             continue
         what = layout.decode(table[at - length : at])
@@ -331,6 +321,22 @@ def unpack(
     elif reads:
         channel.prepare(reads).post().wait()
     return tensors, tuple(sizes), bool(reads or was_read)
+
+
+def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, text: bytes | None, channel: Channel) -> None:
+    """Add a tensor that lies in the run of number ``base``, as its description says; without one it is that tensor itself."""
+    if base >= len(runs):
+        raise RdmaError("a tensor lies in the memory of one that comes after it", peer=channel.peer)
+    run = runs[base]
+    runs.append(run)
+    if text is None:
+        tensors.append(tensors[base])
+        return
+    what = layout.decode(text)
+    if what.nbytes > run.nbytes:
+        raise RdmaError(f"a view of {what.nbytes} bytes in a run of {run.nbytes}", peer=channel.peer)
+    # Of its own: the run may be the other tensor by now.
+    tensors.append(layout.rebuilt(run.detach(), what))
 
 
 _AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
