@@ -36,7 +36,7 @@ from .frames import (
 from .functions import MAY_DEFER, TOLD_WHO
 from .future import Value, known
 from .grad_context import Context, Contexts, current
-from .grad_record import attach, unbound
+from .grad_record import unbound
 from .handover import Handovers, sole
 from .link import MAX_BODY, Link
 from .options import WorkerInfo
@@ -286,7 +286,7 @@ class Callee:
         except (AttributeError, ImportError) as error:
             raise remote_error.unknown_name(error) from error
         if message and context is not None:
-            attach(context, link.worker, message, [*tensors, *parts])
+            context.attach(link.worker, message, [*tensors, *parts])
         return function, args, kwargs, sizes, places, context
 
     def _function(self, name: bytes) -> Any:

@@ -44,7 +44,7 @@ from .frames import (
 )
 from .future import Answer, Future, Pending
 from .grad_context import Context
-from .grad_record import attach, unbound
+from .grad_record import unbound
 from .link import MAX_BODY, Link, Room
 from .patience import Patience
 from .progress import Progress
@@ -516,7 +516,7 @@ class Caller:
         """Connect what an answer brought to the local graph."""
         context = pending.context
         if context is not None and not context.ended:
-            attach(context, pending.link.worker, message, tensors)
+            context.attach(pending.link.worker, message, tensors)
 
     def _release(self, pending: Pending) -> None:
         """What the callee left in its memory for us has been read, or is not wanted."""

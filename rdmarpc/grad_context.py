@@ -21,17 +21,15 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .gpu_streams import Joint, use_here
-from .grad_record import Sent, sent
+from .grad_pass import Pass
+from .grad_record import ANCHOR, Sent, Source, flagged, received, sent
 from .transport.ended import nobody
 from .transport.sole import KEPT, references
-
-if TYPE_CHECKING:
-    from .grad_pass import Pass
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096
@@ -39,6 +37,7 @@ _MAX_BROUGHT = 1 << 16
 """Contexts that one worker may have brought here and not ended."""
 MAX_PASSES = 4096
 """Backward passes of one context that may be under way here."""
+_serials = itertools.count(1)
 # References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
 _UNSHARED = 2
 
@@ -83,6 +82,14 @@ class Context:
         self.sent[message] = left
         return message
 
+    def attach(self, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the tensors of a message that arrived, leaves so far, their place in the local graph."""
+        leaves = flagged(tensors)
+        if not leaves or not torch.is_grad_enabled():
+            return
+        received(ANCHOR, leaves, Source(self.number, worker, message))
+        self.received[worker, message] = leaves[0].grad_fn
+
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
         """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
         accumulator, if nothing else refers to it; it is copied otherwise."""
@@ -99,6 +106,43 @@ class Context:
             else:
                 self.gradients[leaf] = before + gradient
             self.joint.leave()
+
+    def begin_pass(self, me: int, retain_graph: bool) -> tuple[Pass, int, int]:
+        """Our part of a backward pass that begins here, at worker number ``me``; its count, and that of the oldest of ours that
+        is not over."""
+        run = Pass(self, retain_graph)
+        with self.lock:
+            self.check()
+            serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
+            self.passes[me, serial] = run
+            oldest = min(other for worker, other in self.passes if worker == me)
+        return run, serial, oldest
+
+    def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:
+        """Our part of a pass that ``worker`` began, made by the first message of it. What that worker began before ``oldest``
+        is over. ``RuntimeError`` where the pass, or the context, is over, and where too many are under way."""
+        with self.lock:
+            self.check()
+            if len(self.oldest) >= MAX_PASSES and worker not in self.oldest:
+                raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {self.number}")
+            oldest = self.oldest[worker] = max(oldest, self.oldest.get(worker, 0))
+            for other in [other for other in self.passes if other[0] == worker and other[1] < oldest]:
+                self.passes.pop(other).end()
+            found = self.passes.get((worker, serial))
+            if found is None:
+                if worker == me or serial < oldest:
+                    raise RuntimeError("this backward pass is over")
+                if len(self.passes) >= MAX_PASSES:
+                    raise RuntimeError(f"{MAX_PASSES} backward passes of autograd context {self.number} are under way")
+                found = self.passes[worker, serial] = Pass(self, retain_graph)
+        return found
+
+    def end_pass(self, worker: int, serial: int) -> None:
+        """It is over; nothing more runs of it here."""
+        with self.lock:
+            run = self.passes.pop((worker, serial), None)
+        if run is not None:
+            run.end()
 
     def check(self) -> None:
         """``RuntimeError`` if it has ended."""

@@ -22,7 +22,6 @@ context its workers trust each other's account of which passes are over.
 
 from __future__ import annotations
 
-import itertools
 import struct
 import threading
 from collections.abc import Callable, Iterable
@@ -35,7 +34,7 @@ from . import agent as _agent
 from . import grad_error
 from .frames import CONTROL
 from .functions import TOLD_WHO
-from .grad_context import MAX_PASSES, Context
+from .grad_context import Context
 from .grad_graph import reach
 from .grad_pass import Emitted, ForeignGradients, Gradients, Pass
 from .grad_record import RECEIVED, edge
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 _PASS = struct.Struct("<QQQQ?")  # the fields of Name
 _ENTRY = struct.Struct("<QI")  # message, number of gradients
-_counts = itertools.count(1)
 _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
@@ -103,22 +101,7 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
 
 def _open(agent: Agent, context: Context, name: Name) -> Pass:
     """This worker's part of a pass, made by the first message of it."""
-    key = name.worker, name.serial
-    with context.lock:
-        context.check()
-        if len(context.oldest) >= MAX_PASSES and name.worker not in context.oldest:
-            raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {name.context}")
-        oldest = context.oldest[name.worker] = max(name.oldest, context.oldest.get(name.worker, 0))
-        for other in [other for other in context.passes if other[0] == name.worker and other[1] < oldest]:
-            context.passes.pop(other).end()
-        found = context.passes.get(key)
-        if found is None:
-            if name.worker == agent.number or name.serial < oldest:
-                raise RuntimeError("this backward pass is over")
-            if len(context.passes) >= MAX_PASSES:
-                raise RuntimeError(f"{MAX_PASSES} backward passes of autograd context {name.context} are under way")
-            found = context.passes[key] = Pass(context, name.retain_graph)
-    return found
+    return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
 
 
 def _arrive(agent: Agent, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
@@ -311,20 +294,9 @@ Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
 def _begin(agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
-    run = Pass(context, retain_graph)
-    with context.lock:
-        context.check()
-        count = next(_counts)  # under the lock: a pass that is counted, and not yet known, would be taken as over
-        context.passes[agent.number, count] = run
-        oldest = min(other for worker, other in context.passes if worker == agent.number)
+    run, serial, oldest = context.begin_pass(agent.number, retain_graph)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
-    return Name(context.number, agent.number, count, oldest, retain_graph), run
-
-
-def _over(name: Name, run: Pass) -> None:
-    with run.context.lock:
-        run.context.passes.pop((name.worker, name.serial), None)
-    run.end()
+    return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
 def _located(agent: Agent, error: BaseException) -> Exception:
@@ -347,7 +319,7 @@ def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_g
     except Exception as error:
         raise _located(agent, error) from error
     finally:
-        _over(name, run)
+        context.end_pass(name.worker, name.serial)
 
 
 class Unattended:
@@ -355,7 +327,7 @@ class Unattended:
 
     def __init__(self, agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
-        self._agent = agent
+        self._agent, self._context = agent, context
         self._name, self._run = _begin(agent, context, roots, retain_graph)
         self._surveys = 0
         self._launch([])
@@ -390,7 +362,7 @@ class Unattended:
             self._finish(_located(self._agent, error))
 
     def _finish(self, error: Exception | None) -> None:
-        _over(self._name, self._run)
+        self._context.end_pass(self._name.worker, self._name.serial)
         if not self.future.done():
             self.future.set_result(error)
 

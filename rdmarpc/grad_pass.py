@@ -20,16 +20,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
 from .gpu_streams import Joint, use_here
-from .grad_context import Context
 from .grad_graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
-from .grad_record import ANCHOR, RECEIVED, Source, adds_up, engaged
+from .grad_record import ANCHOR, RECEIVED, Sent, Source, adds_up, engaged
 from .grad_record import edge as edge_of
 from .transport import NotSupported
 
@@ -70,10 +69,24 @@ class Emitted(NamedTuple):
     gradients: Gradients
 
 
+class Account(Protocol):
+    """The context of a pass, as far as a pass needs it (``grad_context.Context``)."""
+
+    number: int
+    sent: dict[int, Sent]
+    """By the number of the message."""
+
+    def check(self) -> None:
+        """``RuntimeError`` if it has ended."""
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
+        """Add to the gradient of a leaf; ``ours``: nothing else refers to ``gradient``."""
+
+
 class Pass:
     """Thread-safe."""
 
-    def __init__(self, context: Context, retain_graph: bool) -> None:
+    def __init__(self, context: Account, retain_graph: bool) -> None:
         self.context, self.retain_graph = context, retain_graph
         self.held: dict[tuple[Node, int], torch.Tensor] = {}
         """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-if TYPE_CHECKING:
-    from .grad_context import Context
-    from .grad_pass import Pass
 
 _PARAMETER = torch.nn.Parameter
 
@@ -47,8 +43,23 @@ class Source(NamedTuple):
     message: int
 
 
+class Running(Protocol):
+    """A pass, as the nodes that the engine runs for it know it (``grad_pass.Pass``)."""
+
+    @property
+    def collected(self) -> set[int]:
+        """Leaves (by id) whose gradients are being held."""
+        ...
+
+    def emit(self, source: Source, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Gradients of received tensors."""
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient of a leaf."""
+
+
 class _Engaged(threading.local):
-    run: Pass | None = None
+    run: Running | None = None
 
 
 engaged = _Engaged()
@@ -80,22 +91,24 @@ RECEIVED: Any = Received._backward_cls
 RECEIVED.apply = Received.backward
 
 # Without the Python layer of ``Function.apply``, which looks for transforms of functorch.
-_apply = super(torch.autograd.Function, Received).apply
+received = super(torch.autograd.Function, Received).apply
+"""``received(ANCHOR, tensors, source)`` makes outputs of a new node of tensors, leaves so far."""
 
 ANCHOR = torch.empty(0, requires_grad=True)
 """A node of a Python function needs some input that requires grad."""
 
 
-def _flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that require grad, each once."""
     return list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
 
 
 def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
     """``None`` if there is nothing to come back, or under ``no_grad``."""
-    flagged = _flagged(tensors)
-    if not flagged or not torch.is_grad_enabled():
+    leaving = flagged(tensors)
+    if not leaving or not torch.is_grad_enabled():
         return None
-    return Sent(to, [tensor if tensor.grad_fn is None else edge(tensor) for tensor in flagged])
+    return Sent(to, [tensor if tensor.grad_fn is None else edge(tensor) for tensor in leaving])
 
 
 def edge(tensor: torch.Tensor) -> GradientEdge:
@@ -110,15 +123,6 @@ def edge(tensor: torch.Tensor) -> GradientEdge:
     over: Any = tensor.clone().grad_fn
     node, output = over.next_functions[0]
     return GradientEdge(node, output, over)
-
-
-def attach(context: Context, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Give the tensors of a message that arrived, leaves so far, their place in the local graph."""
-    flagged = _flagged(tensors)
-    if not flagged or not torch.is_grad_enabled():
-        return
-    _apply(ANCHOR, flagged, Source(context.number, worker, message))
-    context.received[worker, message] = flagged[0].grad_fn
 
 
 def unbound(value: Any, views: dict[int, torch.Tensor]) -> Any:
