@@ -114,16 +114,6 @@ class Mail:
             self._numbers.pop(worker, None)
             self._taken.pop(worker, None)
 
-    @property
-    def unsent(self) -> int:
-        return sum(len(entries) for entries in list(self._out.values()))
-
-    @property
-    def gaps(self) -> int:
-        """Numbers taken out of order whose predecessors have not come yet."""
-        with self._lock:
-            return sum(len(taken.above) for taken in self._taken.values())
-
 
 class Carrier:
     """``Mail.transmit`` over the agent's links.

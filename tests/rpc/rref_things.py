@@ -13,6 +13,24 @@ from rdmarpc import agent
 from rdmarpc.rref_forks import Fork
 
 
+def unsettled(store):
+    """Forks whose introduction or deletion has come without the other."""
+    return (
+        len(store.unsettled.early)
+        + len(store.unsettled.refused)
+        + sum(len(each.parked) for each in list(store._values.values()))
+    )
+
+
+def unsent(mail):
+    return sum(len(entries) for entries in list(mail._out.values()))
+
+
+def gaps(mail):
+    """Numbers taken out of order whose predecessors have not come yet."""
+    return sum(len(taken.above) for taken in list(mail._taken.values()))
+
+
 def tables():
     """Everything that a worker knows about references, as numbers."""
     gc.collect()
@@ -20,9 +38,9 @@ def tables():
     context.collect()
     return {
         "values": len(context),
-        "unfinished": context.store.unfinished,
-        "unsent": context.mail.unsent,
-        "gaps": context.mail.gaps,
+        "unsettled": unsettled(context.store),
+        "unsent": unsent(context.mail),
+        "gaps": gaps(context.mail),
         "forks": sum(type(item) is Fork for item in gc.get_objects()),
         **context.debug_info(),
     }

@@ -16,6 +16,8 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
+from rref_things import gaps, unsent, unsettled
+
 from rdmarpc import serialize
 from rdmarpc.rref_context import RRefContext
 from rdmarpc.rref_store import LOCAL_BITS
@@ -277,9 +279,9 @@ class World:
             context = worker.context
             assert not worker.program or self.dead, f"worker {worker.rank} waits for ever: {worker.program}"
             assert not worker.handles, worker.handles
-            assert (len(context), context.store.unfinished, context.mail.unsent) == (0, 0, 0), vars(context.store)
+            assert (len(context), unsettled(context.store), unsent(context.mail)) == (0, 0, 0), vars(context.store)
             assert not any(context.debug_info().values()), context.debug_info()
-            assert not context.mail.gaps or self.dead
+            assert not gaps(context.mail) or self.dead
         for (rank, fork), count in self.resumed.items():
             assert count == 1 or rank in self.dead, f"fork {fork:x} was never confirmed to worker {rank}"
         for rref in self.made:
@@ -293,14 +295,14 @@ class World:
 
     def _key(self, worker):
         context = worker.context
-        slots = {
-            rref: (slot.known, slot.settled, sorted(slot.forks.items()), sorted(slot.parked.items()))
-            for rref, slot in sorted(context.store._slots.items())
+        owned = {
+            rref: (each.known, each.settled, sorted(each.forks.items()), sorted(each.parked.items()))
+            for rref, each in sorted(context.store._values.items())
         }
         return (
-            slots,
-            sorted(context.store._early),
-            sorted(context.store._refused),
+            owned,
+            sorted(context.store.unsettled.early),
+            sorted(context.store.unsettled.refused),
             sorted(context.forks.pending_users),
             sorted((child, parent.number) for child, (parent, _) in context.forks.pending_children.items()),
             sorted((name, fork.number, fork.confirmed, fork.error is None) for name, fork in worker.handles.items()),

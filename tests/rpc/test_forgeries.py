@@ -256,7 +256,7 @@ def cut(rank):
     assert mine.rpc_sync().add(1) == 6
     counts = agent.current().refused()
     assert counts["refused_answers"] == 1 and counts["refused_references"] == len(CUT) - 1, counts
-    eventually(lambda: len(rrefs.store._early), 0)
+    eventually(lambda: len(rrefs.store.unsettled.early), 0)
     rpc.shutdown(graceful=False)
     return sorted(lost)
 
