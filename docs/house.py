@@ -31,7 +31,11 @@ STOREYS = [
         ("#e9f1ea", "#c9dfcd"),
         [
             [("cli/", "the command: doctor, bench, graph, timeline")],
-            [("wrapped/", "one model at several workers"), ("served/", "parameters at servers"), ("optim/", "distributed optimizer")],
+            [
+                ("wrapped/", "one model at several workers"),
+                ("served/", "parameters at servers"),
+                ("optim/", "distributed optimizer"),
+            ],
             [("api, autograd, nn, ...", "torch's names"), ("observe/", "counters, timeline, explain")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],
             [("references/", "values that stay, handles that travel")],
@@ -78,7 +82,9 @@ def text(x: float, y: float, words: str, size: int = 13, weight: str = "normal",
 
 def room(x: float, y: float, width: float, fill: str, name: str, holds: str) -> list[str]:
     lines = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{ROW}" rx="4" fill="{fill}"/>']
-    words = f'<tspan font-weight="bold">{escape(name)}</tspan><tspan dx="8" font-size="12" fill="{GREY}">{escape(holds)}</tspan>'
+    words = (
+        f'<tspan font-weight="bold">{escape(name)}</tspan><tspan dx="8" font-size="12" fill="{GREY}">{escape(holds)}</tspan>'
+    )
     return [*lines, f'<text x="{x + 10:g}" y="{y + 20:g}" font-size="13" fill="{INK}">{words}</text>']
 
 

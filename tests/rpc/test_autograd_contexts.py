@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from called import double, slow
 from group import die, dismiss, results, run_group, until_dismissed
-from test_calls import slow
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd
@@ -25,21 +26,9 @@ def known(context_id):
     return autograd._is_valid_context(context_id)
 
 
-def eventually(look, wanted=True, limit=LIMIT_S):
-    """``look()`` gives what is wanted, after a while."""
-    deadline = time.monotonic() + limit
-    while (found := look()) != wanted:
-        assert time.monotonic() < deadline, f"{found} instead of {wanted}"
-        time.sleep(0.01)
-
-
 def gone_everywhere(*workers, limit=LIMIT_S):
     for worker in workers:
         eventually(partial(rpc.rpc_sync, worker, live), [], limit)
-
-
-def double(tensor):
-    return tensor * 2
 
 
 def relay(path, tensor):

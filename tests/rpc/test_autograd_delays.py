@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 from group import results, run_group
-from test_autograd_contexts import eventually
 from test_autograd_many import at_once
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd

@@ -11,9 +11,10 @@ from functools import partial
 
 import pytest
 import torch
+from called import double, identity
 from group import die, dismiss, results, run_group, until_dismissed
-from test_autograd_contexts import double, eventually, gone_everywhere, known
-from test_calls import identity
+from test_autograd_contexts import gone_everywhere, known
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 from group import results, run_group
-from test_autograd_contexts import decode_late, eventually, gone_everywhere
+from test_autograd_contexts import decode_late, gone_everywhere
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd

@@ -11,7 +11,8 @@ import psutil
 import pytest
 import torch
 from group import results, run_group
-from test_autograd_contexts import eventually, gone_everywhere
+from test_autograd_contexts import gone_everywhere
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd

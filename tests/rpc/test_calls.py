@@ -8,24 +8,13 @@ from collections import deque
 
 import pytest
 import torch
+from called import identity, no_result, slow
 from group import results, run_group
 
 import rdmarpc as rpc
 from rdmarpc import agent
 
 DEVICES = ["shm", "tcp"]
-
-
-def identity(value):
-    return value
-
-
-def both(first, second):
-    return first, second
-
-
-def no_result():
-    return None
 
 
 def raises(text):
@@ -49,11 +38,6 @@ def nested(depth):
     if depth == 0:
         return 1
     return 1 + rpc.rpc_sync(f"worker{depth % 2}", nested, (depth - 1,))
-
-
-def slow(seconds, value=None):
-    time.sleep(seconds)
-    return value
 
 
 @rpc.functions.async_execution

@@ -12,10 +12,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from called import hold_the_gil, identity, stop
 from group import dismiss, on_every_device, until_dismissed
-from test_calls import identity
-from test_full_rings import after
-from test_silence import hold_the_gil, stop
+from timing import after
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from called import identity
 from group import results, run_group
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -12,10 +12,10 @@ import time
 
 import pytest
 import torch
+from called import double, identity
 from group import results, run_group
 from rref_things import Thing, wait_until_empty
-from test_autograd_contexts import double, eventually
-from test_calls import identity
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd, grad_flow, rref_mail, serialize

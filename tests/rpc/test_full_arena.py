@@ -9,8 +9,8 @@ import time
 import limits
 import pytest
 import torch
+from called import identity
 from group import on_every_device, results
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

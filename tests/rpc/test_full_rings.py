@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import nullcontext
 
 import pytest
 import torch
+from called import hold_the_gil, identity, stop
 from group import dismiss, on_every_device, results, until_dismissed
 from halt import halt
-from test_calls import identity
-from test_silence import hold_the_gil, stop
+from timing import after
 
 import rdmarpc as rpc
 from rdmarpc import agent
@@ -70,15 +68,6 @@ def let_go() -> None:
 
 def set_free() -> None:
     free.set()
-
-
-def after(seconds: float, *kill: tuple[int, signal.Signals]) -> None:
-    """A process that sends signals by and by, each after ``seconds``."""
-    script = (
-        "import os, sys, time\n"
-        "for each in sys.argv[2:]:\n    time.sleep(float(sys.argv[1])); os.kill(*map(int, each.split(',')))"
-    )
-    subprocess.Popen([sys.executable, "-c", script, str(seconds), *(f"{pid},{int(number)}" for pid, number in kill)])
 
 
 def lose_in_calls(kill: bool) -> None:

@@ -9,9 +9,9 @@ import time
 from functools import partial
 
 import pytest
+from called import identity
 from group import die, results, run_group
 from rref_things import Thing, forget, give, is_own, keep, kept, make, pair_of, tables, value_of, wait_until_empty
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

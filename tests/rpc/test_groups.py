@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from called import identity, slow
 from group import Meeting, die, results, run_group
-from test_calls import identity, slow
 
 import rdmarpc as rpc
 from rdmarpc import agent

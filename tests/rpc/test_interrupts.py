@@ -9,9 +9,9 @@ import time
 
 import pytest
 import torch
+from called import identity
 from group import results, run_group
 from rref_things import wait_until_empty
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -8,9 +8,9 @@ import time
 
 import pytest
 import torch
+from called import both, identity, no_result
 from group import may_stage, results, run_group
 from tensor_kinds import distance
-from test_calls import both, identity, no_result
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
+from called import identity, slow
 from group import die, results, run_group
-from test_calls import identity, slow
 
 import rdmarpc as rpc
 from rdmarpc import agent

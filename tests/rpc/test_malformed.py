@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
+from called import identity
 from group import dismiss, results, run_group, until_dismissed
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

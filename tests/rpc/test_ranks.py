@@ -9,8 +9,8 @@ from functools import partial
 
 import psutil
 import pytest
+from called import identity
 from group import die, results, run_group
-from test_calls import identity
 from test_secrets import calls, free_port
 
 import rdmarpc as rpc

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from called import slow
 from group import results, run_group
 from rref_things import (
     Thing,
@@ -24,7 +25,6 @@ from rref_things import (
     value_of,
     wait_until_empty,
 )
-from test_calls import slow
 
 import rdmarpc as rpc
 from rdmarpc import agent

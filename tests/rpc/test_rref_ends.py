@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+from called import slow
 from group import die, dismiss, on_every_device, results, run_group, until_dismissed
 from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
-from test_calls import slow
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 import torch
+from called import identity
 from group import results, run_group
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from called import identity
 from group import results, run_group
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import job_secret

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import signal
@@ -13,9 +12,9 @@ import time
 
 import pytest
 import torch
+from called import hold_the_gil, identity, slow
 from group import die, dismiss, on_every_device, results, run_group, until_dismissed
 from halt import halt
-from test_calls import identity, slow
 
 import rdmarpc as rpc
 from rdmarpc import agent
@@ -23,10 +22,6 @@ from rdmarpc.transport import kernels
 from rdmarpc.transport.shm_channel import INFLIGHT_AT
 
 TIMEOUT = 2.0
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Calls:
@@ -124,11 +119,6 @@ def stopped(rank):
 def test_a_stopped_worker_is_given_up_and_finds_out():
     for outcomes in on_every_device(stopped, 3, peer_timeout=TIMEOUT).values():
         assert results(outcomes) == ["survived", "went on", "survived"]
-
-
-def hold_the_gil(seconds: float) -> str:
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-    return "held"
 
 
 def busy(rank):

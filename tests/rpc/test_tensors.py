@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from called import both, identity
 from group import results, run_group
 from hypothesis import HealthCheck, given, settings
 from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, other, shape_of, structures, tensors_in
-from test_calls import both, identity
 from test_landing import counted, counters, steady, takes
 
 import rdmarpc as rpc

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
+from called import identity
 from group import dismiss, on_every_device, results, run_group, until_dismissed
-from test_calls import identity
 
 import rdmarpc as rpc
 from rdmarpc import agent
