@@ -10,6 +10,7 @@ from .api import (
     _get_current_rpc_agent,
     _get_debug_info,
     _is_current_rpc_agent_set,
+    _rref_context_get_debug_info,
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
@@ -21,9 +22,9 @@ from .api import (
     shutdown,
 )
 from .debug import counters, debug_info, explain
-from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, WorkerInfo
+from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from .permits import NotAllowed
-from .rref import RRef, _rref_context_get_debug_info
+from .rref import RRef
 from .transport import (
     ArenaFull,
     AuthenticationError,
@@ -35,6 +36,7 @@ from .transport import (
     TlsOptions,
     TransferTimeout,
 )
+from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from .balance import auto_placement

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, fetches, forked, gpu, gpu_streams, grad_pass, permits, profiling, serialize, timeline
+from . import exits, fetches, forked, gpu, gpu_streams, grad_pass, here, permits, profiling, serialize, timeline
 from .callee import Callee
 from .caller import Caller
 from .device_maps import Targets
@@ -29,10 +29,11 @@ from .group import Group
 from .link import Link
 from .links import Links, listens
 from .members import Members
-from .options import RpcBackendOptions, WorkerInfo
+from .options import RpcBackendOptions
 from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
+from .rref_forks import Fork
 from .rref_mail import Carrier, NotTheirs
 from .rref_store import LOCAL_BITS
 from .termination import Termination
@@ -48,9 +49,10 @@ from .transport import (
     open_device,
 )
 from .transport.guard import Guard, broken_by
+from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from .rref import RRef
+    from . import grad_flow, rref
 
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
@@ -58,7 +60,6 @@ _GOODBYE_S, _PAUSE_S = 5.0, 0.001
 _IDLE_POLL_S = 0.005
 _PASSED_S = 1e-9
 _CONNECT_S = 1.0
-_NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
 
 PeerLostCallback = Callable[[str, RdmaError], None]
 
@@ -78,7 +79,7 @@ class Agent:
         permits.use(None if options.allow is None else permits.Permits(options.allow))
         grad_pass.first_call()
         self.guard = Guard("rdmarpc")
-        self._ready = threading.Event()  # peers may connect before we are complete
+        self.ready = threading.Event()  # peers may connect before we are complete
         secret, kind = self.group.begin(options)
         if kind == "shm" and cuda_driver.count():
             kind = "cuda"  # which is that, and GPU memory besides
@@ -240,7 +241,7 @@ class Agent:
 
     # -- calls
 
-    def _start(
+    def start(
         self,
         to: WorkerInfo,
         function: Any,
@@ -252,6 +253,7 @@ class Agent:
         rref: int = 0,
         fork: int = 0,
     ) -> Pending:
+        """See ``here.Agent``. ``rref``, ``fork``: of a value that the call creates."""
         if not callable(function):
             raise TypeError("function should be callable.")
         link = self._links.get(to.number)
@@ -278,7 +280,7 @@ class Agent:
     def _start_first(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
     ) -> Pending:
-        """``_start``, of a call to a worker that has to be connected to, which takes of the call's time. A worker has
+        """``start``, of a call to a worker that has to be connected to, which takes of the call's time. A worker has
         ``_CONNECT_S`` for it at the least: so a call with less time is made, too."""
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         begun = time.monotonic()
@@ -289,35 +291,33 @@ class Agent:
         except RdmaError as error:
             return self.caller.failed(error, limit, future=future)
         spent = time.monotonic() - begun
-        pending = self._start(to, function, args, kwargs, timeout, flags, future, *numbers)
+        pending = self.start(to, function, args, kwargs, timeout, flags, future, *numbers)
         if pending.deadline is not None:
             pending.deadline -= spent
         return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""
-        return self.caller.result(self._start(to, function, args, kwargs, timeout, CONTROL if control else 0))
+        return self.caller.result(self.start(to, function, args, kwargs, timeout, CONTROL if control else 0))
 
     def call_async(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
     ) -> Future:
-        future = self._start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
+        future = self.start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
         assert future is not None
         return future
 
-    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
-        """``remote``: have ``to`` keep the result of a call; a handle to it at once."""
-        from .rref import RRef
-
+    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
+        """``remote``: have ``to`` keep the result of a call; the reference to it at once."""
         rref = self.new_id()
         fork = rref if to.number == self.number else self.new_id()
-        pending = self._start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
-        return RRef._over(self, self.rrefs.forks.created(to.number, rref, fork, pending))
+        pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
+        return self.rrefs.forks.created(to.number, rref, fork, pending)
 
     # -- links
 
     def _on_connect(self, channel: Channel) -> bytes:
-        self._ready.wait(_CONNECT_TIMEOUT_S)
+        self.ready.wait(_CONNECT_TIMEOUT_S)
         return self.links.on_connect(channel)
 
     def _read(self, row: int, fresh: int) -> None:
@@ -553,38 +553,12 @@ def _seconds(timeout: float) -> float:
     return float(timeout) if timeout >= 0 else _PASSED_S
 
 
-_current: Agent | None = None
+# Typed for the rooms above, which may know all of the agent.
+current: Callable[[], Agent] = here.current
+require: Callable[[str], Agent] = here.require
+found: Callable[[], Agent | None] = here.found
 
+if TYPE_CHECKING:
 
-_parents: list[object] = []
-"""In a forked child: the agents of its ancestors. They never die here: what they own is not ours to give back."""
-_inherited = False
-"""Whether this process was forked while RPC was up, and has not used RPC itself since."""
-
-
-def current() -> Agent:
-    """This process's agent. ``RuntimeError`` before ``init_rpc``, after ``shutdown``, and in a forked child."""
-    if _current is None:
-        raise RuntimeError(forked.TEXT if _inherited else _NOT_INITIALIZED)
-    return _current
-
-
-def require(message: str) -> Agent:
-    if _current is None:
-        raise RuntimeError(forked.TEXT if _inherited else message)
-    return _current
-
-
-def set_current(agent: Agent | None) -> None:
-    global _current, _inherited
-    _current, _inherited = agent, False
-
-
-def _in_child() -> None:
-    global _current, _inherited
-    if _current is not None:
-        _parents.append(_current.forked())
-        _current, _inherited = None, True
-
-
-forked.in_child(_in_child)
+    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, grad_flow.Worker, rref.Worker]:
+        return agent, agent, agent

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from . import agent as _agent
-from . import autograd, debug, exits
+from . import autograd, debug, exits, here
 from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
 from .future import Future
 from .gather import _all_gather
 from .gather import _barrier as _barrier
-from .options import BackendType, RpcBackendOptions, WorkerInfo
-from .rref import RRef, _rref_context_get_debug_info
+from .options import BackendType, RpcBackendOptions
+from .rref import RRef
 from .transport import PeerLost, RdmaError
 from .transport.guard import hint_for, need_descriptors
+from .worker_info import WorkerInfo
 
 _DESCRIPTORS = 32
 """What a worker of a small group takes: its store, its device, the connections to one or two others."""
@@ -53,7 +54,7 @@ def init_rpc(
     for value, kind in ((name, str), (rank, Integral), (world_size, Integral | None)):
         if not isinstance(value, kind):
             raise RuntimeError(f"Argument {value!r} must be of type {kind} but got type {type(value)}")
-    if _agent._current is not None:
+    if _agent.found() is not None:
         raise RuntimeError("RPC is already initialized")
     WorkerInfo(name, 0)
     options = rpc_backend_options or RpcBackendOptions()
@@ -69,8 +70,8 @@ def init_rpc(
         # What the error's frames hold (the store, the device) would live as long as the error.
         traceback.clear_frames(error.__traceback__)
         raise RdmaError(f"init_rpc failed for want of what the system gives: {error}", hint=hint) from error
-    _agent.set_current(agent)
-    agent._ready.set()
+    here.set_current(agent)
+    agent.ready.set()
     debug.listen_to_signal()
     atexit.register(_end_with_the_interpreter, agent, os.getpid())
     exits.when_a_child_ends(partial(_say_goodbye, weakref.ref(agent)))
@@ -79,14 +80,14 @@ def init_rpc(
 def _end_with_the_interpreter(agent: Agent, process: int) -> None:
     """For programs that end without ``shutdown``: a thread of ours that is inside torch when the interpreter goes would
     abort the process. Bounded, as ``shutdown(graceful=False)`` is."""
-    if agent is _agent._current and os.getpid() == process:
-        _agent.set_current(None)
+    if agent is _agent.found() and os.getpid() == process:
+        here.set_current(None)
         agent.say_goodbye()
         agent.close()
 
 
 def _say_goodbye(agent: weakref.ref[Agent]) -> None:
-    if (found := agent()) is not None and found is _agent._current:
+    if (found := agent()) is not None and found is _agent.found():
         found.say_goodbye()
 
 
@@ -106,7 +107,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             raise
         logging.getLogger("rdmarpc").warning("shutdown did not wait for everybody: %s", error.message)
     finally:
-        _agent.set_current(None)
+        here.set_current(None)
         atexit.unregister(_end_with_the_interpreter)
 
 
@@ -132,7 +133,7 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
     """Call ``func`` on worker ``to``, leave the result there, and return a reference to it at once."""
     agent = _agent.current()
-    return agent.create(agent.resolve(to), func, args, kwargs, timeout)
+    return RRef.over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
 
 
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
@@ -176,11 +177,20 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _is_current_rpc_agent_set() -> bool:
-    return _agent._current is not None
+    return _agent.found() is not None
 
 
 def _get_current_rpc_agent() -> Agent:
     return _agent.require(_NO_AGENT)
+
+
+def _rref_context_get_debug_info() -> dict[str, int]:
+    """``num_owner_rrefs``, ``num_forks``: values of this worker that others (or ``remote``) refer to, and their references;
+    ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet;
+    ``num_pending_futures``: values whose creation has not been answered."""
+    agent = _agent.current()
+    creations = sum(pending.rref is not None for pending in list(agent.caller.pending.values()))
+    return agent.rrefs.debug_info() | {"num_pending_futures": creations}
 
 
 def _get_debug_info() -> dict[str, int]:

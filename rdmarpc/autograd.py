@@ -135,7 +135,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> bool:
-    agent = _agent._current
+    agent = _agent.found()
     return agent is not None and context_id in agent.contexts.live
 
 
@@ -154,7 +154,7 @@ def _get_max_id() -> int:
 
 def _get_debug_info() -> dict[str, int]:
     """``num_autograd_contexts`` here, and ``num_current_backward_passes`` that this worker began or takes part in."""
-    agent = _agent._current
+    agent = _agent.found()
     live = list(agent.contexts.live.values()) if agent is not None else []
     return {
         "num_current_backward_passes": sum(len(each.passes) for each in live),

@@ -34,12 +34,11 @@ from .frames import (
     Frame,
 )
 from .functions import MAY_DEFER, TOLD_WHO
-from .future import Value, known
+from .futures import Value, known
 from .grad_context import Context, Contexts, current
 from .grad_record import unbound
 from .handover import Handovers, sole
 from .link import MAX_BODY, Link
-from .options import WorkerInfo
 from .rref_context import RRefContext
 from .rref_forks import Fork
 from .rref_mail import NotTheirs
@@ -58,6 +57,7 @@ from .tensors import (
 )
 from .transport import ArenaFull, Device, PeerLost
 from .transport.arena import Block
+from .worker_info import WorkerInfo
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
 """How many functions are remembered by their pickles, and the longest of these."""

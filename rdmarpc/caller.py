@@ -96,7 +96,7 @@ class Caller:
     def failed(self, error: RdmaError, timeout: float, *, future: bool) -> Pending:
         """A call that could not even be sent: its error is raised where the answer is awaited."""
         # No link is ever looked at: the answer is an error.
-        pending = Pending(None, 0, timeout)  # type: ignore[arg-type]
+        pending = Pending(self, None, 0, timeout)  # type: ignore[arg-type]
         if future:
             pending.future = Future(self, pending)
         self._answer(pending, error)
@@ -144,7 +144,7 @@ class Caller:
             label = serialize.label(function, args)
         lends = not flags & FLAT and serialize.lends(payload)
         call = next(self._calls)
-        pending = Pending(link, call, timeout)
+        pending = Pending(self, link, call, timeout)
         now = time.monotonic()
         if timeout > 0:
             pending.deadline = now + timeout
@@ -318,7 +318,7 @@ class Caller:
         future = pending.future
         if future is not None:
             self.futures.pop(pending.call, None)
-            if answer.__class__ is Frame and not (future._has_callbacks or pending.waited):
+            if answer.__class__ is Frame and not (future.has_callbacks or pending.waited):
                 if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT and not answer.tensors:
                     # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
                     # may want the landing places that the answer brings.
@@ -590,7 +590,7 @@ class Caller:
                 if calls is self._expired:
                     continue
                 self._answer(pending, error)
-                if pending.future is not None and not pending.future._has_callbacks:
+                if pending.future is not None and not pending.future.has_callbacks:
                     self.finish(pending)
         self.progress.interrupt()
         return found

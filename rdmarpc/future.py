@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,18 +11,33 @@ from torch.utils._pytree import tree_leaves
 from . import gpu_streams
 from .fetches import Fetch
 from .frames import Frame
+from .futures import fail
 from .grants import Signature
 from .link import Link
+from .progress import Progress
 from .tensors import Landing
-from .transport import TransferTimeout, bare, fresh
+from .transport import TransferTimeout, bare
 
 Answer = Frame | Fetch | Exception
 """What came; with a ``Fetch`` all of it, unless there was no memory (``Caller``)."""
 
 if TYPE_CHECKING:
-    from .caller import Caller
-    from .gpu_streams import Mark
     from .grad_context import Context
+
+
+class Asked(Protocol):
+    """The side of this worker that calls, as far as its calls have to ask it."""
+
+    progress: Progress
+
+    def result(self, pending: Pending) -> Any:
+        """Wait for the answer of a call without a future, and decode it."""
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody wants the answer any more."""
+
+    def finish(self, pending: Pending) -> None:
+        """Decode the answer of a call with a future, once, and complete the future."""
 
 
 def timed_out(timeout: float, worker: str) -> TransferTimeout:
@@ -61,14 +76,27 @@ class Pending:
     arriving = False
     """Something of the answer is being READ."""
 
-    def __init__(self, link: Link, call: int, timeout: float) -> None:
-        self.link, self.call, self.timeout = link, call, timeout
+    def __init__(self, caller: Asked, link: Link, call: int, timeout: float) -> None:
+        self.caller, self.link, self.call, self.timeout = caller, link, call, timeout
         self.answers: list[Answer] = []
         """At most one; whoever pops it decodes it."""
 
     def age(self, now: float) -> float:
         """Seconds since it was sent (``time.monotonic``)."""
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
+
+    def result(self) -> Any:
+        """Of a call without a future: wait for the answer, once. Raises what the call did."""
+        return self.caller.result(self)
+
+    def expose(self) -> None:
+        """Of a call with a future: from here on code of users may depend on its completion."""
+        assert self.future is not None
+        self.future.has_callbacks = True
+
+    def abandon(self) -> None:
+        """Of a call without a future: nobody wants the answer any more."""
+        self.caller.abandon(self)
 
     def timed_out(self) -> TransferTimeout:
         """What ends it at its deadline."""
@@ -87,74 +115,14 @@ class Pending:
         return False
 
 
-def fail(future: torch.futures.Future[Any], error: Exception) -> None:
-    """Complete ``future`` with an error, usually a ``bare`` one, of which every waiter gets a copy of its own.
-
-    An exception that is raised holds the frames it passes, and these may hold the future: a circle that Python's collector
-    cannot see, because it goes through C++. Whatever else those frames hold, references above all, would live for ever."""
-    torch._C.Future._set_unwrap_func(future, _raise_copy)
-    torch._C.Future.set_result(future, error)
-
-
-class Value(torch.futures.Future[Any]):
-    """Of a value that stays here. ``mark``, set before the result: whoever takes the value has its streams wait for those that
-    made it. Callbacks are given another object, which knows nothing of that: see ``known``."""
-
-    mark: Mark | None = None
-
-    def wait(self) -> Any:
-        found = super().wait()
-        self._follow()
-        return found
-
-    def value(self) -> Any:
-        found = super().value()
-        self._follow()
-        return found
-
-    def _follow(self) -> None:
-        mark = self.mark
-        if mark is None:
-            return
-        if mark.passed():
-            self.mark = None
-        else:
-            mark.wait()
-
-
-def known(future: Any) -> Value | None:
-    """The object for a callback to ask instead of the one that it is given. Only of futures that somebody else holds until they
-    are done: with any other it would be a circle through C++."""
-    return future if isinstance(future, Value) else None
-
-
-def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-    """A future of ``function`` of the value of another; what either raises, ``bare``, is its error."""
-    found: torch.futures.Future[Any] = torch.futures.Future()
-    source = known(future)
-
-    def tell(done: torch.futures.Future[Any]) -> None:
-        try:
-            found.set_result(function((source or done).value()))
-        except Exception as error:
-            fail(found, bare(error))
-
-    future.add_done_callback(tell)
-    return found
-
-
-def _raise_copy(error: Exception) -> None:
-    raise fresh(error)
-
-
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
-    _has_callbacks = False
+    has_callbacks = False
     unforeseen = False
     """The result has tensors on GPUs, which this object does not know of. They are there."""
 
-    def __init__(self, caller: Caller, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
+    def __init__(self, caller: Asked, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: those that the result may have tensors on. What is done in the order of their streams is then usable by
         whoever waits, without waiting for the devices; it costs a pickling of the result."""
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
@@ -197,9 +165,9 @@ class Future(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""
-        self._has_callbacks = True
+        self.has_callbacks = True
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[..., Any]) -> None:
-        self._has_callbacks = True
+        self.has_callbacks = True
         super().add_done_callback(callback)

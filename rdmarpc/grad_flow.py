@@ -26,22 +26,17 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from . import agent as _agent
-from . import grad_error
+from . import grad_error, here
 from .frames import CONTROL
 from .functions import TOLD_WHO
-from .grad_context import Context
+from .grad_context import Context, Contexts
 from .grad_graph import reach
 from .grad_pass import Emitted, ForeignGradients, Gradients, Pass
 from .grad_record import RECEIVED, edge
-
-if TYPE_CHECKING:
-    from .agent import Agent
-    from .future import Pending
 
 _PASS = struct.Struct("<QQQQ?")  # the fields of Name
 _ENTRY = struct.Struct("<QI")  # message, number of gradients
@@ -49,6 +44,16 @@ _HOLDER = struct.Struct("<Q")
 _REACHED = struct.Struct("<QQ")  # worker, message
 _SMALL = 1_024  # elements
 _MAX_SURVEYS = 1_000  # each makes at least one node run
+
+
+class Worker(here.Agent, Protocol):
+    """What a backward pass needs of the workers that take part."""
+
+    @property
+    def contexts(self) -> Contexts: ...
+
+
+_current: Callable[[], Worker] = here.current
 
 
 class Name(NamedTuple):
@@ -99,12 +104,12 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
     return entries
 
 
-def _open(agent: Agent, context: Context, name: Name) -> Pass:
+def _open(agent: Worker, context: Context, name: Name) -> Pass:
     """This worker's part of a pass, made by the first message of it."""
     return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
 
 
-def _arrive(agent: Agent, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
+def _arrive(agent: Worker, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
     try:
         for message, gradients in entries:
             run.arrive(worker, message, gradients)
@@ -117,7 +122,7 @@ class Wave:
     """What one cause sets off. ``asker``: number of the worker that waits for it. Runs on the thread that starts it, and on
     threads of the pool as answers come; subclasses say how calls are made and what happens at the end."""
 
-    def __init__(self, agent: Agent, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
         self.agent, self.name, self.run_, self.asker = agent, name, run, asker
         self.header = _PASS.pack(*name)
         self.holders: set[int] = set()
@@ -194,7 +199,7 @@ class Wave:
 class Sprung(Wave):
     """A wave that no thread waits for: ``future`` is completed at its end, with a ``Reply`` or by its first error."""
 
-    def __init__(self, agent: Agent, name: Name, run: Pass, asker: int | None) -> None:
+    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
         super().__init__(agent, name, run, asker)
         self.result: Reply | Exception | None = None
         self.future: torch.futures.Future[Reply | Exception] | None = None
@@ -250,7 +255,7 @@ class Sprung(Wave):
 
 
 class _AnyOf:
-    def __init__(self, calls: list[Pending]) -> None:
+    def __init__(self, calls: list[here.Call]) -> None:
         self._calls = calls
 
     @property
@@ -261,12 +266,12 @@ class _AnyOf:
 class Driven(Wave):
     """The wave of whoever calls ``backward``: that thread makes it go on."""
 
-    def __init__(self, agent: Agent, name: Name, run: Pass) -> None:
+    def __init__(self, agent: Worker, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
-        self._calls: list[Pending] = []
+        self._calls: list[here.Call] = []
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
-        self._calls.append(self.agent._start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
+        self._calls.append(self.agent.start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
 
     def drive(self, calls: Calls) -> Reply:
         """Until all is done, beginning with ``calls``. Raises the first error."""
@@ -279,13 +284,14 @@ class Driven(Wave):
                     self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
                 call = next((call for call in self._calls if call.done), self._calls[0])
                 self._calls.remove(call)
-                answer = self.agent.caller.result(call)
+                answer = call.result()
+                assert call.link is not None  # what was never sent has no result
                 self.heard(call.link.worker, answer)
                 self.close_one()
             return self.reply()
         finally:
             for call in self._calls:
-                self.agent.caller.abandon(call)
+                call.abandon()
 
 
 # -- one pass, as a whole
@@ -293,17 +299,17 @@ class Driven(Wave):
 Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
 
 
-def _begin(agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
+def _begin(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
     run, serial, oldest = context.begin_pass(agent.number, retain_graph)
     run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
     return Name(context.number, agent.number, serial, oldest, retain_graph), run
 
 
-def _located(agent: Agent, error: BaseException) -> Exception:
+def _located(agent: Worker, error: BaseException) -> Exception:
     return grad_error.located(error, agent.me.id, agent.name)
 
 
-def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """Returns when all gradients are in the context, on all workers. Raises ``BackwardError``."""
     name, run = _begin(agent, context, roots, retain_graph)
     try:
@@ -325,7 +331,7 @@ def backward(agent: Agent, context: Context, roots: list[torch.Tensor], retain_g
 class Unattended:
     """``backward`` without a thread that waits: the value of ``future`` is ``None`` or the ``BackwardError``."""
 
-    def __init__(self, agent: Agent, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+    def __init__(self, agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._agent, self._context = agent, context
         self._name, self._run = _begin(agent, context, roots, retain_graph)
@@ -370,7 +376,7 @@ class Unattended:
 # -- what is held for messages that will get no gradient
 
 
-def _settlement(agent: Agent, name: Name, run: Pass, holders: set[int]) -> Calls:
+def _settlement(agent: Worker, name: Name, run: Pass, holders: set[int]) -> Calls:
     """Find out which messages can still get a gradient. Tells our own part; returns the calls that tell the other holders, and
     set off what can run there."""
     agent.contexts.surveys += 1
@@ -405,7 +411,7 @@ def _unpacked(packed: bytes) -> set[int]:
     return {number for (number,) in _HOLDER.iter_unpack(packed)}
 
 
-def _ask(agent: Agent, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
+def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
     if worker == agent.number:
         return _survey(worker, *args)
     return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
@@ -414,13 +420,13 @@ def _ask(agent: Agent, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
 # What other workers call here; the first argument is the number of the one that does.
 
 
-def _load(header: bytes) -> tuple[Agent, Context, Name]:
+def _load(header: bytes) -> tuple[Worker, Context, Name]:
     name = Name(*_PASS.unpack(header))
-    agent = _agent.current()
+    agent = _current()
     return agent, agent.contexts.find(name.context), name
 
 
-def _load_own(sender: int, header: bytes) -> tuple[Agent, Context, Name]:
+def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
     """Of a pass that the sender must have begun."""
     agent, context, name = _load(header)
     if name.worker != sender:
@@ -431,7 +437,7 @@ def _load_own(sender: int, header: bytes) -> tuple[Agent, Context, Name]:
 
 def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
     """Gradients of messages that this worker sent."""
-    agent = _agent.current()
+    agent = _current()
     try:
         agent, context, name = _load(header)
         if sender not in context.workers:
@@ -446,7 +452,7 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
     """Of the messages that this worker sent and that had no gradient yet, only these will get one."""
-    agent = _agent.current()
+    agent = _current()
     try:
         agent, context, name = _load_own(sender, header)
         run = _open(agent, context, name)

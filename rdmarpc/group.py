@@ -9,10 +9,11 @@ from typing import Any
 
 from . import device_maps, forked
 from .members import Members, Record
-from .options import RpcBackendOptions, WorkerInfo
+from .options import RpcBackendOptions
 from .registry import Registry
 from .rendezvous import Rendezvous, open_store
 from .transport import PeerLost, host_id
+from .worker_info import WorkerInfo
 
 _LEAVE_TIMEOUT_S = 5.0
 

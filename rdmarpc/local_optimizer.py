@@ -18,7 +18,7 @@ import torch
 from . import agent as _agent
 from . import autograd, permits
 from .functions import MAY_DEFER
-from .future import fail
+from .futures import fail
 from .gpu_streams import use_here
 from .graph.remote_update import hyperparameters
 from .rref import RRef

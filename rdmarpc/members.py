@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .options import WorkerInfo
+from .worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from . import agent as _agent
 from . import permits, serialize
 from .functions import async_execution
-from .future import Pending, fail, mapped
+from .futures import fail, mapped
+from .here import Call
 from .rref import RRef
 from .transport import bare
 
@@ -40,7 +41,7 @@ class Target:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``module.forward(*args, **kwargs)`` on the owner. Raises what it raises, or what making the module raised."""
         self._wait()
-        return self._rref._agent.caller.result(self._start_forward(args, kwargs, future=False))
+        return self._start_forward(args, kwargs, future=False).result()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """As ``forward``, but returns a future at once; the first one when the module is there (the call is issued by the
@@ -58,23 +59,23 @@ class Target:
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args, number of the reference)`` on the owner, once the module is there."""
         self._wait()
-        return self._rref._agent.caller.result(self._start(function, args))
+        return self._start(function, args).result()
 
     def _wait(self) -> None:
         """Until the module is there. Raises what making it raised, ``ValueError`` if it is no module, and ``PeerLost``."""
         self._rref._check("call the module")
         if not self._made:
-            self._rref._agent.caller.result(self._start(_made))
+            self._start(_made).result()
             self._made = True
 
-    def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Pending:
+    def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, future: bool) -> Call:
         if self._device == _CPU:
             return self._start(_remote_forward, args, kwargs, future=future)
         return self._start(_remote_forward_on, (*args, self._mapped, self._device), kwargs, future=future)
 
     def _start(
         self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, future: bool = False
-    ) -> Pending:
+    ) -> Call:
         # The number comes last: what pickling says of ``args[0]`` is then about the user's.
         return self._rref._ask(function, (*args, self._rref._fork.rref), kwargs, future=future)
 
@@ -114,7 +115,7 @@ class RemoteModule(nn.Module):
         on, device, mapped = _parse(remote_device)
         agent = _agent.current()
         made = agent.create(agent.resolve(on), _make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None, -1.0)
-        self._point(on, device, mapped, made)
+        self._point(on, device, mapped, RRef.over(agent, made))
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
@@ -168,7 +169,8 @@ class RemoteModule(nn.Module):
 
 def _parse(remote_device: str) -> tuple[str | int, str, bool]:
     """Worker, device, and whether this worker has a device map to it."""
-    if _agent._current is None:
+    agent = _agent.found()
+    if agent is None:
         raise AssertionError("RemoteModule only works in RPC.")
     parsed = _remote_device(remote_device)
     name = parsed.worker_name()
@@ -178,8 +180,8 @@ def _parse(remote_device: str) -> tuple[str | int, str, bool]:
             f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>' or "
             "'rank:<rank>/<device>': a module of this worker is named as those of others are"
         )
-    to = _agent._current.resolve(on).name
-    return on, str(parsed.device()), bool(_agent._current.options.device_maps.get(to))
+    to = agent.resolve(on).name
+    return on, str(parsed.device()), bool(agent.options.device_maps.get(to))
 
 
 _NOT_SUPPORTED = (

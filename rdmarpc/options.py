@@ -1,11 +1,9 @@
-"""Who a worker is and how RPC is set up."""
+"""How RPC is set up."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
 from typing import Any
@@ -18,37 +16,12 @@ from .device_maps import DeviceLike, DeviceMap
 from .permits import Permits
 from .transport import TlsOptions, check_require, check_secret, check_tls
 
-_MAX_ID = 2**15 - 1
-_NAME = re.compile(r"[A-Za-z0-9_:-]+")
-
 
 class BackendType(Enum):
     """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation, whatever it is called."""
 
     RDMARPC = "RDMARPC"
     TENSORPIPE = RDMARPC
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """A worker's name and id (its rank). Immutable, hashable, picklable."""
-
-    name: str
-    id: int
-    number: int = field(default=-1, compare=False, repr=False)
-    """Ours: see ``members.Record``."""
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or len(self.name) >= 128:
-            raise RuntimeError(
-                "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than 128 chars, "
-                f"but got {self.name}"
-            )
-        if not -_MAX_ID - 1 <= self.id <= _MAX_ID:
-            raise TypeError(f"a worker's id is a number of 16 bits, got {self.id}")
-
-    def __repr__(self) -> str:
-        return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
 class RpcBackendOptions:

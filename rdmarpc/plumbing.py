@@ -47,7 +47,7 @@ _VALUES = {
     "torch._utils": ("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_tensor_v2"),
     "torch.serialization": ("_get_layout",),
     "rdmarpc.graph.bundle": ("Bundle",),
-    "rdmarpc.options": ("WorkerInfo",),
+    "rdmarpc.worker_info": ("WorkerInfo",),
     "rdmarpc.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.gpu": ("_from_host",),
     "rdmarpc.reducers": ("_coo", "_compressed", "_parameter", "_quantised", "_storage", "_subclass", "_typed_storage"),

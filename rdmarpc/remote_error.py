@@ -15,8 +15,8 @@ import pickle
 import traceback
 
 from . import permits
-from .options import WorkerInfo
 from .transport import for_others
+from .worker_info import WorkerInfo
 
 _PICKLER_HINT = (
     "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."

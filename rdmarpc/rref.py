@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from . import agent as _agent
-from . import autograd, grad_error, grad_flow, serialize
+from . import autograd, grad_error, grad_flow, here, serialize
 from .frames import CONTROL
 from .functions import MAY_DEFER, async_execution
-from .future import fail, mapped
+from .futures import fail, mapped
 from .incoming import landed_reference
-from .options import WorkerInfo
-from .rref_forks import Fork
+from .rref_context import RRefContext
+from .rref_forks import Fork, Garbage
 from .rref_proxy import Proxy, call, call_async, create
 from .rref_store import id_text
 from .transport import PeerLost, bare, fresh
-
-if TYPE_CHECKING:
-    from .agent import Agent
-    from .future import Pending
+from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+
+
+class Worker(grad_flow.Worker, Protocol):
+    """What handles need of the worker that holds them."""
+
+    @property
+    def rrefs(self) -> RRefContext: ...
+
+    @property
+    def garbage(self) -> Garbage: ...
+
+    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
+        """Have ``to`` keep the result of a call: the reference to it."""
+
+
+_current: Callable[[], Worker] = here.current
+_require: Callable[[str], Worker] = here.require
 
 
 class RRef(Generic[T]):
@@ -35,7 +49,7 @@ class RRef(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
-    _agent: Agent
+    _agent: Worker
     _asked: torch.futures.Future[type] | None
     _fork: Fork
     _type: type | None
@@ -43,14 +57,14 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None:
             raise RuntimeError("RRef(type_hint=) is for TorchScript, which is not supported")
-        agent = _agent.require(_NO_AGENT)
+        agent = _require(_NO_AGENT)
         if agent.garbage:
             agent.rrefs.collect()
         self._agent, self._fork = agent, agent.rrefs.own(value)
         self._asked = self._type = None
 
     @classmethod
-    def _over(cls, agent: Agent, fork: Fork) -> RRef[Any]:
+    def over(cls, agent: Worker, fork: Fork) -> RRef[Any]:
         """The handle of a fork."""
         handle = cls.__new__(cls)
         handle._agent, handle._fork = agent, fork
@@ -90,11 +104,10 @@ class RRef(Generic[T]):
         self._check("call to_here() on it")
         if self.is_owner():
             return self.local_value()
-        agent = self._agent
         pending = self._ask(_fetch, (self._fork.rref,), None, timeout, CONTROL)
         if pending.link is None:
             self._check("call to_here() on it")  # that the owner has left may just have been found out
-        value = agent.caller.result(pending)
+        value = pending.result()
         if self._fork.creation is not None:
             self._fork.confirmed = True  # the owner has made it
         return value
@@ -117,10 +130,10 @@ class RRef(Generic[T]):
         flags: int = 0,
         *,
         future: bool = False,
-    ) -> Pending:
+    ) -> here.Call:
         """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is
         kept until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""
-        pending = self._agent._start(self.owner(), function, args, kwargs, timeout, flags, future)
+        pending = self._agent.start(self.owner(), function, args, kwargs, timeout, flags, future)
         pending.keep = (pending.keep, self._fork)
         return pending
 
@@ -165,7 +178,7 @@ class RRef(Generic[T]):
                 raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             self._check("call backward() on it")
             args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
-            packed = self._agent.caller.result(self._ask(_backward, args, flags=CONTROL))
+            packed = self._ask(_backward, args, flags=CONTROL).result()
             if packed:
                 raise grad_error.load(packed)
             return
@@ -180,14 +193,14 @@ class RRef(Generic[T]):
         creation = self._fork.creation
         if creation is None or creation.future is None:
             raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
-        creation.future._has_callbacks = True  # from here on code of users may depend on it
+        creation.expose()
         return creation.future
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
         """The type of the value, asked for once; ``blocking=False``: a future of it. Raises as ``to_here`` does."""
         if blocking:
             if self._type is None:
-                self._type = self._agent.caller.result(self._ask_type(timeout, future=False))
+                self._type = self._ask_type(timeout, future=False).result()
             return self._type
         asked = self._asked
         if asked is not None:
@@ -201,7 +214,7 @@ class RRef(Generic[T]):
             asked.set_result(self._type)
         return asked
 
-    def _ask_type(self, timeout: float, *, future: bool) -> Pending:
+    def _ask_type(self, timeout: float, *, future: bool) -> here.Call:
         self._check("call _get_type() on it")
         # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
         pending = self._ask(_type_of, (self._fork.rref,), None, timeout, future=future)
@@ -224,8 +237,8 @@ class RRef(Generic[T]):
 
     @classmethod
     def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:
-        agent = _agent.current()
-        return cls._over(agent, agent.rrefs.claim(*data))
+        agent = _current()
+        return cls.over(agent, agent.rrefs.claim(*data))
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
@@ -253,19 +266,10 @@ def _reduce(handle: RRef[Any], pickler: Any) -> Any:
 
 
 def _receive(index: int) -> RRef[Any]:
-    return RRef._over(_agent.current(), landed_reference(index))
+    return RRef.over(_current(), landed_reference(index))
 
 
 serialize.register_reducer(RRef, _reduce)
-
-
-def _rref_context_get_debug_info() -> dict[str, int]:
-    """``num_owner_rrefs``, ``num_forks``: values of this worker that others (or ``remote``) refer to, and their references;
-    ``num_pending_users``, ``num_pending_children``: references here, and passed on from here, not confirmed yet;
-    ``num_pending_futures``: values whose creation has not been answered."""
-    agent = _agent.current()
-    creations = sum(pending.rref is not None for pending in list(agent.caller.pending.values()))
-    return agent.rrefs.debug_info() | {"num_pending_futures": creations}
 
 
 # What other workers call here.
@@ -273,7 +277,7 @@ def _rref_context_get_debug_info() -> dict[str, int]:
 
 @async_execution
 def _fetch(rref: int) -> Any:
-    return _agent.current().rrefs.future(rref)
+    return _current().rrefs.future(rref)
 
 
 _fetch._carries_context = True  # type: ignore[attr-defined]
@@ -281,7 +285,7 @@ _fetch._carries_context = True  # type: ignore[attr-defined]
 
 def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
     """Run the backward pass of a value here. ``None``, or the packed error."""
-    agent = _agent.current()
+    agent = _current()
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
 
     value = agent.rrefs.future(rref)
@@ -319,4 +323,4 @@ def _scalar(value: Any) -> torch.Tensor:
 
 @async_execution
 def _type_of(rref: int) -> torch.futures.Future[type]:
-    return mapped(_agent.current().rrefs.future(rref), type)
+    return mapped(_current().rrefs.future(rref), type)

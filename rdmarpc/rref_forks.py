@@ -11,18 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from .here import Call
 from .rref_mail import CHILD, FORK, NotTheirs
 from .rref_store import Job, RRefStore, Send, created_on, id_text
 from .transport import PeerLost, RdmaError
 
-if TYPE_CHECKING:
-    from .future import Pending
-
 Entry = tuple[int, int, int]
 """A fork as it travels: owner's number, id of the reference, id of the fork."""
-Garbage = deque["tuple[int, int, int, Pending | None]"]
+Garbage = deque[tuple[int, int, int, Call | None]]
 Resume = Callable[[Exception | None], None]
 
 
@@ -35,7 +32,7 @@ class Fork:
         self.garbage, self.owner, self.rref, self.number, self.parent = garbage, owner, rref, number, parent
         self.confirmed = confirmed
         """The owner is known to know it."""
-        self.creation: Pending | None = None
+        self.creation: Call | None = None
         """The call that creates the value, at its creator."""
         self.error: Exception | None = None
         """Why the owner will never know it."""
@@ -78,7 +75,7 @@ class Forks:
         """Of a value that the store has just been given."""
         return Fork(self.garbage, self._me, rref, rref, self._me, confirmed=True)
 
-    def created(self, owner: int, rref: int, number: int, creation: Pending) -> Fork:
+    def created(self, owner: int, rref: int, number: int, creation: Call) -> Fork:
         """Of a value that a call of ours creates elsewhere, or here."""
         fork = Fork(self.garbage, owner, rref, number, self._me, confirmed=owner == self._me)
         fork.creation = creation

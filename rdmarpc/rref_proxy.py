@@ -14,7 +14,7 @@ import torch
 
 from . import permits
 from .functions import async_execution
-from .future import fail
+from .futures import fail
 from .grad_context import current
 from .transport import bare
 
@@ -45,7 +45,8 @@ def call(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any) -> 
 def create(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any) -> RRef[Any]:
     rref._check("call remote() on it")
     function = _function(rref._get_type(timeout), name)
-    return rref._agent.create(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
+    fork = rref._agent.create(rref.owner(), function, (rref, name, args, kwargs), None, timeout)
+    return rref.over(rref._agent, fork)
 
 
 def call_async(rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any) -> torch.futures.Future[Any]:

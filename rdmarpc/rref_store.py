@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import gpu_streams
-from .future import Value, fail
+from .futures import Value, fail
 from .rref_mail import ACCEPT, PROBE, REFUSE, NotTheirs
 from .transport import PeerLost, RdmaError
 

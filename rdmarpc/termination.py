@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .functions import TOLD_WHO
-from .future import fail
+from .futures import fail
 from .transport import RdmaError, TransferTimeout, fresh
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from rdmarpc.graph.header import Header, MicroBatch
 from rdmarpc.graph.metadata import Metadata, metadata_bytes
 from rdmarpc.link import RING_BYTES, Link
 from rdmarpc.members import Record
-from rdmarpc.options import WorkerInfo
 from rdmarpc.rref_mail import DELETE, FORK, Mail
 from rdmarpc.tensors import load_places
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device, verbs_control
+from rdmarpc.worker_info import WorkerInfo
 
 LIMIT_BYTES = 64 << 20
 """What a parser may allocate: ``_Memory`` has no more."""

@@ -1,0 +1,166 @@
+"""The worker that this process is, and what the rooms below ``calls`` may know of it and of its calls.
+
+A room that needs more of the worker than ``Agent`` says so in a Protocol of its own, and asks through a name of that type:
+``current: Callable[[], Worker] = here.current``. ``calls`` checks that its agent is all of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from . import forked
+from .worker_info import WorkerInfo
+
+_NOT_INITIALIZED = "RPC has not been initialized. Call rdmarpc.init_rpc first."
+
+
+class Peer(Protocol):
+    """The worker that a call was made to."""
+
+    @property
+    def worker(self) -> int:
+        """Its number."""
+
+
+class Call(Protocol):
+    """A call under way, or over. Whoever started it may read all of this from any thread."""
+
+    keep: Any
+    """What lives until the answer has come, however late."""
+    expired: bool
+    """Given up: the answer may still come."""
+
+    @property
+    def done(self) -> bool:
+        """The answer is there."""
+
+    @property
+    def deadline(self) -> float | None:
+        """``time.monotonic`` of the end of its patience, if it has one."""
+
+    @property
+    def link(self) -> Peer | None:
+        """``None`` if it could not even be sent."""
+
+    @property
+    def future(self) -> torch.futures.Future[Any] | None:
+        """Of a call that was started with one."""
+
+    @property
+    def refused(self) -> bool:
+        """Of a call with a future: answered by an error, not merely given up."""
+
+    def result(self) -> Any:
+        """Of a call without a future: wait for the answer, once. Raises what the call did."""
+
+    def expose(self) -> None:
+        """Of a call with a future: from here on code of users may depend on its completion."""
+
+    def abandon(self) -> None:
+        """Of a call without a future: nobody wants the answer any more."""
+
+
+class Awaited(Protocol):
+    @property
+    def done(self) -> bool: ...
+
+
+class Waits(Protocol):
+    """Waiting that makes progress."""
+
+    def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
+        """Until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
+
+
+class Group(Protocol):
+    """The workers by their numbers."""
+
+    def worker(self, number: int) -> WorkerInfo:
+        """``PeerLost`` for one that had left before anything was known of it here."""
+
+    def name_of(self, number: int) -> str:
+        """For texts."""
+
+
+class Agent(Protocol):
+    """A worker that makes calls. Thread-safe."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """In the group; never used twice."""
+
+    @property
+    def me(self) -> WorkerInfo: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def progress(self) -> Waits: ...
+
+    def resolve(self, worker: Any) -> WorkerInfo:
+        """Of a name, a rank or a ``WorkerInfo``."""
+
+    def start(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int = 0, future: bool = False
+    ) -> Call:
+        """Send a call. ``timeout`` in seconds: -1 = the default, 0 = none; ``flags``: see ``frames``. Raises what pickling
+        raises; all other errors are the answer's."""
+
+    def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
+        """Call and wait. ``control``: of our own, not counted as a user's."""
+
+    def call_async(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
+    ) -> torch.futures.Future[Any]: ...
+
+
+class Forkable(Protocol):
+    def forked(self) -> object:
+        """In a forked child: let go of the parent's, without a lock. Returns what has to be kept for ever."""
+
+
+_current: Any = None
+_parents: list[object] = []
+"""In a forked child: the agents of its ancestors. They never die here: what they own is not ours to give back."""
+_inherited = False
+"""Whether this process was forked while RPC was up, and has not used RPC itself since."""
+
+
+def current() -> Any:
+    """This process's agent. ``RuntimeError`` before ``init_rpc``, after ``shutdown``, and in a forked child."""
+    if _current is None:
+        raise RuntimeError(forked.TEXT if _inherited else _NOT_INITIALIZED)
+    return _current
+
+
+def require(message: str) -> Any:
+    """``current``, with an error text of the caller's."""
+    if _current is None:
+        raise RuntimeError(forked.TEXT if _inherited else message)
+    return _current
+
+
+def found() -> Any:
+    """``current``, or ``None``."""
+    return _current
+
+
+def set_current(agent: Forkable | None) -> None:
+    global _current, _inherited
+    _current, _inherited = agent, False
+
+
+def _in_child() -> None:
+    global _current, _inherited
+    if _current is not None:
+        _parents.append(_current.forked())
+        _current, _inherited = None, True
+
+
+forked.in_child(_in_child)
