@@ -1,4 +1,4 @@
-"""Draws the picture of the rooms: ``python docs/house.py > docs/house.svg``. A room is a folder, and stands above what it imports."""
+"""Draws the picture of the rooms: ``python docs/house.py > docs/house.svg``. A room stands above what it imports."""
 
 from __future__ import annotations
 

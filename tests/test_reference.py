@@ -1,0 +1,45 @@
+"""The pages of ``docs/`` say what the code is: signatures of the reference, rooms of the picture, links between pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def signatures(page: str) -> list[str]:
+    """The page without its sentences."""
+    return [line for line in page.splitlines() if line.strip() and not line.lstrip().startswith("# ")]
+
+
+def test_the_reference_has_every_public_name_with_its_signature() -> None:
+    written = (DOCS / "api.md").read_text()
+    assert signatures(load(DOCS / "reference.py").page(written)) == signatures(written), "run: python docs/reference.py"
+
+
+def test_the_picture_and_the_design_have_every_room() -> None:
+    picture, design = (DOCS / "house.svg").read_text(), (DOCS / "design.md").read_text()
+    rooms = {path.parent for top in ("transport", "graph", "rdmarpc") for path in (ROOT / top).glob("*/__init__.py")}
+    assert not [str(room) for room in rooms if f">{room.name}/<" not in picture or f"`{room.name}/`" not in design]
+    assert picture == load(DOCS / "house.py").picture() + "\n", "run: python docs/house.py > docs/house.svg"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
