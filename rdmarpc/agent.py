@@ -20,6 +20,7 @@ from torch.autograd import profiler as torch_profiler
 from . import exits, fetches, forked, gpu, gpu_streams, grad_pass, here, permits, profiling, serialize, timeline
 from .callee import Callee
 from .caller import Caller
+from .carrier import Carrier
 from .device_maps import Targets
 from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from .future import Future, Pending, timed_out
@@ -34,7 +35,7 @@ from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_forks import Fork
-from .rref_mail import Carrier, NotTheirs
+from .rref_mail import NotTheirs
 from .rref_store import LOCAL_BITS
 from .termination import Termination
 from .transport import (
@@ -102,12 +103,10 @@ class Agent:
         self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
         self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
         """Draws numbers unique in the group: our own above 40 bits of count."""
-        self._carrier = Carrier(self)
         self.rrefs = RRefContext(
             self.number,
             names=self.group.name_of,
             new_id=self.new_id,
-            transmit=self._carrier.transmit,
             run=lambda job: self.progress.owe(job),
             under_way=lambda rref, worker: self.caller.creates(rref, worker),
             knows=partial(_known, self.workers),
@@ -123,6 +122,7 @@ class Agent:
             self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout
         )
         self._links, self._rows = self.links.by_worker, self.links.rows
+        self._carrier = Carrier(self.number, self.device.name, self.links, self.rrefs)
         self.contexts = Contexts(self.number, self._tell_end)
         gpu.current = self._open_gpus()
         gpu_streams.current = None if gpu.current is None else gpu.current.streams

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.profiler import record_function
 
-from . import rref_proxy
 from .frames import CONTROL, REMOTE
 
 if TYPE_CHECKING:
@@ -34,18 +33,19 @@ def all_threads() -> Any:
 
 
 def name_of(function: Any, args: Any = ()) -> str:
-    """``module.function``; of a callable object, its class; ``rref.method`` for a call through a reference's proxy."""
+    """``module.function``; of a callable object, its class. A function that calls a method, which its second argument names,
+    says so by ``_method_of``, and then it is what that says, and the method: ``rref.method``."""
+    if len(args) > 1 and (owner := getattr(function, "_method_of", None)):
+        return f"{owner}.{args[1]}"
     named = function if hasattr(function, "__qualname__") else type(function)
     module = getattr(named, "__module__", None)
-    if module == rref_proxy.__name__ and len(args) > 1:
-        return f"rref.{args[1]}"
     return f"{module}.{named.__qualname__}" if module else str(named.__qualname__)
 
 
 def kind_of(function: Any, flags: int, future: bool) -> str:
-    """What a call is for its user; ``control``: a message of our own, but for the fetch of a reference's value."""
+    """What a call is for its user; ``control``: a message of our own. One that users ask for has its name in ``_asked_by``."""
     if flags & CONTROL:
-        return "to_here" if function.__name__ == "_fetch" else "control"
+        return str(getattr(function, "_asked_by", "control"))
     if flags & REMOTE:
         return "remote"
     return "rpc_async" if future else "rpc_sync"

@@ -281,6 +281,7 @@ def _fetch(rref: int) -> Any:
 
 
 _fetch._carries_context = True  # type: ignore[attr-defined]
+_fetch._asked_by = "to_here"  # type: ignore[attr-defined]
 
 
 def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:

@@ -68,6 +68,7 @@ from . import gpu_streams, serialize
 from .rref_forks import Fork, Forks, Resume
 from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail, NotTheirs
 from .rref_store import Job, RRefStore, created_on
+from .transport.ended import nobody
 
 MAX_STRANGERS = 1024
 """Workers of which nothing is known here that one worker may name: such as joined since we looked."""
@@ -86,9 +87,10 @@ class RRefContext:
     those of other workers (``mail``). Thread-safe, never blocks.
 
     Workers are known by their numbers (``members.Record``), which are never used twice: whoever takes over the rank of another
-    is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``transmit(worker, message)`` carries a message to
-    ``receive`` there; ``run(job)`` runs a job on another thread; ``under_way(rref, worker)``: whether a call of ours to that
-    worker that creates ``rref`` is unanswered; ``knows(worker)``: whether it is, or was, in the group as far as is known here.
+    is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
+    ``under_way(rref, worker)``: whether a call of ours to that worker that creates ``rref`` is unanswered; ``knows(worker)``:
+    whether it is, or was, in the group as far as is known here; ``transmit(worker, message)`` carries a message to ``receive``
+    there: it may be set later (``mail.transmit``).
 
     What comes from a peer and names what is not its to name is a ``NotTheirs``: whoever handed it in ends that link.
     """
@@ -99,12 +101,13 @@ class RRefContext:
         *,
         names: Callable[[int], str],
         new_id: Callable[[], int],
-        transmit: Callable[[int, bytes], None],
         run: Callable[[Job], None],
         under_way: Callable[[int, int], bool],
         knows: Callable[[int], bool] = lambda worker: True,
+        transmit: Callable[[int, bytes], None] = nobody,
     ) -> None:
         self._me, self._new_id, self._run, self._under_way, self._knows = me, new_id, run, under_way, knows
+        self.names = names
         self._jobs: deque[Job] = deque()
         self.mail = Mail(transmit)
         self.store = RRefStore(me, self.mail.put, self._jobs)

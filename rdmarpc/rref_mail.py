@@ -12,17 +12,10 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from .frames import CONTROL, REFERENCES
-from .transport import PeerLost, RdmaError
-from .transport.guard import broken_by
-
-if TYPE_CHECKING:
-    from .agent import Agent
+from .transport import RdmaError
 
 FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
 """Kinds of entries; what they mean is said in ``rref_context``."""
@@ -113,71 +106,3 @@ class Mail:
             self._out.pop(worker, None)
             self._numbers.pop(worker, None)
             self._taken.pop(worker, None)
-
-
-class Carrier:
-    """``Mail.transmit`` over the agent's links.
-
-    The link queues what the peer has no room for. What has no link yet is left to a thread of that peer's own, which ends when
-    it has caught up, or found the peer lost. So the reader of the rings never waits, and none of it queues behind users'
-    functions.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = weakref.ref(agent)
-        self._left: dict[int, deque[bytes]] = {}
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def transmit(self, worker: int, message: bytes) -> None:
-        agent = self._agent()
-        if agent is None:
-            return
-        if worker == agent.number:
-            agent.rrefs.receive(worker, message)
-            return
-        link = agent.links.by_worker.get(worker)
-        try:
-            if link is not None:
-                link.post(REFERENCES, 0, CONTROL, payload=message)
-                return
-        except PeerLost:
-            return
-        with self._lock:
-            left = self._left.get(worker)
-            if left is not None:
-                left.append(message)
-                return
-            self._left[worker] = deque((message,))
-        try:
-            threading.Thread(
-                target=self._catch_up, args=(agent, worker), name=f"rdmarpc-references-{worker}", daemon=True
-            ).start()
-        except RuntimeError:  # no more threads
-            with self._lock:
-                del self._left[worker]
-            raise
-
-    def _catch_up(self, agent: Agent, worker: int) -> None:
-        while not self._stopped:
-            with self._lock:
-                left = self._left[worker]
-                if not left:
-                    del self._left[worker]
-                    return
-            try:
-                link = agent.links.to(worker)
-                link.post(REFERENCES, 0, CONTROL, payload=left[0])
-            except BaseException as error:
-                if not isinstance(error, RdmaError):
-                    agent.guard.note(error, "telling a worker of references")
-                with self._lock:
-                    del self._left[worker]
-                if not self._stopped:
-                    name, device = agent.group.name_of(worker), agent.device.name
-                    agent.rrefs.lost(worker, broken_by(error, "telling it of references", peer=name, device=device))
-                return
-            left.popleft()
-
-    def stop(self) -> None:
-        self._stopped = True

@@ -101,3 +101,4 @@ def _run_async(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
 
 # Each method has landing places of its own.
 _run._names_callee = _run_async._names_callee = 1  # type: ignore[attr-defined]
+_run._method_of = _run_async._method_of = "rref"  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ THREADS = {
     "rdmarpc/progress.py _watch": "guarded",
     "rdmarpc/progress.py _run_rest": "guarded for each job",
     "rdmarpc/timeouts.py _run": "guarded for each call",
-    "rdmarpc/rref_mail.py _catch_up": "one worker, which is lost then",
+    "rdmarpc/carrier.py _catch_up": "one worker, which is lost then",
     "rdmarpc/gpu.py _bury": "guarded for each peer",
     "rdmarpc/grad_flow.py _survey": "one backward pass, which fails then",
     "rdmarpc/traced_steps.py _follow": "guarded for each span",
