@@ -178,7 +178,7 @@ class AutoDevice(Device):
             return super().poller()
         from .verbs_gpu import FlushedPoller
 
-        return FlushedPoller(self)
+        return FlushedPoller(self.memory, self.port, self.arrived)
 
     # -- choosing
 

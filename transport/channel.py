@@ -32,23 +32,38 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from .arena import Block, Pool
+from .arena import Arena, Block, Pool
 from .errors import NotSupported, RdmaError, fresh
+from .memory import Memory
 from .notify import Count, Expectation
 from .records import MAX_NOTIFY
 from .region import Region, RemoteRegion, local_bytes
-
-if TYPE_CHECKING:
-    from .device import Device
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
 Local = torch.Tensor | Region
 Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
+
+
+class Parent(Protocol):
+    """What a channel, or its user, uses of the ``Device`` that made it."""
+
+    name: str
+    pid: int
+    memory: Memory
+    arena: Arena
+    uid: int
+    epoch: int
+
+    def export(self, tensor: torch.Tensor) -> bytes: ...
+
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion: ...
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool: ...
 
 
 class Work:
@@ -155,8 +170,9 @@ class Channel(abc.ABC):
     port = 0
     """Address of what has to be polled for news of this channel (``verbs_kernels``); 0: nothing."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Parent) -> None:
         self.device = device
+        """The one that made it."""
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
         self._notifiers: dict[int, Transfer] = {}

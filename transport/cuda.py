@@ -57,9 +57,10 @@ class CudaDevice(ShmDevice):
         super().__init__(**options)
 
     def _attach(self) -> None:
-        if self.memory.gpu is None:
-            self.memory.gpu = GpuArena(self.memory)
-        self.gpu = self.memory.gpu
+        arena = self.memory.gpu
+        if not isinstance(arena, GpuArena):
+            arena = self.memory.gpu = GpuArena(self.memory)
+        self.gpu = arena
         # The driver pins whole segments.
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self.gpu.devices.append(self)

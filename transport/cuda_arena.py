@@ -18,22 +18,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from . import cuda_driver
 from .cuda_driver import current_stream, driver
 from .cuda_ipc import Exports
-from .cuda_lane import busy
 from .cuda_pins import Pins
 from .errors import RegistrationError
-from .memory import withdraw
+from .memory import Announcer, Memory, withdraw
 from .region import Region, local_bytes
-
-if TYPE_CHECKING:
-    from .cuda import CudaDevice
-    from .memory import Memory
 
 
 class GpuSegment:
@@ -49,6 +44,18 @@ class GpuSegment:
         """How many foreign ones are open."""
 
 
+class GpuListener(Announcer, Protocol):
+    """What a GPU arena tells a device on it."""
+
+    closed: bool
+
+    def announce_gpu(self, segment: GpuSegment) -> None:
+        """Tell every connected peer of a segment."""
+
+    def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+        """Tell every connected peer of a foreign region: that part of the segment of that number."""
+
+
 class GpuArena:
     """Stands on a ``Memory``, for all ``CudaDevice`` on it. Thread-safe. Nothing touches a GPU before ``empty`` or
     ``register``."""
@@ -58,7 +65,9 @@ class GpuArena:
         self.kind = cuda_driver.kind()
         self.pins = Pins()
         """Of the host arena."""
-        self.devices: list[CudaDevice] = []
+        self.devices: list[GpuListener] = []
+        self.lanes: set[object] = set()
+        """The side streams there are of devices on it: until they are gone something may be under way."""
         self._exports = Exports()
         self._segments: dict[int, GpuSegment] = {}  # by the driver's number
         self._regions: dict[int, tuple[GpuSegment, int, int, int]] = {}  # foreign: segment, offset, bytes, key
@@ -168,12 +177,16 @@ class GpuArena:
             parts = [(number, key, segment.number, at, nbytes) for number, (segment, at, nbytes, key) in self._regions.items()]
             return list(self._segments.values()), parts
 
-    def _listeners(self) -> list[CudaDevice]:
+    def _listeners(self) -> list[GpuListener]:
         return [device for device in list(self.devices) if not device.closed]
+
+    def let_go(self, address: int) -> None:
+        """The segment of the host arena at this address is about to be unmapped."""
+        self.pins.let_go(address)
 
     def release(self) -> None:
         """Unpin the host arena, if no device stands on this any more and nothing of theirs is under way."""
-        if not self.devices and not busy(self):
+        if not self.devices and not self.lanes:
             self.pins.close()
 
     def explain(self) -> list[str]:

@@ -200,7 +200,7 @@ class CudaChannel(ShmChannel):
         if found is not None and not self.left:
             return found
         # Made without the lock, which who hears of the peer's end must not wait for.
-        made = Lane(self, index)
+        made = Lane(self, self.device.gpu, index)
         try:
             with self._lanes_lock:
                 self.check()

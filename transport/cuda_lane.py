@@ -14,31 +14,45 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from . import kernels
+from .cuda_arena import GpuArena
 from .cuda_driver import active, current_stream, driver, kind
 from .cuda_events import NOT_READY, status
 from .errors import RdmaError, TransferTimeout, fresh
-
-if TYPE_CHECKING:
-    from .cuda_arena import GpuArena
-    from .cuda_channel import CudaChannel
-    from .cuda_transfer import CudaJob
 
 GRACE_S = 0.5
 """How long a wait goes on for the end of a copy after the channel has broken: its memory should not be used again before."""
 _EXIT_S = 2.0
 
 
-class Lane:
-    """Made by its channel. ``lock`` is held while something is enqueued."""
+class Copying(Protocol):
+    """The channel whose copies go over a lane."""
 
-    def __init__(self, channel: CudaChannel, index: int) -> None:
+    peer: str
+    error: RdmaError | None
+
+    def fail(self, error: RdmaError) -> None:
+        """Our GPU failed: the channel has ended."""
+
+
+class Job(Protocol):
+    """What is enqueued on a lane."""
+
+    def lost(self) -> None:
+        """The driver will not tell of its end any more."""
+
+
+class Lane:
+    """``channel``: whose copies go over it; ``arena``: of the device. ``lock`` is held while something is enqueued."""
+
+    def __init__(self, channel: Copying, arena: GpuArena, index: int) -> None:
         self.channel, self.index, self.device = channel, index, torch.device(kind(), index)
+        self._arena, self._pid = arena, os.getpid()
         with driver().on(index):
             self.stream, self.event, self._follow = driver().new_stream(), driver().new_event(), driver().new_event()
         self.context = driver().context(index)
@@ -48,13 +62,14 @@ class Lane:
         """The lane's record: how many tickets are over."""
         self.sent = 0
         """How many were given out."""
-        self._pending: deque[tuple[int, CudaJob, object]] = deque()
+        self._pending: deque[tuple[int, Job, object]] = deque()
         self._active = False
         self.status = ""
         """The driver's error that ended it."""
         _lanes.add(self)
+        arena.lanes.add(self)
 
-    def keep(self, job: CudaJob, things: object) -> int:
+    def keep(self, job: Job, things: object) -> int:
         """The ticket of a job that was just enqueued, with ``lock`` held. It and ``things`` live until it is over."""
         self.sent += 1
         self._pending.append((self.sent, job, things))
@@ -148,6 +163,7 @@ class Lane:
         with self.lock:
             stream, self.stream = self.stream, 0
         _lanes.discard(self)
+        self._arena.lanes.discard(self)
         if stream:
             with contextlib.suppress(RdmaError), driver().on(self.index):
                 driver().attempt("cuStreamDestroy_v2", stream)
@@ -158,15 +174,10 @@ class Lane:
 _lanes: set[Lane] = set()  # those there are
 
 
-def busy(arena: GpuArena) -> bool:
-    """Whether something is under way, or may be, on the lanes of an arena's channels."""
-    return any(lane.channel.device.gpu is arena for lane in list(_lanes))
-
-
 @atexit.register
 def _at_exit() -> None:
     # The driver's threads may still call us after this: their memory must then outlive the interpreter.
     deadline = time.monotonic() + _EXIT_S
     for lane in list(_lanes):
-        if lane.channel.device.pid == os.getpid() and not lane.idle(deadline):
+        if lane._pid == os.getpid() and not lane.idle(deadline):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(lane))

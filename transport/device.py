@@ -162,7 +162,7 @@ class Device(abc.ABC):
 
     def poller(self) -> Poller:
         """A new poller for notifications of this device's channels."""
-        return Poller(self)
+        return Poller(self.memory, self.port)
 
     @abc.abstractmethod
     def explain(self) -> str:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,10 +23,6 @@ from .identity import Identity, uid_of
 from .mapping import address_of, anonymous, memfd
 from .records import BELL_BYTES, BELLS
 from .region import Region, local_bytes
-
-if TYPE_CHECKING:
-    from .cuda_arena import GpuArena
-    from .device import Device
 
 
 class Registered(NamedTuple):
@@ -40,6 +36,38 @@ class Registered(NamedTuple):
 
 
 NOWHERE = Registered(0, 0, 0, None)
+
+
+class Announcer(Protocol):
+    """What tells the peers of one device of foreign regions."""
+
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        """Tell every connected peer of one (0 bytes: it is gone; returns when no copy on it is under way). Raises
+        ``RegistrationError`` where it cannot be."""
+
+
+class Listener(Announcer, Protocol):
+    """What a memory tells a device on it."""
+
+    closed: bool
+
+    def announce_segment(self, segment: Segment) -> None:
+        """Tell the connected peers that ``segment.pool`` admits of a segment, from the thread that allocates. Raises
+        ``RegistrationError`` where it cannot be: then there is no such segment. May name one that ``Memory.attach`` or
+        ``registered`` has named already."""
+
+    def forget_segment(self, segment: Segment) -> None:
+        """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
+
+
+class GpuPart(Protocol):
+    """The part of a memory that lies on GPUs, as far as it matters to that of the host."""
+
+    def of(self, tensor: torch.Tensor) -> bool:
+        """Whether this is GPU memory of ours to register."""
+
+    def let_go(self, address: int) -> None:
+        """The segment of the host arena at this address is about to be unmapped."""
 
 
 class Memory:
@@ -60,13 +88,13 @@ class Memory:
         self.arena = Arena(self._new_segment, limit, self._drop_segment)
         self.regions: dict[int, Registered] = {}
         """By number. To be looked up, never changed, by devices."""
-        self.gpu: GpuArena | None = None
+        self.gpu: GpuPart | None = None
         """Its GPU memory, where a device on it reaches GPUs. What is there is not in ``regions``."""
         self.lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
         self._numbers = iter(range(1, 1 << 32))
-        self._devices: list[Device] = []
+        self._devices: list[Listener] = []
         self._bells_memory, self.bells_fd = self._allocate("rdmarpc-bells", BELLS * BELL_BYTES)
         self.bells = address_of(self._bells_memory)
         """Address of ``BELLS`` bells; ``bells_fd`` is their file where they are shared."""
@@ -79,14 +107,14 @@ class Memory:
 
     # -- the devices on it
 
-    def attach(self, device: Device) -> list[Segment]:
+    def attach(self, device: Listener) -> list[Segment]:
         """From here on ``device`` is told of each new segment and foreign region. Returned are the segments that there are;
         one that is just being made may be among them and be announced too. By a device, before it lets peers in."""
         with self.lock:
             self._devices.append(device)
             return list(self._segments.values())
 
-    def detach(self, device: Device) -> None:
+    def detach(self, device: Listener) -> None:
         """Idempotent."""
         with self.lock:
             if device in self._devices:
@@ -172,10 +200,10 @@ class Memory:
         for device in devices:
             device.forget_segment(segment)
         if self.gpu is not None:
-            self.gpu.pins.let_go(segment.address)
+            self.gpu.let_go(segment.address)
         segment.close()
 
-    def _newest_first(self) -> list[Device]:
+    def _newest_first(self) -> list[Listener]:
         """A device that may refuse, because it pins memory, comes after ``shm`` and is asked before it: so nobody has to be
         told that what was announced is not there."""
         with self.lock:
@@ -243,7 +271,7 @@ class Memory:
         self.arena.close()
 
 
-def withdraw(devices: Iterable[Device], numbers: Sequence[int]) -> None:
+def withdraw(devices: Iterable[Announcer], numbers: Sequence[int]) -> None:
     """Tell all devices that these regions are gone. Raises the first error, when all were told."""
     failed: RdmaError | None = None
     for device in devices:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from . import kernels, signals
 from .errors import RdmaError, TransferTimeout, fresh
+from .memory import Memory
+from .questions import Asking
 from .records import BELL_BYTES, RECORD_BYTES
-
-if TYPE_CHECKING:
-    from .channel import Channel
-    from .device import Device
 
 MAX_ROWS = 4096
 
@@ -32,6 +30,15 @@ class Count:
         self.consumed = 0
 
 
+class Notified(Asking, Protocol):
+    """The channel over which notifications come."""
+
+    port: int
+
+    def count(self, imm: int) -> Count:
+        """How far notification ``imm`` has been consumed."""
+
+
 class Expectation:
     """``count`` notifications of one number. Each ``wait`` consumes that many; make it once, wait as often as you like.
 
@@ -40,7 +47,7 @@ class Expectation:
 
     __slots__ = ("_channel", "_count", "_record", "count", "imm")
 
-    def __init__(self, channel: Channel, imm: int, count: int, state: Count) -> None:
+    def __init__(self, channel: Notified, imm: int, count: int, state: Count) -> None:
         self.imm, self.count = imm, count
         self._channel, self._count, self._record = channel, state, state.record
 
@@ -109,11 +116,11 @@ class Poller:
     KICK = 0
     """The row that ``kick`` announces."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.bell = device.memory.take_bell()
-        self.bell_address = device.bells + self.bell * BELL_BYTES
-        self.port = device.port
+    def __init__(self, memory: Memory, port: int) -> None:
+        """``memory``: that of the channels' devices. ``port``: address of what whoever waits has to poll (``Device.port``)."""
+        self._memory, self.port = memory, port
+        self.bell = memory.take_bell()
+        self.bell_address = memory.bells + self.bell * BELL_BYTES
         # Private memory: the kick record, and the nil record that a dropped row watches for ever.
         self._private = np.zeros(4, np.int64)
         self._kick, self._nil = self._private.ctypes.data, self._private.ctypes.data + RECORD_BYTES
@@ -123,10 +130,10 @@ class Poller:
         self.table[self.KICK] = (self._kick, 0)
         self.rows = 1
         self._free: list[int] = []
-        self._watched: dict[int, tuple[Channel, Count]] = {}  # keeps what the table points into
+        self._watched: dict[int, tuple[Notified, Count]] = {}  # keeps what the table points into
         self._lock = threading.Lock()
 
-    def add(self, channel: Channel, imm: int) -> int:
+    def add(self, channel: Notified, imm: int) -> int:
         """Watch notification ``imm`` of ``channel``: the row that ``wait`` will name. Nothing else may consume it."""
         count = channel.count(imm)
         with self._lock:
@@ -179,7 +186,7 @@ class Poller:
 
     def kick(self) -> None:
         """Make ``wait`` return row ``KICK``. Any thread, any time."""
-        kernels.signal(self._kick, self._device.bells)
+        kernels.signal(self._kick, self._memory.bells)
 
     def close(self) -> None:
-        self._device.memory.return_bell(self.bell)
+        self._memory.return_bell(self.bell)

@@ -28,6 +28,7 @@ import torch
 from . import cuda_driver, kernels, verbs_choice, verbs_control, verbs_endpoint, verbs_kernels, verbs_ports
 from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
+from .cuda_arena import GpuArena
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .guard import Guard, broken_by
@@ -198,7 +199,7 @@ class VerbsDevice(Device):
         with self._lock:
             if self._gpu is None:
                 arena = self.memory.gpu
-                self._gpu = GpuMemory(self._context, self.count, arena.pins if arena is not None else None)
+                self._gpu = GpuMemory(self._context, self.count, arena.pins if isinstance(arena, GpuArena) else None)
             return self._gpu
 
     def empty(
@@ -250,7 +251,7 @@ class VerbsDevice(Device):
             self._gpu.flush()
 
     def poller(self) -> Poller:
-        return FlushedPoller(self)
+        return FlushedPoller(self.memory, self.port, self.arrived)
 
     def lkey(self, address: int, nbytes: int) -> int | None:
         """The key of local memory that is registered for as long as it is held: the arena's."""

@@ -121,7 +121,7 @@ class VerbsChannel(Channel):
         return self._records + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
-        return FlushedExpectation(self, imm, count, self.count(imm))
+        return FlushedExpectation(self, imm, count, self.count(imm), self.device.arrived)
 
     def resolve(self, remote: RemoteRegion, *, write: bool) -> Place:
         """Where a remote range is. ``RemoteAccessError``."""

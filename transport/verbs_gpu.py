@@ -33,7 +33,8 @@ from .cuda_pins import Pins
 from .errors import NotSupported, RdmaError, RegistrationError, TransferTimeout
 from .gpudirect import Decision, Refused
 from .guard import Guard
-from .notify import Expectation, Poller
+from .memory import Memory
+from .notify import Count, Expectation, Notified, Poller
 from .region import local_bytes
 from .verbs_provider import REMOTE_WRITE, Context, MemoryRegion
 
@@ -388,26 +389,35 @@ def _close(segment: Segment) -> None:
 
 
 class FlushedExpectation(Expectation):
-    """What arrived before the notifications is visible to GPUs when ``wait`` returns."""
+    """What arrived before the notifications is visible to GPUs when ``wait`` returns: ``arrived`` sees to that."""
 
-    __slots__ = ()
+    __slots__ = ("_arrived",)
+
+    def __init__(self, channel: Notified, imm: int, count: int, state: Count, arrived: Callable[[], None]) -> None:
+        super().__init__(channel, imm, count, state)
+        self._arrived = arrived
 
     def wait(self, timeout: float | None = None) -> None:
         super().wait(timeout)
-        self._channel.device.arrived()  # type: ignore[attr-defined]
+        self._arrived()
 
 
 class FlushedPoller(Poller):
-    """What arrived before the notifications is visible to GPUs when ``wait`` or ``take`` returns them."""
+    """What arrived before the notifications is visible to GPUs when ``wait`` or ``take`` returns them: ``arrived`` sees to
+    that."""
+
+    def __init__(self, memory: Memory, port: int, arrived: Callable[[], None]) -> None:
+        super().__init__(memory, port)
+        self._arrived = arrived
 
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
         found = super().wait(timeout)
         if found is not None:
-            self._device.arrived()  # type: ignore[attr-defined]
+            self._arrived()
         return found
 
     def take(self) -> tuple[int, int] | None:
         found = super().take()
         if found is not None:
-            self._device.arrived()  # type: ignore[attr-defined]
+            self._arrived()
         return found
