@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout
+from . import observer
 from .analyze import TransferGraph
 from .command import DISCARD, NOTHING, Command
 from .header import CLEAR, GRAD, Header
@@ -97,6 +98,13 @@ class Caller:
 
     def forward(self, plan: Plan, tensors: Sequence[torch.Tensor], mode: int) -> Any:
         """Run the model on its tensor inputs. Raises what a part raised, ``TransferTimeout``, ``PeerLost``."""
+        seen = observer.current
+        if seen is None:
+            return self._forward(plan, tensors, mode)
+        with seen.span("model", {}):
+            return self._forward(plan, tensors, mode)
+
+    def _forward(self, plan: Plan, tensors: Sequence[torch.Tensor], mode: int) -> Any:
         with self._lock:
             run = self._begin(plan, torch.is_grad_enabled() and bool(plan.participants), mode)
             try:
@@ -181,6 +189,13 @@ class Caller:
 
     def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
+        seen = observer.current
+        if seen is None:
+            return self._exchange(run, stage, tensors)
+        with seen.span("wait for workers", {"forward": run.sequence}):
+            return self._exchange(run, stage, tensors)
+
+    def _exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         header = Header(0, run.sequence, GRAD if run.grad else 0, run.mode, self.ledger.commands)
         left = iter(tensors)
         for name, outlets in stage.sends:
@@ -199,6 +214,13 @@ class Caller:
 
     def exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """One stage backward: gradients of what it received go out, those of what it sent come back."""
+        seen = observer.current
+        if seen is None:
+            return self._exchange_gradients(run, stage, grads)
+        with seen.span("wait for workers' backward", {"forward": run.sequence}):
+            return self._exchange_gradients(run, stage, grads)
+
+    def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         with self._lock:
             if stage.number not in run.stages_left or run.finished:
                 raise RuntimeError(
@@ -206,7 +228,7 @@ class Caller:
                     "(retain_graph does not reach other workers)"
                 )
             try:
-                return self._exchange_gradients(run, stage, grads)
+                return self._back(run, stage, grads)
             except BaseException as error:
                 self._abandon(run)
                 self._blame(error)
@@ -222,7 +244,7 @@ class Caller:
             if lost.peer != error.peer:
                 raise lost from error
 
-    def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _back(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
             run.backward_started = True
             for name, tensor, version in run.shared:

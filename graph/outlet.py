@@ -17,7 +17,7 @@ import torch
 
 from ..transport import NotSupported, RdmaError, RemoteRegion
 from ..transport.sole import STORAGE_USES, storage_uses
-from . import staging
+from . import observer, staging
 from .devices import find
 from .header import HEADER_BYTES, NONE, SHARED, Header
 from .layout import dense
@@ -100,11 +100,6 @@ class Target:
         return self._credit and self._lease is None
 
     @property
-    def work(self) -> Work | None:
-        """The last write, as far as it is known to be under way."""
-        return self._work
-
-    @property
     def leased(self) -> bool:
         """Whether a tensor here lies in the slot, or has and the station does not know of its end yet."""
         return self._lease is not None
@@ -132,8 +127,19 @@ class Target:
             full = self._from_gpu(payload.device)
         full.rebind(1, payload)
         self._bound, self.source = full, payload
-        self._work = full.post()
+        seen = observer.current if self.outlet.direct else None
+        self._work = full.post() if seen is None else self._observed(seen, full, header, here)
         self.release()
+
+    def _observed(self, seen: observer.Observer, full: Transfer, header: Header, here: bool) -> Work:
+        """Post the write; a copy of an accelerator's, if it is one, is observed. ``here``: the payload lies on the CPU."""
+        edge = self.outlet.edge
+        gpu = edge.device if here else edge.origin
+        if not gpu:
+            return full.post()
+        with seen.copy(edge, gpu, header.sequence) as copy:
+            copy.work = full.post()
+        return copy.work
 
     def _from_gpu(self, gpu: torch.device) -> Transfer:
         """The write from an accelerator: the first one prepares it."""

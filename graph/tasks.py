@@ -18,8 +18,9 @@ keeps until the next one, a gradient that stays some parameter's ``.grad``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from . import observer
 from .flow import Duty, Flow
 from .header import MicroBatch
 
@@ -32,7 +33,7 @@ class Runs(Protocol):
     micro: MicroBatch
     batch: Batch | None
 
-    def forward(self, duty: Duty, /) -> dict[str, Any]: ...
+    def forward(self, duty: Duty, /) -> object: ...
     def backward(self, duty: Duty, /) -> None: ...
 
 
@@ -70,7 +71,15 @@ class Task:
     commands: int
 
     def start(self) -> None:
-        self.run.backward(self.duty) if self.backward else self.run.forward(self.duty)
+        go = self.run.backward if self.backward else self.run.forward
+        seen = observer.current
+        if seen is None:
+            go(self.duty)
+            return
+        way, segment = "backward" if self.backward else "forward", self.duty.segment
+        about = {"forward": self.run.sequence, "segment": str(segment)}
+        with seen.span(f"{way} segment {segment.number}", about, self.run.flow.gpus):
+            go(self.duty)
 
 
 class Agenda:

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import agent as _agent
-from . import trace_events
+from . import trace_events, traced_steps
 from .callee import Callee
 from .caller import Caller
 from .functions import async_execution
 from .traced import Message, Serving, TracedCallee, TracedCaller
-from .traced_steps import Steps
 from .transport import RdmaError, host_id
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Timeline:
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.caller.timeline = agent.callee.timeline = self  # type: ignore[attr-defined]
         self._record_as(TracedCaller, TracedCallee)
-        self._steps = Steps(self)
+        self._steps = traced_steps.attach(self)
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:

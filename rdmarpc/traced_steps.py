@@ -2,32 +2,40 @@
 
 Spans of threads are taken where they happen. A stream is asked by events: one in front of and one behind what was enqueued,
 for which a thread of that row waits, so nobody else does. A copy on a side stream begins when its source is there and the copy
-before it is over. The methods of ``graph`` are replaced while a timeline records, in this process; otherwise nothing of this is
-on their way.
+before it is over.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .graph.caller import Caller
-from .graph.outlet import Target
-from .graph.stage import Pass, Stage
-from .graph.tasks import Task
 from .transport import RdmaError
-from .transport.channel import DONE, Work
 from .transport.guard import Guard
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .graph.observer import Copy
+    from .graph.place import Edge
 
 _DRAIN_S = 5.0
+
+
+class Notes(Protocol):
+    """Where spans are noted (``timeline.Timeline``). Tracks are the rows of the picture. Thread-safe."""
+
+    def track(self) -> int:
+        """Of this thread."""
+
+    def new_track(self, name: str, /) -> int:
+        """For what is no thread."""
+
+    def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any], /) -> None: ...
 
 
 class Enqueued:
@@ -47,7 +55,7 @@ class Enqueued:
 class Row:
     """One stream in the picture, and the thread that waits for it."""
 
-    def __init__(self, line: Timeline, name: str) -> None:
+    def __init__(self, line: Notes, name: str) -> None:
         self._line, self._track = line, line.new_track(name)
         self._queue: queue.SimpleQueue[Enqueued | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name=f"rdmarpc-timeline {name}", daemon=True)
@@ -77,73 +85,57 @@ class Row:
             self._line.span(self._track, what.name, "gpu", begin, last, what.about)
 
 
-class Steps:
-    """While it lasts, wrapped models of this process are recorded. One at a time."""
+def attach(line: Notes) -> Steps:
+    """Record what wrapped models do from now on. One at a time."""
+    from .graph import observer  # a program that only calls does not load ``graph`` before it is recorded
 
-    def __init__(self, line: Timeline) -> None:
+    steps = observer.current = Steps(line)
+    return steps
+
+
+class Steps:
+    """Observes the wrapped models of this process (``graph.observer``) from ``attach`` to ``end``."""
+
+    def __init__(self, line: Notes) -> None:
         self._line = line
         self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
-        methods: list[tuple[Any, str]] = [(Task, "start"), (Target, "write")]
-        methods += [(Caller, "forward"), (Caller, "exchange"), (Caller, "exchange_gradients")]
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name in methods]
-        start, write, forward, exchange, back = (original for _, _, original in self._originals)
-
-        def task(task: Task) -> None:
-            way = "backward" if task.backward else "forward"
-            about = {"forward": task.run.sequence, "segment": str(task.duty.segment)}
-            self._around(lambda: start(task), f"{way} segment {task.duty.segment.number}", about, task.run.flow.gpus)
-
-        def step(caller: Caller, *args: Any) -> Any:
-            return self._around(lambda: forward(caller, *args), "model", {})
-
-        def there_and_back(caller: Caller, run: Pass, stage: Stage, tensors: Any) -> Any:
-            return self._around(lambda: exchange(caller, run, stage, tensors), "wait for workers", {"forward": run.sequence})
-
-        def gradients(caller: Caller, run: Pass, stage: Stage, grads: Any) -> Any:
-            about = {"forward": run.sequence}
-            return self._around(lambda: back(caller, run, stage, grads), "wait for workers' backward", about)
-
-        for (owner, name, _), new in zip(self._originals, (task, self._writer(write), step, there_and_back, gradients)):
-            setattr(owner, name, new)
 
     def end(self) -> None:
         """Idempotent. Waits for the streams, some seconds at most."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
+        from .graph import observer
+
+        if observer.current is self:
+            observer.current = None
         with self._lock:
             rows, self._rows = list(self._rows.values()), {}
         for row in rows:
             row.end()
 
-    def _around(self, call: Callable[[], Any], name: str, about: dict[str, Any], gpus: tuple[str, ...] = ()) -> Any:
+    @contextmanager
+    def span(self, name: str, about: dict[str, Any], gpus: Sequence[str] = ()) -> Iterator[None]:
+        """See ``graph.observer.Observer``."""
         there = [(gpu, self._row(gpu).add(Enqueued(name, gpu, about))) for gpu in gpus]
         begin = monotonic_ns()
         try:
-            return call()
+            yield
         finally:
             self._line.span(self._line.track(), name, "model", begin, monotonic_ns(), about)
             for gpu, what in there:
                 what.launched(_mark(torch.device(gpu)).synchronize)
 
-    def _writer(self, write: Callable[..., None]) -> Callable[..., None]:
-        def traced(target: Target, header: Any, payload: torch.Tensor | None, timeout: float) -> None:
-            edge = target.outlet.edge
-            gpu = edge.origin if payload is not None and not payload.is_cpu else edge.device
-            if payload is None or not gpu or not target.outlet.direct:
-                write(target, header, payload, timeout)
-                return
-            about = {"forward": header.sequence, "bytes": edge.nbytes}
-            row = self._row(f"{gpu} copies to {edge.target}")
-            what = row.add(Enqueued(f"{edge.kind} {edge.value} -> {edge.target}", gpu, about))
-            work: Work | None = None
-            try:
-                write(target, header, payload, timeout)
-                work = target.work
-            finally:
-                what.launched(DONE.wait if work is None else work.wait)
+    @contextmanager
+    def copy(self, edge: Edge, gpu: str, sequence: int) -> Iterator[Copy]:
+        """See ``graph.observer.Observer``."""
+        from .graph.observer import Copy
 
-        return traced
+        row = self._row(f"{gpu} copies to {edge.target}")
+        about = {"forward": sequence, "bytes": edge.nbytes}
+        what, copy = row.add(Enqueued(f"{edge.kind} {edge.value} -> {edge.target}", gpu, about)), Copy()
+        try:
+            yield copy
+        finally:
+            what.launched(copy.work.wait)
 
     def _row(self, name: str) -> Row:
         with self._lock:
