@@ -24,7 +24,7 @@ from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout
 from . import observer
 from .analyze import TransferGraph
 from .command import DISCARD, NOTHING, Command
-from .header import CLEAR, GRAD, Header
+from .header import Header
 from .ledger import Ledger
 from .pipeline import Part, Pipeline
 from .place import REPORT, Edge
@@ -196,7 +196,7 @@ class Caller:
             return self._exchange(run, stage, tensors)
 
     def _exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        header = Header(0, run.sequence, GRAD if run.grad else 0, run.mode, self.ledger.commands)
+        header = Header.activation(run.sequence, run.grad, run.mode, self.ledger.commands)
         left = iter(tensors)
         for name, outlets in stage.sends:
             payload = None if run.plan.graph.values[name].trigger else next(left)
@@ -256,7 +256,7 @@ class Caller:
             run.shared.clear()
             self._ready()
             run.zeroed = self.begin_backward(run.plan, run.mode)
-        header = Header(0, run.sequence, CLEAR if run.zeroed else 0, run.mode, self.ledger.commands)
+        header = Header.gradient(run.sequence, bool(run.zeroed), run.mode, self.ledger.commands)
         # Later stages that autograd did not reach contribute nothing, and their workers must be told so.
         for number in sorted((n for n in run.stages_left if n > stage.number), reverse=True):
             skipped = run.plan.stages[number]
@@ -309,7 +309,7 @@ class Caller:
                 command = commands.get(worker, Command(NOTHING))
                 payload = command.padded(outlet.edge.nbytes) if command.payload else None
                 backward = self.ledger.last_backward[worker]
-                header = Header(0, self.ledger.commands, mode=command.kind, backward=backward, argument=command.argument)
+                header = Header.command(self.ledger.commands, command.kind, command.argument, backward)
                 outlet.send(header, payload)
             outlets = self._control.values()
             self._wait(0, lambda: all(o.idle for o in outlets), lambda: "room for a command at " + _names(self.workers))

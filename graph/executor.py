@@ -23,7 +23,7 @@ from ..transport import ArenaFull, PeerLost, RdmaError, bare
 from ..transport.cuda_driver import driver
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
-from .header import DONE, ERROR, NONE, Header, MicroBatch
+from .header import NONE, Header, MicroBatch
 from .outlet import Outlet
 from .place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
 from .program import Machine
@@ -200,7 +200,7 @@ class Executor(threading.Thread):
             self._remember(self._backwards, run.sequence)
             # Of a batch the caller needs to know when it is over, and where the backwards end: there another one may begin.
             if last or run.flow.sink:
-                self._tell(Header(0, run.sequence, DONE))
+                self._tell(Header.done(run.sequence))
 
     # -- what lands
 
@@ -211,7 +211,7 @@ class Executor(threading.Thread):
         run = self._runs.get(header.sequence)
         if run is None:
             flow = self._flows[inlet.edge.number]
-            batch = self._batch(header, flow) if header.argument else None
+            batch = self._batch(header, flow) if header.place else None
             run = self._runs[header.sequence] = Run(flow, header, self.machine, self._agenda, batch)
         elif run.flow is not self._flows[inlet.edge.number]:
             raise RdmaError(f"forward {header.sequence} comes in two plans", peer=inlet.edge.source)
@@ -223,7 +223,7 @@ class Executor(threading.Thread):
         run.arrived(inlet.edge.value, tensor, header.commands, shared(slot, header))
 
     def _batch(self, header: Header, flow: Flow) -> Batch:
-        micro = MicroBatch.unpack(header.argument)
+        micro = MicroBatch.unpack(header.place)
         first = header.sequence - micro.number
         if first not in self._batches:
             self._batches[first] = Batch(first, micro.total, micro.window, len(flow.duties))
@@ -245,7 +245,7 @@ class Executor(threading.Thread):
 
     def _command(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         payload = b"" if header.flags & NONE else unpadded(slot.payload)
-        command = Command(header.mode, header.argument, payload)
+        command = Command(header.kind, header.argument, payload)
         slot.close()
         if header.sequence <= self.commands or header.sequence in self._commands:
             raise RdmaError(f"command {header.sequence} came twice", peer=inlet.edge.source)
@@ -283,7 +283,7 @@ class Executor(threading.Thread):
         blob = WorkerError.of(error, self.station.name).dump(REPORT_BYTES - 8)
         payload = Command(0, payload=blob).padded(REPORT_BYTES)
         try:
-            self._tell(Header(0, sequence, ERROR, argument=int(fatal)), payload)
+            self._tell(Header.error(sequence, fatal), payload)
         except RdmaError:
             pass  # the caller is gone too: nobody is left to be told
 

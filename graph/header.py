@@ -46,14 +46,18 @@ class MicroBatch(NamedTuple):
 
 
 class Header(NamedTuple):
+    """Made by the constructors below, one for each kind of message; ``Outlet.send`` fills in ``edge``, ``order`` and the flags
+    that are about the payload. Two words mean something else in each kind: read them by the properties."""
+
     edge: int
     """Number of the edge, unique in the model. The receiver compares it: a stray write is an error, never data."""
     sequence: int
-    """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command."""
+    """Number of the forward this belongs to (from 1, one counter a model); for commands, number of the command; for bundles,
+    number of the step."""
     flags: int = 0
     mode: int = 0
-    """Which table of training and requires_grad flags the parts run under; commands: their kind; gradient bundles: how many
-    bytes their note has."""
+    """Activations and gradients: which table of training and requires_grad flags the parts run under. Commands: ``kind``.
+    Gradient bundles: ``note_bytes``."""
     commands: int = 0
     """How many commands must have been applied before this may be used."""
     order: int = 0
@@ -61,8 +65,63 @@ class Header(NamedTuple):
     backward: int = 0
     """Commands: sequence of the last backward that the receiver took part in and the caller saw finished."""
     argument: int = 0
-    """Commands: what they are about (an optimizer, a forward). Activations: a packed ``MicroBatch``, or 0. Gradient bundles:
-    the optimizer. Reports of an error: 1 = the executor has ended."""
+    """Activations: ``place``. Commands: what they are about (an optimizer, a forward). Reports: ``fatal``. Gradient bundles:
+    ``optimizer``."""
+
+    @classmethod
+    def activation(cls, sequence: int, grad: bool, mode: int, commands: int, place: int = 0) -> Header:
+        """``place``: a packed ``MicroBatch``; 0: a forward of its own."""
+        return cls(0, sequence, GRAD if grad else 0, mode, commands, 0, 0, place)
+
+    @classmethod
+    def gradient(cls, sequence: int, clear: bool, mode: int, commands: int) -> Header:
+        """``clear``: see ``CLEAR``."""
+        return cls(0, sequence, CLEAR if clear else 0, mode, commands)
+
+    @classmethod
+    def command(cls, number: int, kind: int, argument: int, backward: int) -> Header:
+        """``kind``, ``argument``: see ``command.Command``."""
+        return cls(0, number, 0, kind, 0, 0, backward, argument)
+
+    @classmethod
+    def done(cls, sequence: int) -> Header:
+        """A report: see ``DONE``."""
+        return cls(0, sequence, DONE)
+
+    @classmethod
+    def error(cls, sequence: int, fatal: bool) -> Header:
+        """A report: see ``ERROR``. Forward 0 stands for all; ``fatal``: for all to come, the executor has ended."""
+        return cls(0, sequence, ERROR, argument=int(fatal))
+
+    @classmethod
+    def gradients(cls, step: int, staged: bool, note_bytes: int, optimizer: int) -> Header:
+        """A bundle of gradients. ``staged``: see ``STAGED``; ``note_bytes``: how long its note is."""
+        return cls(0, step, STAGED if staged else 0, note_bytes, argument=optimizer)
+
+    @classmethod
+    def weights(cls, step: int) -> Header:
+        """A bundle of weights."""
+        return cls(0, step)
+
+    @property
+    def place(self) -> int:
+        return self.argument
+
+    @property
+    def kind(self) -> int:
+        return self.mode
+
+    @property
+    def fatal(self) -> bool:
+        return bool(self.argument)
+
+    @property
+    def note_bytes(self) -> int:
+        return self.mode
+
+    @property
+    def optimizer(self) -> int:
+        return self.argument
 
     def write(self, memory: memoryview) -> None:
         _WIRE.pack_into(memory, 0, *self)

@@ -44,7 +44,7 @@ class Ledger:
         """Take down that a backward is done there, or that something failed."""
         if header.flags & ERROR:
             error = WorkerError.load(unpadded(slot.payload)).raised(worker)
-            if header.argument:
+            if header.fatal:
                 self._fatal = error
             elif header.sequence not in self._dropped:
                 self._errors.setdefault(header.sequence, error)

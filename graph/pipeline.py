@@ -19,7 +19,7 @@ import torch
 
 from ..transport import RdmaError, TransferTimeout
 from .flow import Duty
-from .header import CLEAR, GRAD, Header, MicroBatch
+from .header import Header, MicroBatch
 from .ledger import Ledger
 from .place import ACTIVATION
 from .program import Machine, fill
@@ -165,12 +165,12 @@ class Pipeline:
         while self._begun < len(self.parts) and self._begun - self._finished < self._window:
             sequence, index = self._first + self._begun, self._begun
             place = MicroBatch(index, len(self.parts), self._window).pack()
-            header = Header(0, sequence, GRAD, self.mode, self._ledger.commands, argument=place)
+            header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
                 self.parts[index], header, self._machine, self._station.device, self._agenda, self._batch
             )
             if index == 0 and self._zeroed:
-                chunk.back_flags = CLEAR
+                chunk.clear = True
             self._begun += 1
 
     def _start(self, task: Task) -> None:

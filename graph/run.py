@@ -50,17 +50,17 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 class Run:
     """Belongs to the thread of its agenda, which takes the tasks that have become possible. ``micro``: which part of ``batch``
-    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``back_flags`` ride in its
-    gradients."""
+    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``clear``: its gradients
+    say so to others (``header.CLEAR``)."""
 
     def __init__(self, flow: Flow, header: Header, machine: Machine, agenda: Agenda, batch: Batch | None = None) -> None:
         self.flow, self.machine, self.agenda, self.batch = flow, machine, agenda, batch
-        self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.argument
-        self.micro = MicroBatch.unpack(header.argument) if header.argument else ALONE
+        self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.place
+        self.micro = MicroBatch.unpack(self.place) if self.place else ALONE
         self.grad = bool(header.flags & GRAD)
         self._lock = threading.Lock() if flow.gpus else None
         self.zero_due = False
-        self.back_flags = 0
+        self.clear = False
         self._values: dict[str, torch.Tensor] = {}
         self._users_left: dict[str, int] = {}
         self._shared: set[str] = set()
@@ -183,14 +183,14 @@ class Run:
             outlet.send(self._header())
 
     def _header(self) -> Header:
-        return Header(0, self.sequence, GRAD if self.grad else 0, self.mode, self.commands, argument=self.place)
+        return Header.activation(self.sequence, self.grad, self.mode, self.commands, self.place)
 
     # -- backward
 
     def landed_gradient(self, value: str, source: Source, header: Header, grad: torch.Tensor | None) -> None:
         """A contribution has come from another worker."""
-        if header.flags & CLEAR and not self.back_flags:
-            self.back_flags, self.zero_due = CLEAR, True
+        if header.flags & CLEAR and not self.clear:
+            self.clear = self.zero_due = True
         self.gradient(value, source, grad, header.commands)
 
     def gradient(self, name: str, source: Source, grad: torch.Tensor | None, commands: int) -> None:
@@ -213,7 +213,7 @@ class Run:
         duty = route.producer
         if duty is None:
             assert route.back is not None
-            route.back.send(Header(0, self.sequence, self.back_flags, self.mode, self.commands), total)
+            route.back.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands), total)
             return
         self._grads[name] = total
         left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1

@@ -282,8 +282,8 @@ class Server(threading.Thread):
         clients = [self._clients[worker] for worker in self.workers]
         first = clients[0].arrived
         assert first is not None
-        number = first.argument
-        if any(client.arrived is None or client.arrived.argument != number for client in clients):
+        number = first.optimizer
+        if any(client.arrived is None or client.arrived.optimizer != number for client in clients):
             raise NotSupported("the workers step different optimizers", hint="make the same steps in the same order everywhere")
         optimizer = self._optimizers.get(number)
         if optimizer is None:
@@ -302,7 +302,7 @@ class Server(threading.Thread):
         for client in clients:
             assert client.inlet is not None and client.arrived is not None
             marks = len(client.inlet.room.bundle)
-            numbers.add(bytes(client.inlet.room.note[_padded(marks) : client.arrived.mode]))
+            numbers.add(bytes(client.inlet.room.note[_padded(marks) : client.arrived.note_bytes]))
         if len(numbers) > 1:
             raise NotSupported(
                 "the workers ask for steps with different hyperparameters", hint="run the same schedule everywhere"
@@ -335,7 +335,7 @@ class Server(threading.Thread):
         assert client.outlet is not None and self._store is not None
         client.outlet.finish(self.station.timeout)
         send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
-        send(Header(0, self.steps), self._store, present)
+        send(Header.weights(self.steps), self._store, present)
 
     def _alarm(self) -> None:
         for client in self._clients.values():

@@ -11,7 +11,7 @@ import torch
 
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
 from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room
-from .header import STAGED, Header
+from .header import Header
 from .server import note_bytes, note_of
 from .station import Station
 
@@ -64,8 +64,7 @@ class Half:
         """Gradients of the next step. They belong to the write until ``finish``."""
         assert self._outlet is not None
         note = note_of(marks, numbers)
-        flags = STAGED if staging == ALWAYS else 0
-        header = Header(0, self.steps + 1, flags, mode=len(note), argument=optimizer)
+        header = Header.gradients(self.steps + 1, staging == ALWAYS, len(note), optimizer)
         self._outlet.send_loose(header, note, present, grads, staging)
         self.wanted = self.steps + 1
 

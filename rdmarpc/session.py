@@ -194,7 +194,11 @@ class Session:
     # -- modes
 
     def mode(self) -> int:
-        """The number of the present training and requires_grad flags; a new one is told to the owners once."""
+        """The number of the present training and requires_grad flags; a new one is told to the owners once.
+
+        All flags are read in every step. A count of changes would be O(1), and would miss some: torch has no hook for
+        ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
+        owner would silently train what is frozen here."""
         with torch._C.DisableTorchFunctionSubclass():
             flags = tuple(
                 (
