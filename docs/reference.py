@@ -1,7 +1,8 @@
 """Writes the reference page anew: ``python docs/reference.py``. ``tests/test_reference.py`` compares the page with the code.
 
 Names and signatures come from the code: what ``__all__`` of a module names, and ``SHOWN`` of modules without one. Introductions
-and sentences stay as they are in the page, where they are edited; a new name gets the first sentence of its docstring.
+and sentences stay as they are in the page, where they are edited; a new name gets the first sentence of its docstring. Of a
+class that is new on the page all public members are shown; delete the lines of those not for users, and they stay away.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def members_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def kept(page: str) -> tuple[dict[str, str], dict[str, str]]:
-    """What people wrote on a page: introductions by module (``""``: of the page), sentences by path."""
+    """What people wrote on a page: introductions by module (``""``: of the page), sentences by path of every name on it."""
     introductions: dict[str, str] = {}
     sentences: dict[str, str] = {}
     module = name = member = ""
@@ -123,8 +124,10 @@ def kept(page: str) -> tuple[dict[str, str], dict[str, str]]:
             introductions[module] = f"{introductions.get(module, '')}{line}\n"
         elif found := re.match(r"(?:class )?(\w+)", line):
             name, member = found[1], ""
+            sentences[f"{module}.{name}"] = ""
         elif found := re.match(r"    (\w+)", line):
             member = "." + found[1]
+            sentences[f"{module}.{name}{member}"] = ""
         elif found := re.match(r"(    )?    # (.*)", line):
             path = f"{module}.{name}{member if found[1] else ''}"
             sentences[path] = f"{sentences.get(path, '')} {found[2]}".strip()
@@ -181,7 +184,10 @@ def page(before: str) -> str:
         modules = [name for name, value in names.items() if isinstance(value, ModuleType)]
         for name in [name for name in names if name not in private + modules]:
             opened = name in OPENED.get(module, {})
+            known = f"{module}.{name}" in sentences
             for path, text, value, indent in lines_of(f"{module}.{name}", name, names[name], opened):
+                if known and path not in sentences:
+                    continue
                 lines += broken(text, indent)
                 mark = indent + "    # "
                 sentence = sentences.get(path) or first_sentence(value)
