@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -43,3 +45,16 @@ def test_the_picture_and_the_design_have_every_room() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_example_of_the_readme_says_what_stands_there(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    found = re.search(r"```python\n(import os\n.*?)```\n+```\n\$ torchrun[^\n]*\n(.*?)```", page, re.S)
+    assert found
+    program, output = found.groups()
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (loss, table), (_, expected) = (text.strip().split("\n", 1) for text in (done.stdout, output))
+    assert loss.startswith("loss 0.") and table == expected
