@@ -47,6 +47,23 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_pages_name_is_there(page: Path) -> None:
+    """Tests, by file and by name; programs that are started with ``python -m``."""
+    text = page.read_text()
+    files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
+    tests = "".join(path.read_text() for path in files.values())
+    missing = [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in files]
+    missing += [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests]
+    programs = re.findall(r"-m ((?:experiments|examples|tests)(?:\.\w+)*)", text)
+    made = re.findall(r"`experiments/(\w+)\.py`:\n", text)  # by who follows the page
+    for name in programs:
+        there = ROOT / name.replace(".", "/")
+        if not there.with_suffix(".py").exists() and not there.is_dir() and there.name not in made:
+            missing.append(name)
+    assert not missing
+
+
 def test_the_example_of_the_readme_says_what_stands_there(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text()
     found = re.search(r"```python\n(import os\n.*?)```\n+```\n\$ torchrun[^\n]*\n(.*?)```", page, re.S)
