@@ -166,10 +166,11 @@ class CudaDevice(ShmDevice):
         lines += [f"  {kind}:{index:<12} at PCI {cuda.pci_bus_id(index)}" for index in range(cuda_driver.count())]
         lines += self.gpu.explain()
         for channel in self._gpu_channels():
-            state = f"refused ({channel.no_ipc})" if channel.no_ipc else f"{channel.imports.opened} segments mapped"
+            peer = channel.peer_gpus
+            state = f"refused ({peer.no_ipc})" if peer.no_ipc else f"{peer.imports.opened} segments mapped"
             lines.append(f"  ipc            {channel.peer}: {state}")
-            if channel.unpinned:
-                lines.append(f"                 its arena is not pinned: {channel.unpinned}; copies of it wait in the post")
+            if channel.pins.refused:
+                lines.append(f"                 its arena is not pinned: {channel.pins.refused}; copies of it wait in the post")
         return lines
 
     def watch(self) -> None:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,8 @@ class Copying(Protocol):
 
     peer: str
     error: RdmaError | None
+
+    def check(self) -> None: ...
 
     def fail(self, error: RdmaError) -> None:
         """Our GPU failed: the channel has ended."""
@@ -169,6 +172,64 @@ class Lane:
                 driver().attempt("cuStreamDestroy_v2", stream)
                 for event in (self.event, self._follow):
                     driver().attempt("cuEventDestroy_v2", event)
+
+
+class Lanes:
+    """Those of one channel, one a GPU. Thread-safe."""
+
+    def __init__(self, arena: GpuArena) -> None:
+        self._arena = arena
+        self._lanes: dict[int, Lane] = {}
+        self._lock = threading.Lock()
+        self._left = False
+
+    def all(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+    def find(self, channel: Copying, index: int) -> Lane:
+        """The one on a device: a new one where there is none. Raises what ended the channel."""
+        found = self._lanes.get(index)
+        if found is not None and not self._left:
+            return found
+        # Made without the lock, which who hears of the peer's end must not wait for.
+        made = Lane(channel, self._arena, index)
+        try:
+            with self._lock:
+                channel.check()
+                found = self._lanes.setdefault(index, made)
+        finally:
+            if found is not made:
+                made.destroy()
+        return found
+
+    def idle(self, deadline: float) -> bool:
+        """Wait until ``deadline`` (``time.monotonic``) for the end of all that was enqueued."""
+        idle = [lane.idle(deadline) for lane in self.all()]
+        return all(idle)
+
+    def leave(self, over: Callable[[], None], *, now: bool, needed: bool) -> None:
+        """The channel has ended: destroy all as soon as nothing is under way, then call ``over``, at once or from a thread.
+        ``now``: this thread may ask the driver. ``needed``: also with no lane that takes a while."""
+        with self._lock:
+            first, self._left = not self._left, True
+            nothing = not self._lanes and not needed
+        if nothing or (now and self.idle(0.0)):
+            self._destroy(over)
+        elif first:
+            with contextlib.suppress(RuntimeError):  # no more threads: the process ends
+                threading.Thread(target=self._linger, args=(over,), name="rdmarpc-side-streams", daemon=True).start()
+
+    def _linger(self, over: Callable[[], None]) -> None:
+        while not self.idle(time.monotonic() + 1.0):
+            pass
+        self._destroy(over)
+
+    def _destroy(self, over: Callable[[], None]) -> None:
+        with self._lock:
+            lanes, self._lanes = self.all(), {}
+        for lane in lanes:
+            lane.destroy()
+        over()
 
 
 _lanes: set[Lane] = set()  # those there are

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,18 +18,32 @@ from . import kernels
 from .channel import Transfer, Work
 from .cuda_driver import driver
 from .cuda_lane import Lane
+from .cuda_peer import PeerGpus
 from .errors import RdmaError, fresh
 from .region import RemoteRegion, local_bytes
-from .shm_channel import _NOTHING, _Closable
-
-if TYPE_CHECKING:
-    from .cuda_channel import CudaChannel
+from .shm_transfer import NOTHING, Posting, PreparedRequest
 
 Side = tuple[RemoteRegion, torch.Tensor, bool]
 """The remote range, the local tensor, and whether the copy is a WRITE."""
 Copies = list[tuple[int, int, int]]
 """Destination, source, bytes."""
 _table: list[np.ndarray] = []
+
+
+class Copying(Posting, Protocol):
+    """What a post uses of its channel."""
+
+    peer: str
+    error: RdmaError | None
+
+
+class Placing(Copying, Protocol):
+    """And what a list of copies is made from."""
+
+    peer_gpus: PeerGpus
+
+    def place(self, side: Side) -> tuple[Lane | None, Copies]:
+        """Which lane copies this (``None``: the processor), and what."""
 
 
 def _functions() -> int:
@@ -64,18 +78,19 @@ class CudaWork(Work):
             self._lane.follow()
 
 
-class CudaJob(_Closable):
+class CudaJob(PreparedRequest):
     """What one post needs, in words. ``groups``: the copies of each lane; ``host``: those between host memories."""
 
     __slots__ = ("_after", "_job", "_words", "lanes")
+    _channel: Copying
 
-    def __init__(self, channel: CudaChannel, groups: Sequence[tuple[Lane, Copies]], host: Copies, imm: int | None) -> None:
+    def __init__(self, channel: Copying, groups: Sequence[tuple[Lane, Copies]], host: Copies, imm: int | None) -> None:
         super().__init__(channel, imm, host)
-        self._block[kernels.WR_BYTES] += sum(nbytes for _, copies in groups for _, _, nbytes in copies)
+        self.block[kernels.WR_BYTES] += sum(nbytes for _, copies in groups for _, _, nbytes in copies)
         self.lanes = [lane for lane, _ in groups]
         self._after: list[tuple[int, Lane]] = []
         words = [0] * at.JOB_HEAD
-        words[at.JOB_WR], words[at.JOB_DONE] = self._address, self.lanes[-1].done
+        words[at.JOB_WR], words[at.JOB_DONE] = self.address, self.lanes[-1].done
         words[at.JOB_TABLE], words[at.JOB_GROUPS] = _functions(), len(groups)
         words[at.JOB_COPIES] = sum(len(copies) for _, copies in groups)
         for lane, copies in groups:
@@ -124,7 +139,7 @@ class CudaJob(_Closable):
 
     def _failed(self, result: int) -> RdmaError:
         if result == kernels.CLOSED:
-            return self._channel._ended()
+            return self._channel.ended()
         status = driver().name(result)
         hint = "the GPU's memory was freed, or a kernel before it failed"
         if result == at.CAPTURED:
@@ -145,10 +160,10 @@ class CudaTransfer(Transfer):
 
     __slots__ = ("__weakref__", "_channel", "_fast", "_imm", "_job", "_sides", "_withdrawable")
 
-    def __init__(self, channel: CudaChannel, sides: list[Side], imm: int | None) -> None:
+    def __init__(self, channel: Placing, sides: list[Side], imm: int | None) -> None:
         self._channel, self._sides, self._imm = channel, sides, imm
         self._fast: dict[int, tuple[int, int]] = {}
-        self._withdrawable = [remote for remote, _, _ in sides if channel.withdrawable(remote)]
+        self._withdrawable = [remote for remote, _, _ in sides if channel.peer_gpus.withdrawable(remote)]
         self._job: CudaJob | None = None
         self._build()
 
@@ -178,14 +193,14 @@ class CudaTransfer(Transfer):
         things = [tensor for _, tensor, _ in self._sides]
         if not self._withdrawable:
             return job.post(things)
-        with channel.gpu_lock:  # so that the owner, which takes a region back, hears of a post that was before
+        with channel.peer_gpus.lock:  # so that the owner, which takes a region back, hears of a post that was before
             for remote in self._withdrawable:
-                channel.still_there(remote)
+                channel.peer_gpus.still_there(remote)
             return job.post(things)
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         remote, _, write = self._sides[index]
-        address, nbytes = local_bytes(tensor, self._channel.kind)
+        address, nbytes = local_bytes(tensor, self._channel.peer_gpus.kind)
         if nbytes != remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes, got {nbytes}")
         self._sides[index] = (remote, tensor, write)
@@ -198,7 +213,7 @@ class CudaTransfer(Transfer):
 
     def unbind(self, index: int) -> None:
         remote, _, write = self._sides[index]
-        self._sides[index] = (remote, _NOTHING, write)
+        self._sides[index] = (remote, NOTHING, write)
         if self._job is not None:
             for lane in self._job.lanes:
                 lane.sweep()

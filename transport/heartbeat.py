@@ -87,6 +87,20 @@ class Heart:
         self._thread.join(2.0)
 
 
+class Beats:
+    """The heart of a peer of this host: ``word`` is the address of the word that it advances. For the one thread that looks."""
+
+    def __init__(self, word: int) -> None:
+        self._word, self._seen, self._silence = word, -1, 0.0
+
+    def look(self, seconds: float) -> float:
+        """How long (s) it has stood still, as far as looks tell; this one counts for ``seconds``."""
+        beats = kernels.load(self._word)
+        self._silence = self._silence + seconds if beats == self._seen else 0.0
+        self._seen = beats
+        return self._silence
+
+
 class Looks:
     """How long a device's peers have been silent. For the one thread of the device that looks."""
 

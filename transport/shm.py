@@ -36,7 +36,8 @@ from .memory import Memory
 from .records import BELL_BYTES, BELLS
 from .region import LENT, RemoteRegion, local_bytes
 from .service import Service
-from .shm_channel import BROKEN, INBOX_BYTES, REGION, SILENT, ShmChannel
+from .shm_channel import BROKEN, REGION, SILENT, ShmChannel
+from .shm_inbox import INBOX_BYTES, Inboxes
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
 _MAX_HELLO = 64 << 10
@@ -91,7 +92,7 @@ class ShmDevice(Device):
                 welcome=self._welcome,
                 hear=self._hear,
                 look=self._look,
-                lost=self._break,
+                lost=self.lost,
                 guard=self._guard,
                 admits=_same_user,
             )
@@ -107,7 +108,7 @@ class ShmDevice(Device):
 
     def explain(self) -> str:
         cores = len(os.sched_getaffinity(0))
-        reasons = sorted({channel.no_cma for channel in self._shm_channels() if channel.no_cma})
+        reasons = sorted({channel.peer_memory.no_cma for channel in self._shm_channels()} - {""})
         cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
         return "\n".join(
             (
@@ -126,7 +127,7 @@ class ShmDevice(Device):
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
         # Attach is symmetric between processes of one user, so what we may do there, the peer may do here.
-        return (isinstance(channel, ShmChannel) and not channel.no_cma) or super().can_lend(tensor, channel)
+        return (isinstance(channel, ShmChannel) and not channel.peer_memory.no_cma) or super().can_lend(tensor, channel)
 
     # -- connections
 
@@ -148,7 +149,7 @@ class ShmDevice(Device):
                 with self._service.handshakes.limited(sock, deadline), self._inbox() as (inbox, fd):
                     self._send_setup(sock, fd, hello)
                     channel = self._receive_setup(sock, inbox)
-                self._know(channel, channel.peer_uid, key)
+                self._know(channel, channel.peer_memory.uid, key)
                 channel.own_pool = pool
                 self._adopt(channel)
             except BaseException:
@@ -201,16 +202,16 @@ class ShmDevice(Device):
             with self._inbox() as (inbox, fd):
                 with handshakes.limited(sock, deadline):
                     channel = self._receive_setup(sock, inbox)
-                self._know(channel, channel.peer_uid, key)
+                self._know(channel, channel.peer_memory.uid, key)
                 # on_connect may publish the channel: what other threads send on it waits until the answer is out.
-                with channel._send_lock:
+                with channel.sending:
                     self._send_setup(sock, fd, self._on_connect(channel))
             self._adopt(channel)
             self._welcomed(channel)
         except BaseException as error:
             if channel is not None:  # which on_connect may have published
                 why = f"the connection broke as it was made: {error}"
-                self._break(channel, PeerLost(why, peer=channel.peer, device=self.kind))
+                self.lost(channel, PeerLost(why, peer=channel.peer, device=self.kind))
             sock.close()
             if not isinstance(error, EXPECTED):
                 raise
@@ -236,7 +237,8 @@ class ShmDevice(Device):
                 raise PeerLost("the peer broke off the handshake", device="shm")
             uid, epoch, probe, _ = _SETUP.unpack_from(data)
             peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
-        return self.channel_type(self, sock, inbox, peer_inbox, peer_bells, (uid, epoch, probe), data[_SETUP.size :])
+        inboxes = Inboxes(inbox, peer_inbox, peer_bells)
+        return self.channel_type(self, sock, inboxes, (uid, epoch, probe), data[_SETUP.size :])
 
     def _adopt(self, channel: ShmChannel) -> None:
         """Tell the peer of all our memory, then watch the connection."""
@@ -290,7 +292,7 @@ class ShmDevice(Device):
 
     def _look(self, channel: ShmChannel, seconds: float) -> None:
         """Give the peer up if it has not been seen running for too long."""
-        if channel.error is None and self._looks.too_long(channel.look(seconds)):
+        if channel.error is None and self._looks.too_long(channel.beats.look(seconds)):
             channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"), SILENT)
         if channel.broke:  # just now, or as somebody sent
             self._finish(channel)
@@ -299,7 +301,7 @@ class ShmDevice(Device):
         if not channel.receive():
             self._finish(channel)
 
-    def _break(self, channel: ShmChannel, error: RdmaError) -> None:
+    def lost(self, channel: ShmChannel, error: RdmaError) -> None:
         """End a channel because serving it failed: the peer is told, and whoever listens here. Any thread."""
         channel.give_up(error, BROKEN)
         self._finish(channel)
@@ -308,7 +310,7 @@ class ShmDevice(Device):
         """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
         if not isinstance(error, RdmaError):
             self._guard.note(error, doing)
-        self._break(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
+        self.lost(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
 
     def _finish(self, channel: ShmChannel) -> None:
         """What is left to do for a channel that has ended: nobody watches it any more, and a loss is told, once."""

@@ -1,43 +1,33 @@
 """The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
 
-Each end owns an *inbox* (a memfd that the peer maps too): ``+0 closed`` (written by the owner), ``+64 inflight`` (written
-by the peer), then the notification records. The invariants are those of ``kernels``.
+Parts: ``inboxes`` (what both ends share), ``peer_memory`` (what of the peer is mapped), ``questions`` (control messages that
+wait for an answer), ``requests`` (what is to fail when the channel ends).
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from . import cma, kernels
-from .channel import DONE, Channel, Local, Mapped, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout, fresh, kept
-from .guard import broken_by
+from . import kernels
+from .arena import Segment
+from .channel import DONE, Channel, Local, Pair, Parent, Transfer, Window, Work, check_notify, sort_pair
+from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from .handed import credentials, received
-from .heartbeat import goodbye
-from .mapping import address_of, mapped
+from .heartbeat import Beats, goodbye
 from .questions import Questions
-from .records import MAX_NOTIFY, RECORD_BYTES
-from .region import LENT, RemoteRegion, local_bytes
-
-if TYPE_CHECKING:
-    from .arena import Segment
-    from .shm import ShmDevice
-
-RECORDS_AT = 4096
-INBOX_BYTES = RECORDS_AT + MAX_NOTIFY * RECORD_BYTES
-CLOSED_AT, INFLIGHT_AT = 0, 64
+from .region import RemoteRegion
+from .shm_inbox import Inboxes, Requests, WorkRequest
+from .shm_memory import PeerMemory
+from .shm_transfer import CmaTransfer, ShmMapped, ShmTransfer, ShmWindow
 
 # Control messages on the Unix socket, all of one size; SEGMENT (may be read) and LANDING (and written) carry a file descriptor.
 MESSAGE = struct.Struct("<BQQQQ")
@@ -66,211 +56,42 @@ def runs(pid: int) -> bool:
         os.close(fd)
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+class Home(Parent, Protocol):
+    """What a channel uses of its device."""
 
-
-class _Armed:
-    """A work request block, which the channel disarms when it ends. Does not keep the channel."""
-
-    __slots__ = ("__weakref__", "_address", "_block")
-
-    def __init__(self, channel: ShmChannel, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
-        block = np.zeros(kernels.WR_HEAD + 3 * len(copies), np.int64)
-        block[kernels.WR_COUNT] = len(copies)
-        if imm is not None:
-            block[kernels.WR_RECORD] = channel.peer_inbox + RECORDS_AT + imm * RECORD_BYTES
-        block[kernels.WR_BELLS] = channel.peer_bells
-        block[kernels.WR_CLOSED] = channel.peer_inbox + CLOSED_AT
-        block[kernels.WR_INFLIGHT] = channel.peer_inbox + INFLIGHT_AT
-        block[kernels.WR_STATS] = channel.stats.ctypes.data
-        block[kernels.WR_BYTES] = sum(nbytes for _, _, nbytes in copies)
-        for at, copy in enumerate(copies):
-            block[kernels.WR_HEAD + 3 * at : kernels.WR_HEAD + 3 * at + 3] = copy
-        self._block, self._address = block, block.ctypes.data
-        channel._arm(self)
-
-    def disarm(self) -> None:
-        kernels.store(self._address + 8 * kernels.WR_INFLIGHT, 0)
-
-
-class _Closable(_Armed):
-    """One that somebody uses apart from its channel, whose memory it needs."""
-
-    __slots__ = ("_channel",)
-
-    def __init__(self, channel: ShmChannel, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
-        self._channel = channel
-        super().__init__(channel, imm, copies)
-
-
-class ShmTransfer(_Closable, Transfer):
-    """All remote sides are mapped: posting is one kernel call, complete when it returns."""
-
-    __slots__ = ("_sides",)
-
-    def __init__(self, channel: ShmChannel, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
-        self._sides = sides
-        copies = []
-        for address, tensor, write in sides:
-            local, nbytes = local_bytes(tensor)
-            copies.append((address, local, nbytes) if write else (local, address, nbytes))
-        super().__init__(channel, imm, copies)
-
-    def post(self) -> Work:
-        if kernels.post(self._address) != kernels.OK:
-            raise self._channel._ended()
-        return DONE
-
-    def rebind(self, index: int, tensor: torch.Tensor) -> None:
-        address, nbytes = local_bytes(tensor)
-        remote, _, write = self._sides[index]
-        at = kernels.WR_HEAD + 3 * index
-        if nbytes != self._block[at + 2]:
-            raise ValueError(f"copy {index} was prepared for {self._block[at + 2]} bytes, got {nbytes}")
-        self._sides[index] = (remote, tensor, write)
-        self._block[at + (1 if write else 0)] = address
-
-    def unbind(self, index: int) -> None:
-        remote, _, write = self._sides[index]
-        self._sides[index] = (remote, _NOTHING, write)
-
-
-class CmaTransfer(Transfer):
-    """Some remote side is memory of the peer that cannot be mapped: copied by the kernel, one call a pair."""
-
-    __slots__ = ("__weakref__", "_channel", "_imm", "_pairs")
-
-    def __init__(self, channel: ShmChannel, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
-        self._channel, self._pairs, self._imm = channel, pairs, imm
-
-    def post(self) -> Work:
-        channel = self._channel
-        channel.check()
-        for remote, tensor, write in self._pairs:
-            local, nbytes = local_bytes(tensor)
-            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort. Within, nothing
-            # waits for the peer: the thread that hears its answer may itself wait for this lock.
-            with channel.cma_lock:
-                address, mapped = channel.resolve(remote, write=write, heard=True)
-                kernels.add(channel.peer_inbox + INFLIGHT_AT, 1)
-                try:
-                    if kernels.load(channel.peer_inbox + CLOSED_AT):
-                        raise channel._ended()
-                    if mapped:
-                        kernels.copy(*((address, local) if write else (local, address)), nbytes)
-                    elif nbytes:
-                        self._attached(local, address, nbytes, write=write)
-                finally:
-                    kernels.add(channel.peer_inbox + INFLIGHT_AT, -1)
-            kernels.add(channel.stats.ctypes.data, 1)
-            kernels.add(channel.stats.ctypes.data + 8, nbytes)
-        if self._imm is not None:
-            channel.notify(self._imm)
-        return DONE
-
-    def _attached(self, local: int, remote: int, nbytes: int, *, write: bool) -> None:
-        channel = self._channel
-        try:
-            cma.transfer(channel.pid, local, remote, nbytes, write=write)
-        except RdmaError as error:  # it knows of a process, not of a peer
-            raise broken_by(error, "copying", peer=channel.peer, device=channel.device.name) from None
-
-    def rebind(self, index: int, tensor: torch.Tensor) -> None:
-        remote, _, write = self._pairs[index]
-        if local_bytes(tensor)[1] != remote.nbytes:
-            raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes")
-        self._pairs[index] = (remote, tensor, write)
-
-    def unbind(self, index: int) -> None:
-        remote, _, write = self._pairs[index]
-        self._pairs[index] = (remote, _NOTHING, write)
-
-
-class ShmWindow(_Closable, Window):
-    __slots__ = ("_local", "_remote", "_tensor")
-
-    def __init__(self, channel: ShmChannel, remote: int, local: torch.Tensor, imm: int) -> None:
-        super().__init__(channel, imm, ())
-        self._remote, self._local, self._tensor = remote, local.data_ptr(), local
-
-    def put(self, offset: int, nbytes: int) -> None:
-        if kernels.put(self._address, self._remote + offset, self._local + offset, nbytes) != kernels.OK:
-            raise self._channel._ended()
-
-    put_now = put  # nothing is queued here
-
-
-class ShmMapped(_Closable, Mapped):
-    """A piece of the peer's arena, which is mapped here anyway."""
-
-    __slots__ = ("_inflight", "memory", "whole")
-
-    def __init__(self, channel: ShmChannel, whole: memoryview, start: int, nbytes: int) -> None:
-        super().__init__(channel, None, ())
-        self.whole, self.memory, self._inflight = whole, whole[start : start + nbytes], 0
-
-    def begin(self) -> None:
-        self._inflight = kernels.enter(self._address)
-        if self._inflight == 0:
-            raise self._channel._ended()
-
-    def end(self) -> None:
-        kernels.add(self._inflight, -1)
-
-
-class _Adoption(weakref.ref):
-    """Watches adopted memory: its end is told to the peer."""
-
-    __slots__ = ("channel", "release")
-    channel: ShmChannel
-    release: int
-
-
-def _disown(adoption: _Adoption) -> None:
-    # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
-    channel = adoption.channel
-    channel._adoptions.pop(id(adoption), None)
-    if os.getpid() == channel.device.pid:  # a forked child's copies mean nothing
-        kernels.store(adoption.release, 0)
+    def forget(self, channel: ShmChannel) -> None:
+        """A channel has ended: stop watching it, and close its socket."""
 
 
 class ShmChannel(Channel):
-    device: ShmDevice
+    """See the contract in ``channel``. Copies of what is mapped are done when the call returns."""
+
+    device: Home
     can_adopt = True
 
     def __init__(
         self,
-        device: ShmDevice,
+        device: Home,
         sock: socket.socket,
-        inbox: mmap.mmap,
-        peer_inbox: mmap.mmap,
-        peer_bells: mmap.mmap,
+        inboxes: Inboxes,
         identity: tuple[int, int, int],
         hello: bytes,
     ) -> None:
         super().__init__(device)
-        self.sock = sock
+        self.sock, self.inboxes = sock, inboxes
         self.pid, _ = credentials(sock)
         self.peer, self.peer_hello = f"process {self.pid}", hello
-        self.peer_uid, self.peer_epoch, probe = identity
-        self.no_cma = cma.why_not(self.pid, probe)
-        self._keep = (inbox, peer_inbox, peer_bells)
-        self.inbox, self.peer_inbox, self.peer_bells = map(address_of, self._keep)
-        self.stats = np.zeros(3, np.int64)  # posts, bytes, and the advice of kernels._move
-        self.cma_lock = threading.Lock()
-        self._mapped: dict[int, tuple[int, int, int]] = {}  # number -> (our address, bytes, key)
-        self._foreign: dict[int, tuple[int, int, int]] = {}  # number -> (their address, bytes, key)
-        self._read_only: set[int] = set()  # numbers of what is mapped for reading
-        self._maps: dict[int, memoryview] = {}
-        self._adoptions: dict[int, _Adoption] = {}
-        self._users: weakref.WeakSet[_Armed] = weakref.WeakSet()
-        self._send_lock = threading.Lock()
-        self._questions = Questions()
+        self.peer_memory = PeerMemory(self, *identity)
+        self.requests = Requests()
+        self.questions = Questions()
+        self.beats = Beats(inboxes.peer_bells)
+        self.sending = threading.Lock()
+        """Held while a control message is sent: who has it sends the first."""
         self._end_lock = threading.Lock()
         self.socket_open = True
         self.broke = self.told = False
-        self._beats, self._silence = -1, 0.0
-        self._single = _Armed(self, None, ())
+        self._single = WorkRequest(inboxes, None, ())
+        self.requests.add(self._single)
 
     def admit(self, segment: Segment) -> None:
         """Tell the peer of a segment that it may reach."""
@@ -286,8 +107,8 @@ class ShmChannel(Channel):
         for dst, src in pairs:
             remote, tensor, write = sort_pair(dst, src)
             address, mapped = self.resolve(remote, write=write)
-            if not mapped and self.no_cma:
-                raise NotSupported(f"the remote memory is not in an arena, and: {self.no_cma}", peer=self.peer)
+            if not mapped and self.peer_memory.no_cma:
+                raise NotSupported(f"the remote memory is not in an arena, and: {self.peer_memory.no_cma}", peer=self.peer)
             all_mapped &= mapped
             sorted_pairs.append((remote, tensor, write))
             sides.append((address, tensor, write))
@@ -307,8 +128,8 @@ class ShmChannel(Channel):
         if notify is not None:
             return self.prepare([(dst, src)], notify=notify).post()
         local = tensor.data_ptr()
-        if kernels.put(self._single._address, *((address, local) if write else (local, address)), remote.nbytes):
-            raise self._ended()
+        if kernels.put(self._single.address, *((address, local) if write else (local, address)), remote.nbytes):
+            raise self.ended()
         return DONE
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
@@ -325,21 +146,16 @@ class ShmChannel(Channel):
         if known is None or known[0] is not self or release.resolved is None:
             (address, mapped), (word, word_mapped) = (self.resolve(place, write=True) for place in (remote, release))
             if not mapped or not word_mapped or release.nbytes != 8 or word % 8:
-                raise self._refuse("only arena memory can be handed over")
+                raise self.peer_memory.refuse("only arena memory can be handed over")
             remote.resolved, release.resolved = (self, address, True), (self, word, True)
         assert release.resolved is not None
-        view = self._maps[remote.region][remote.offset : remote.offset + remote.nbytes]
-        adoption = _Adoption(view, _disown)
-        adoption.channel, adoption.release = self, release.resolved[1]
-        self._adoptions[id(adoption)] = adoption
-        # The storage holds ``view``, and that the mapping.
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return self.peer_memory.adopt(remote, release.resolved[1])
 
     def map(self, remote: RemoteRegion) -> ShmMapped | None:
         _, mapped = self.resolve(remote, write=True)
         if not mapped or remote.nbytes == 0:
             return None
-        return ShmMapped(self, self._maps[remote.region], remote.offset, remote.nbytes)
+        return ShmMapped(self, self.peer_memory.view(remote.region), remote.offset, remote.nbytes)
 
     def peer_ended(self) -> bool:
         try:
@@ -350,47 +166,14 @@ class ShmChannel(Channel):
 
     def record(self, imm: int) -> int:
         check_notify(imm)
-        return self.inbox + RECORDS_AT + imm * RECORD_BYTES
+        return self.inboxes.record(imm)
 
-    def resolve(self, remote: RemoteRegion, *, write: bool = False, heard: bool = False) -> tuple[int, bool]:
-        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``. May
-        wait for the peer, unless the region was ``heard`` of before."""
-        if remote.nbytes == 0:
-            return 0, True
-        if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
-            raise self._refuse("the descriptor was exported by another device, or in an earlier life of this one")
-        if remote.region == LENT:
-            if write:
-                raise self._refuse("memory that was lent is for reading only")
-            return remote.offset, False
-        table, entry = self._look_up(remote.region)
-        if entry is None and not heard:
-            self._hear_of(remote.region)
-            table, entry = self._look_up(remote.region)
-        if entry is None:
-            raise self._refuse(f"region {remote.region} is not registered (any more)")
-        if write and remote.region in self._read_only:
-            raise self._refuse(f"region {remote.region} may only be read")
-        return self._inside(remote, entry) + remote.offset, table is self._mapped
-
-    def _inside(self, remote: RemoteRegion, entry: tuple[int, int, int]) -> int:
-        """The address of the region that ``remote`` has the key for and lies in."""
-        address, nbytes, key = entry
-        if key != remote.key:
-            raise self._refuse(f"wrong key for region {remote.region}")
-        if remote.offset + remote.nbytes > nbytes:
-            raise self._refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
-        return address
-
-    def _look_up(self, number: int) -> tuple[dict[int, tuple[int, int, int]], tuple[int, int, int] | None]:
-        table = self._mapped if number in self._mapped else self._foreign
-        return table, table.get(number)
-
-    def _refuse(self, why: str) -> RemoteAccessError:
-        return RemoteAccessError(why, peer=self.peer, device=self.device.name, status="REM_ACCESS_ERR")
+    def resolve(self, remote: RemoteRegion, *, write: bool = False) -> tuple[int, bool]:
+        """As ``PeerMemory.resolve``; may wait for the peer."""
+        return self.peer_memory.resolve(remote, write=write, hear_of=self._hear_of)
 
     def totals(self) -> tuple[int, int]:
-        return int(self.stats[0]), int(self.stats[1])
+        return self.inboxes.totals()
 
     # -- control messages
 
@@ -398,7 +181,7 @@ class ShmChannel(Channel):
         """One control message. Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
         payload = MESSAGE.pack(kind, number, key, address, nbytes)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
-        with self._send_lock:
+        with self.sending:
             while True:
                 try:
                     self.sock.sendmsg([payload], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -420,12 +203,12 @@ class ShmChannel(Channel):
         """Wait until that region has been announced, or never will be. Announcements leave before any descriptor that names
         them, so one that is missing is on its way, and needs nothing of the peer any more. They are ordered: after the peer's
         answer we know all that it knew."""
-        questions = self._questions
-        questions.ask(self, self.send, SYNC, questions.number(), lambda: self._look_up(region)[1] is not None)
+        known = self.peer_memory.find
+        self.questions.ask(self, self.send, SYNC, self.questions.number(), lambda: known(region) is not None)
 
     def withdraw(self, number: int) -> None:
         """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
-        self._questions.ask(self, self.send, GONE, number)
+        self.questions.ask(self, self.send, GONE, number)
 
     def receive(self) -> bool:
         """Handle one control message (device's service thread). ``False`` when the connection has ended."""
@@ -447,17 +230,17 @@ class ShmChannel(Channel):
     def _heed(self, data: bytes, fds: list[int]) -> bool:
         kind, number, key, address, nbytes = MESSAGE.unpack(data)
         if kind in (SEGMENT, LANDING):
-            self._map(fds, number, key, nbytes, writable=kind == LANDING)
-            self._questions.news()
+            self.peer_memory.add_segment(fds, number, key, nbytes, writable=kind == LANDING)
+            self.questions.news()
         elif kind == REGION:
-            self._foreign[number] = (address, nbytes, key)
-            self._questions.news()
+            self.peer_memory.add_region(number, address, nbytes, key)
+            self.questions.news()
         elif kind == GONE:
             self._gone(number)
         elif kind == SYNC:
             self.send(SYNC_ACK, number)
         elif kind in (GONE_ACK, SYNC_ACK):
-            self._questions.answer(kind, number)
+            self.questions.answer(kind, number)
         elif kind == BYE:
             status, why = goodbye(number)
             self.lose(PeerLost(why, peer=self.peer, device="shm", status=status))
@@ -466,21 +249,9 @@ class ShmChannel(Channel):
             self._hear_more(kind, number, key, address, nbytes, fds)
         return True
 
-    def _map(self, fds: list[int], number: int, key: int, nbytes: int, *, writable: bool) -> None:
-        if number in self._mapped:  # a segment may be told twice
-            return
-        if not fds:
-            raise PeerLost("the peer told of memory without handing it over", peer=self.peer, device="shm", status="PROTOCOL")
-        memory = mapped(fds[0], nbytes, writable=writable)
-        if not writable:
-            self._read_only.add(number)
-        self._maps[number] = memoryview(memory)
-        self._mapped[number] = (address_of(memory), nbytes, key)
-
     def _gone(self, number: int) -> None:
         """A region of the peer is to be used no more: answer when no copy of ours on it is under way."""
-        with self.cma_lock:
-            self._foreign.pop(number, None)
+        self.peer_memory.remove_region(number)
         self.send(GONE_ACK, number)
 
     def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
@@ -488,13 +259,8 @@ class ShmChannel(Channel):
 
     # -- the end
 
-    def _arm(self, user: _Armed) -> None:
-        with self._end_lock:
-            if self.error is not None:
-                user.disarm()
-            self._users.add(user)
-
-    def _ended(self) -> RdmaError:
+    def ended(self) -> RdmaError:
+        """Why, after it was found that the channel has ended."""
         # The peer closes its inbox a moment before its goodbye reaches us.
         if self.error is not None:
             return fresh(self.error)
@@ -506,29 +272,19 @@ class ShmChannel(Channel):
             if self.error is not None:
                 return False
             self.error = kept(error)
-            users = list(self._users)
-        for user in users:
-            user.disarm()
-        self._questions.news()
+        self.requests.disarm()
+        self.questions.news()
         return True
 
     def forked(self, error: RdmaError) -> None:
         super().forked(error)
-        for user in list(self._users):
-            user.disarm()
+        self.requests.forked()
 
     def lose(self, error: RdmaError) -> None:
         """``end``, not because somebody here wanted it."""
         if self.end(error):
             self.broke = True
-            kernels.store(self.inbox + CLOSED_AT, 1)
-
-    def look(self, seconds: float) -> float:
-        """How long (s) the peer's heart has stood still, as far as looks tell; this one counts for ``seconds``."""
-        beats = kernels.load(self.peer_bells)
-        self._silence = self._silence + seconds if beats == self._beats else 0.0
-        self._beats = beats
-        return self._silence
+            self.inboxes.close()
 
     def give_up(self, error: RdmaError, why: int) -> None:
         """End a channel, and say goodbye for that reason: a peer that does not run finds it when it runs again."""
@@ -540,41 +296,42 @@ class ShmChannel(Channel):
 
     @property
     def peer_copies(self) -> bool:
-        return kernels.load(self.inbox + INFLIGHT_AT) > 0 and runs(self.pid)
+        return self.inboxes.peer_copies and runs(self.pid)
 
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="shm", status="ABORTED"))
-        kernels.store(self.inbox + CLOSED_AT, 1)
+        self.inboxes.close()
         limit = int(timeout * 1e9)
-        with self.cma_lock:
-            done = kernels.quiesce(self.peer_inbox + INFLIGHT_AT, limit), self._quiesce_peer(limit)
+        with self.peer_memory.copying:
+            done = self.inboxes.quiesce(limit), _quiesce(self.inboxes, self.pid, limit)
         alive = os.path.exists(f"/proc/{self.pid}")
         self.close()
         if any(result != kernels.OK for result in done) and alive:
             raise TransferTimeout("the peer is stopped in the middle of a copy into our memory", peer=self.peer, device="shm")
 
-    def _quiesce_peer(self, limit_ns: int) -> int:
-        """As ``kernels.quiesce``, of the peer's copies: one that has ended in the middle of a copy makes none."""
-        for _ in range(limit_ns // _LOOK_NS):
-            if kernels.quiesce(self.inbox + INFLIGHT_AT, _LOOK_NS) == kernels.OK or not runs(self.pid):
-                return kernels.OK
-        return kernels.quiesce(self.inbox + INFLIGHT_AT, limit_ns % _LOOK_NS)
-
     def close(self) -> None:
         if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was closed here", peer=self.peer, device="shm", status="CLOSED"))
-        kernels.store(self.inbox + CLOSED_AT, 1)
+        self.inboxes.close()
         with self._end_lock:
             if not self.socket_open:
                 return
             self.socket_open = False
         # A copy of the peer that is just running may finish: the memory it goes to is ours to reuse after this.
-        kernels.quiesce(self.inbox + INFLIGHT_AT, _LAST_COPY_NS)
+        self.inboxes.quiesce_peer(_LAST_COPY_NS)
         try:
             self.send(BYE)
         except PeerLost:
             pass
         self.device.forget(self)
+
+
+def _quiesce(inboxes: Inboxes, pid: int, limit_ns: int) -> int:
+    """As ``Inboxes.quiesce_peer``: a peer that has ended in the middle of a copy makes none."""
+    for _ in range(limit_ns // _LOOK_NS):
+        if inboxes.quiesce_peer(_LOOK_NS) == kernels.OK or not runs(pid):
+            return kernels.OK
+    return inboxes.quiesce_peer(limit_ns % _LOOK_NS)

@@ -18,8 +18,6 @@ from halt import halt
 
 import rdmarpc as rpc
 from rdmarpc import agent
-from rdmarpc.transport import kernels
-from rdmarpc.transport.shm_channel import INFLIGHT_AT
 
 TIMEOUT = 2.0
 
@@ -179,7 +177,7 @@ def stopped_while_it_copies(rank):
     channel = agent.current().links.to(1).channel
     future = rpc.rpc_async("worker1", large, (7,))
     deadline = time.monotonic() + 10.0
-    while kernels.load(channel.inbox + INFLIGHT_AT) == 0:
+    while not channel.inboxes.peer_copies:
         assert time.monotonic() < deadline
     halt(pid)
     with pytest.raises(rpc.PeerLost, match="has not been seen running"):

@@ -11,6 +11,7 @@ from transport_peer import C, Pair, S, all_are, altered, filled
 
 from rdmarpc.transport import (
     ArenaFull,
+    Channel,
     Device,
     PeerLost,
     RegistrationError,
@@ -19,6 +20,12 @@ from rdmarpc.transport import (
 )
 
 T = 10.0
+
+
+def no_cma(channel: Channel, elsewhere: str = "") -> str:
+    """Why the kernel copies nothing here; ``elsewhere`` where the device does not ask it to."""
+    memory = getattr(channel, "peer_memory", None)
+    return elsewhere if memory is None else memory.no_cma
 
 
 # -- descriptors
@@ -73,7 +80,7 @@ def test_garbage_is_no_descriptor(pair: Pair) -> None:
 
 
 def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> None:
-    if getattr(pair.ab, "no_cma", ""):
+    if no_cma(pair.ab):
         pytest.skip("this system does not allow cross-memory attach")
     foreign = torch.full((200_000,), S, dtype=torch.uint8)
     before = pair.b.counters()["registrations"]
@@ -100,14 +107,14 @@ def test_foreign_memory_is_written_and_read_until_it_is_closed(pair: Pair) -> No
 @pytest.mark.parametrize("kind", ["shm"], indirect=True)
 def test_a_copy_of_what_is_gone_asks_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the lock that the thread which hears the peer waits for when more regions go."""
-    if pair.ab.no_cma:  # type: ignore[attr-defined]
+    if no_cma(pair.ab):
         pytest.skip("this system does not allow cross-memory attach")
     region = pair.b.register(torch.full((5000,), S, dtype=torch.uint8))
     transfer = pair.ab.prepare([(filled(pair.a, 5000, 0), RemoteRegion.load(region.export()))])
     transfer.post().wait(T)
     region.close()
     asked: list[object] = []
-    monkeypatch.setattr(pair.ab._questions, "ask", lambda *question: asked.append(question))  # type: ignore[attr-defined]
+    monkeypatch.setattr(pair.ab.questions, "ask", lambda *question: asked.append(question))  # type: ignore[attr-defined]
     with pytest.raises(RemoteAccessError, match="not registered"):
         transfer.post().wait(T)
     assert not asked
@@ -115,11 +122,11 @@ def test_a_copy_of_what_is_gone_asks_nobody(pair: Pair, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["shm"], indirect=True)
 def test_foreign_memory_of_a_process_that_has_ended_is_a_loss_of_that_peer(pair: Pair) -> None:
-    if getattr(pair.ab, "no_cma", "not by attach"):
+    if no_cma(pair.ab, "not by attach"):
         pytest.skip("cross-memory attach is not used, or not allowed")
     ended = subprocess.Popen(["true"])
     ended.wait(T)
-    pair.ab.peer, pair.ab.pid = "worker7", ended.pid
+    pair.ab.peer, pair.ab.peer_memory.pid = "worker7", ended.pid
     with pair.b.register(torch.ones(1000)) as region, pytest.raises(PeerLost) as lost:
         pair.ab.memcpy(pair.a.empty(1000), region.remote).wait(T)
     assert lost.value.peer == "worker7" and lost.value.status == "ESRCH"

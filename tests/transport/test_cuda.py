@@ -512,8 +512,8 @@ def number_of_landing(state: State) -> int:
 def mapped(state: State) -> set[int]:
     from rdmarpc.transport.cuda_ipc import imports_of
 
-    imports = imports_of(state.channel.peer_uid)  # type: ignore[attr-defined]
-    assert imports is state.channel.imports  # type: ignore[attr-defined]
+    imports = imports_of(state.channel.peer_memory.uid)  # type: ignore[attr-defined]
+    assert imports is state.channel.peer_gpus.imports  # type: ignore[attr-defined]
     return {number for number, _ in imports._mappings}
 
 

@@ -38,7 +38,7 @@ def lanes(state: State, wanted: int) -> int:
     deadline = time.monotonic() + 4.0
     while len(cuda_lane._lanes) != wanted and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert wanted or state.channel.imports.close(), "a mapping was left"  # type: ignore[attr-defined]
+    assert wanted or state.channel.peer_gpus.imports.close(), "a mapping was left"  # type: ignore[attr-defined]
     return len(cuda_lane._lanes)
 
 
@@ -154,7 +154,7 @@ def post_nonsense(state: State, remote: bytes) -> str:
     with pytest.raises(RdmaError) as caught:
         transfer.post()
     state.channel.fence(T)
-    assert state.channel.error is None and not state.channel.copying  # type: ignore[attr-defined]
+    assert state.channel.error is None and not state.channel.inboxes.copying  # type: ignore[attr-defined]
     state.channel.notify(9)
     return caught.value.status
 
@@ -183,7 +183,7 @@ def lose_gpu(state: State, remote: bytes) -> str:
     real, driver.attempt = driver.attempt, lambda name, *args: "CUDA_ERROR_ILLEGAL_ADDRESS"  # type: ignore[method-assign]
     with pytest.raises(RdmaError) as caught:
         work.wait(T)
-    assert not state.channel.copying and work.done() and work.exception() is state.channel.error  # type: ignore[attr-defined]
+    assert not state.channel.inboxes.copying and work.done() and work.exception() is state.channel.error  # type: ignore[attr-defined]
     driver.attempt = real  # type: ignore[method-assign]
     return caught.value.status
 

@@ -35,7 +35,7 @@ THREADS = {
     "transport/stripes.py _announce": "guarded; breaks the channel off",
     "transport/cuda.py _watch": "guarded for each peer",
     "transport/cuda_channel.py _forget": "one region; breaks the channel off",
-    "transport/cuda_channel.py _linger": "what is left of one channel that has ended",
+    "transport/cuda_lane.py _linger": "what is left of one channel that has ended",
     "rdmarpc/progress.py _pool": "guarded for each message and each job",
     "rdmarpc/progress.py _watch": "guarded",
     "rdmarpc/progress.py _run_rest": "guarded for each job",
