@@ -12,6 +12,7 @@ another memory order is copied again, and counted.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 ALWAYS, TRACED = "always", "traced"
 """How loose tensors travel: copied aside every time, or only until they are traced."""
+PRESENT, ABSENT = 1, 0
+"""Marks of a gradient bundle, a byte a tensor: whether there is a gradient. All others leave the parameter alone."""
 NUMBERS = 2048
 """So many float64 find room in the note of a gradient bundle: the hyperparameters of an optimizer's groups."""
 _ALIGN = 64
@@ -68,6 +71,20 @@ class Bundle:
             runs.append((start, end))
             last = at
         return [(start, end) for start, end in runs if end > start]
+
+
+def note_of(marks: bytes, numbers: list[float]) -> bytes:
+    """The note of a gradient bundle: marks, padded to 8 bytes, then the numbers of the optimizer's groups (float64)."""
+    return marks.ljust(padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def note_bytes(tensors: int, numbers: int) -> int:
+    return padded(tensors) + 8 * numbers
+
+
+def padded(count: int) -> int:
+    """Bytes of so many marks in a note."""
+    return -(-count // 8) * 8
 
 
 def _aligned(nbytes: int) -> int:

@@ -18,7 +18,6 @@ Weights 0 are those of the start: written when all workers have come and the fir
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,34 +26,17 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
 from ..transport.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
 from .header import STAGED, Header
-from .remote_update import build_optimizer, copy_state, load_state, read_numbers
+from .kept import ASKED, Kept
 from .station import Station
 
 if TYPE_CHECKING:
     from ..transport import Channel, Device, Transfer
-
-PRESENT, ABSENT = 1, 0
-"""Marks of a gradient bundle, a byte a tensor: whether there is a gradient. All others leave the parameter alone."""
-
-
-def note_of(marks: bytes, numbers: list[float]) -> bytes:
-    """The note of a gradient bundle: marks, padded to 8 bytes, then the numbers of the optimizer's groups (float64)."""
-    return marks.ljust(_padded(len(marks)), b"\0") + struct.pack(f"<{len(numbers)}d", *numbers)
-
-
-def note_bytes(tensors: int, numbers: int) -> int:
-    return _padded(tensors) + 8 * numbers
-
-
-def _padded(count: int) -> int:
-    return -(-count // 8) * 8
 
 
 class _Client:
@@ -96,13 +78,7 @@ class Server(threading.Thread):
         self._clients: dict[str, _Client] = {}
         self._left: dict[str, PeerLost | None] = {}
         """Workers that have closed the model, and whom they had lost, if that was why."""
-        self._store: Room | None = None
-        self._filled = False
-        self._parameters: list[nn.Parameter] = []
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._members: dict[int, tuple[int, ...]] = {}
-        self._numbers: dict[int, bytes] = {}
-        self._set: tuple[int, bytes] | None = None
+        self._kept = Kept()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._closing = False
@@ -114,12 +90,13 @@ class Server(threading.Thread):
         return self.end.error
 
     def ask(self, method: str, *args: Any) -> Any:
-        """The result of a method, run on the thread between two steps."""
+        """The result of a method of this server or of what it keeps (``kept.ASKED``), run on the thread between two steps."""
         future: Future[Any] = Future()
+        of = self._kept if method in ASKED else self
         with self._lock:
             if self.error is not None:
                 raise self.error.raised(self.station.name)
-            self._jobs.append((lambda: getattr(self, method)(*args), future))
+            self._jobs.append((lambda: getattr(of, method)(*args), future))
             self.station.poller.kick()
         try:
             return future.result(self.station.timeout)
@@ -170,11 +147,9 @@ class Server(threading.Thread):
             raise ValueError(
                 f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
             )
-        if self._store is None:
-            self._store = Room(self.station.device, weights)
-            learns = 0 if gradients is None else len(gradients)
-            self._parameters = [nn.Parameter(t, at < learns) for at, t in enumerate(self._store.tensors)]
-        _same_tensors(self._store.bundle, weights, worker)
+        if self._kept.empty:
+            self._kept.hold(Room(self.station.device, weights), 0 if gradients is None else len(gradients))
+        _same_tensors(self._kept.store.bundle, weights, worker)
         inlet = None
         if gradients is not None:
             inlet = BundleInlet(self.station, gradients, lambda header: self._landed(worker, header))
@@ -188,41 +163,11 @@ class Server(threading.Thread):
         client.outlet = BundleOutlet(self.station.device, channel, client.weights, remote, slot[1])
         client.alarm = channel.prepare([], notify=alarm)
 
-    def fill(self, values: list[torch.Tensor]) -> None:
-        """The values of the start, from the first worker."""
-        assert self._store is not None
-        for place, value in zip(self._store.tensors, values):
-            place.copy_(value)
-        self._filled = True
-
     def leave(self, worker: str, why: str, lost: str, status: str) -> None:
         """A worker is done with the model: nothing is written to it any more. ``lost``: whom it had lost, if that was why."""
         text = f"worker {worker!r} has closed the model: {why}"
         self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
         self.station.forget(worker)
-
-    # -- optimizers and state
-
-    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[Any]) -> None:
-        """Build (or adjust) an optimizer over parameters of this server. A group's ``params`` are their positions. Every worker
-        says the same; the first one builds."""
-        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self._parameters)
-        self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
-        self._numbers.pop(number, None)
-        self._set = None
-
-    def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
-        """Copies, per position of a parameter."""
-        return copy_state(self._optimizers[number], self._parameters)
-
-    def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
-        load_state(self._optimizers[number], self._parameters, state)
-
-    def load(self, values: dict[int, torch.Tensor]) -> None:
-        """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""
-        with torch.no_grad():
-            for at, value in values.items():
-                self._parameters[at].copy_(value)
 
     def counters(self) -> dict[str, int]:
         return self.station.device.counters()
@@ -266,11 +211,10 @@ class Server(threading.Thread):
 
     def _begin(self) -> None:
         clients = [self._clients.get(worker) for worker in self.workers]
-        if self._filled and all(client is not None and client.outlet is not None for client in clients):
-            assert self._store is not None
+        if self._kept.filled and all(client is not None and client.outlet is not None for client in clients):
             self.steps = 0
             for client in self._clients.values():
-                self._write(client, tuple(range(len(self._store.bundle))), 0)
+                self._write(client, tuple(range(len(self._kept.store.bundle))), 0)
 
     def _landed(self, worker: str, header: Header) -> None:
         client = self._clients[worker]
@@ -280,62 +224,21 @@ class Server(threading.Thread):
 
     def _step(self) -> None:
         clients = [self._clients[worker] for worker in self.workers]
-        first = clients[0].arrived
-        assert first is not None
-        number = first.optimizer
-        if any(client.arrived is None or client.arrived.optimizer != number for client in clients):
+        came = [(c.inlet.room, c.arrived) for c in clients if c.inlet is not None and c.arrived is not None]
+        number = came[0][1].optimizer
+        if any(header.optimizer != number for _, header in came):
             raise NotSupported("the workers step different optimizers", hint="make the same steps in the same order everywhere")
-        optimizer = self._optimizers.get(number)
-        if optimizer is None:
-            raise RdmaError(f"a step of optimizer {number}, which is not known here")
-        self._take_numbers(number, optimizer, clients)
-        self._set_gradients(number, clients)
-        optimizer.step()
+        changed = self._kept.step(number, [(room, header.note_bytes) for room, header in came])
         self.steps += 1
-        for client in clients:
-            assert client.arrived is not None
-            self._write(client, self._members[number], client.arrived.flags)
+        for client, (_, header) in zip(clients, came):
+            self._write(client, changed, header.flags)
             client.arrived = None
 
-    def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, clients: list[_Client]) -> None:
-        numbers = set()
-        for client in clients:
-            assert client.inlet is not None and client.arrived is not None
-            marks = len(client.inlet.room.bundle)
-            numbers.add(bytes(client.inlet.room.note[_padded(marks) : client.arrived.note_bytes]))
-        if len(numbers) > 1:
-            raise NotSupported(
-                "the workers ask for steps with different hyperparameters", hint="run the same schedule everywhere"
-            )
-        (packed,) = numbers
-        if self._numbers.get(number) != packed:
-            read_numbers(optimizer.param_groups, struct.unpack(f"<{len(packed) // 8}d", packed))
-            self._numbers[number] = packed
-
-    def _set_gradients(self, number: int, clients: list[_Client]) -> None:
-        rooms = [client.inlet.room for client in clients if client.inlet is not None]
-        marks = bytes(rooms[0].note[: len(rooms[0].bundle)])
-        if len(rooms) == 1 and self._set == (number, marks):
-            return  # the gradients are where they were
-        self._set = (number, marks)
-        # A frozen parameter among the members has no place for a gradient, hence no mark.
-        members = [at for at in self._members[number] if at < len(marks)]
-        for at in members:
-            self._parameters[at].grad = None
-        for room in rooms:
-            for at in members:
-                if room.note[at] == PRESENT:
-                    parameter, gradient = self._parameters[at], room.tensors[at]
-                    if parameter.grad is None:
-                        parameter.grad = gradient
-                    else:
-                        parameter.grad.add_(gradient)
-
     def _write(self, client: _Client, present: tuple[int, ...], flags: int) -> None:
-        assert client.outlet is not None and self._store is not None
+        assert client.outlet is not None
         client.outlet.finish(self.station.timeout)
         send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
-        send(Header.weights(self.steps), self._store, present)
+        send(Header.weights(self.steps), self._kept.store, present)
 
     def _alarm(self) -> None:
         for client in self._clients.values():

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import RdmaError, RemoteRegion, TransferTimeout
-from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room
+from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
 from .header import Header
-from .server import note_bytes, note_of
 from .station import Station
 
 if TYPE_CHECKING:

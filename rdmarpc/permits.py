@@ -79,7 +79,7 @@ class Permits:
             self._modules.add(item.__name__)
             return
         module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-        if module == "rdmarpc.session" and name == "wrap":
+        if module == "rdmarpc.wrapped_model" and name == "wrap":
             self.wraps = True
         elif callable(item) and module and name and _walk(module, name) is item:
             self._named[module, name] = item

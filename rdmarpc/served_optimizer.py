@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .graph.bundle import NUMBERS
+from .graph.bundle import ABSENT, NUMBERS, PRESENT
 from .graph.remote_update import hyperparameters, numbers_of
-from .graph.server import ABSENT, PRESENT
 from .graph.trainer import Half, Trainer
 from .transport import NotSupported
 

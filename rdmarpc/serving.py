@@ -9,6 +9,7 @@ from typing import Any
 
 from . import agent as _agent
 from .agent import Agent
+from .graph import kept
 from .graph.bundle import Bundle
 from .graph.server import End, Server
 from .transport import RdmaError
@@ -25,10 +26,8 @@ class _Table(dict[str, Server]):
 
 _servers: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_ASKED = frozenset(
-    ("connect", "counters", "fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"),
-)
-"""Its methods that workers ask for."""
+_ASKED = kept.ASKED | {"connect", "counters"}
+"""What workers ask a ``Server`` for."""
 
 
 def _table(agent: Agent) -> _Table:

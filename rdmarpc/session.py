@@ -102,7 +102,7 @@ class Session:
 
     @property
     def backwards(self) -> int:
-        return self._caller.backwards if self._caller is not None else 0
+        return self._caller.control.backwards if self._caller is not None else 0
 
     @property
     def workers(self) -> list[str]:
@@ -115,10 +115,10 @@ class Session:
         return RemoteParameter(like, self, worker, name, position)
 
     def zero(self, worker: str, position: int, how: int) -> None:
-        self.caller.zero(worker, position, how)
+        self.caller.control.zero(worker, position, how)
 
     def step(self, commands: Mapping[str, Command]) -> None:
-        self.caller.step(commands)
+        self.caller.control.step(commands)
 
     def located(
         self,
@@ -140,7 +140,7 @@ class Session:
 
     def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
         """A method of one host, after everything that was asked for before."""
-        commands = self.caller.sync()
+        commands = self.caller.control.sync()
         return self.ask(method, {worker: (*args, commands)})[worker]
 
     def _call_all(self, function: Any, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Session:
         if number is None:
             number = len(self._modes) + 1
             self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
-            self.caller.zeroing.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
+            self.caller.control.zeroing.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
             self._modes[flags] = number
         return number
 

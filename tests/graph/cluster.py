@@ -121,7 +121,7 @@ class Split:
         counts = {w: sum(1 for part in m.values() for _ in part.parameters()) for w, m in parts.items()}
         machine = Machine(net.get_submodule, lambda path: getattr(net, path))
         self.caller = Caller("w0", cluster.device, cluster.channels.__getitem__, cluster.ask, counts, machine, **options)
-        self.caller.zeroing.trainable[1] = {worker: bytes(mode[worker][1]) for worker in parts}
+        self.caller.control.zeroing.trainable[1] = {worker: bytes(mode[worker][1]) for worker in parts}
         self.counts = counts
 
     def owner(self, path: str) -> str:

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdmarpc.graph.bundle import ALWAYS, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
+from rdmarpc.graph.bundle import ALWAYS, PRESENT, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
 from rdmarpc.graph.command import WorkerError
 from rdmarpc.graph.header import Header
 from rdmarpc.graph.layout import dense
 from rdmarpc.graph.place import GRADIENT, Edge
-from rdmarpc.graph.server import PRESENT, Server
+from rdmarpc.graph.server import Server
 from rdmarpc.graph.station import Station
 from rdmarpc.graph.trainer import Trainer, gradient_note
 from rdmarpc.transport import Channel, Device, NotSupported, RdmaError, RemoteRegion, TransferTimeout, open_device

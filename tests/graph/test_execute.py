@@ -41,9 +41,9 @@ def test_gradients_of_inputs_and_steps(cluster):
         other = x.detach().clone().requires_grad_()
         for worker, count in split.counts.items():
             for position in range(count):
-                split.caller.zero(worker, position, TO_NONE)
+                split.caller.control.zero(worker, position, TO_NONE)
         split(x).pow(2).sum().backward()
-        split.caller.step(dict.fromkeys(split.counts, step))
+        split.caller.control.step(dict.fromkeys(split.counts, step))
         optimizer.zero_grad()
         twin(other).pow(2).sum().backward()
         optimizer.step()

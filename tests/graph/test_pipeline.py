@@ -40,14 +40,16 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.twin.parameters(), 0.1)
         for worker, count in self.split.counts.items():
             group = {**self.optimizer.defaults, "params": list(range(count))}
-            cluster.ask("optimizer", {worker: (1, torch.optim.SGD, self.optimizer.defaults, [group], self.caller.sync())})
+            cluster.ask(
+                "optimizer", {worker: (1, torch.optim.SGD, self.optimizer.defaults, [group], self.caller.control.sync())}
+            )
         numbers, _ = numbers_of(self.optimizer.param_groups)
         self.command = Command(STEP, 1, struct.pack(f"<{len(numbers)}d", *numbers))
 
     def zero(self, how: int = TO_NONE) -> None:
         for worker, count in self.split.counts.items():
             for position in range(count):
-                self.caller.zero(worker, position, how)
+                self.caller.control.zero(worker, position, how)
 
     def step(self, chunks: int = 0) -> None:
         x = torch.randn(8, 16)
@@ -58,14 +60,14 @@ class Trainer:
             self.caller.forward_backward([Part(plan, [piece], lambda out: out.pow(2).sum()) for piece in pieces], 1)
         else:
             self.split(x).pow(2).sum().backward()
-        self.caller.step(dict.fromkeys(self.split.counts, self.command))
+        self.caller.control.step(dict.fromkeys(self.split.counts, self.command))
         for piece in x.chunk(chunks or 1):
             self.twin(piece).pow(2).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        self.caller.sync()
+        self.caller.control.sync()
         for at, worker in ((0, "w1"), (2, "w2")):
             [state] = self.split.cluster.ask("state", {worker: (str(at), self.caller.ledger.commands)}).values()
             assert torch.equal(state["weight"], self.twin[at].weight)
@@ -96,7 +98,7 @@ def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
         commands = caller.ledger.commands
         trainer.zero(TO_ZERO)
         for worker in trainer.split.counts:
-            caller.zero(worker, 1, of_bias)
+            caller.control.zero(worker, 1, of_bias)
         trainer.step()
         assert caller.ledger.commands - commands == 2
         trainer.check()
