@@ -25,7 +25,7 @@ from .future import Future
 from .gather import _all_gather
 from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions
-from .rref import RRef
+from .rref import RRef, over
 from .transport import PeerLost, RdmaError
 from .transport.guard import hint_for, need_descriptors
 from .worker_info import WorkerInfo
@@ -133,7 +133,7 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
     """Call ``func`` on worker ``to``, leave the result there, and return a reference to it at once."""
     agent = _agent.current()
-    return RRef.over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
+    return over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
 
 
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:

@@ -18,6 +18,7 @@ from . import grad_flow
 from .grad_context import Context, current
 from .grad_error import BackwardError as BackwardError
 from .grad_record import edge
+from .grad_roots import check_types, scalars
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 
@@ -47,28 +48,9 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
     Raises ``RuntimeError`` for roots and contexts that are none, and ``BackwardError`` for what fails on the way, which is also
     of the original type (``PeerLost``, ...); after that the context can be used again, with
     ``retain_graph``, but what ran before the failure has added its gradients: to begin anew, take a new context."""
-    if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
-        raise TypeError(
-            "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "
-            f"retain_graph: bool = False), got ({type(context_id).__name__}, {type(roots).__name__})"
-        )
+    check_types(context_id, roots)
     found = _find(context_id)
-    grad_flow.backward(_agent.current(), found, _checked(roots), retain_graph)
-
-
-def _checked(roots: Any) -> list[torch.Tensor]:
-    if not roots:
-        raise RuntimeError("No tensors provided for gradient computation.")
-    for root in roots:
-        if not isinstance(root, torch.Tensor):
-            raise TypeError(f"backward(): incompatible function arguments: a root is a tensor, got {type(root).__name__}")
-        if not root.requires_grad:
-            raise RuntimeError("requires_grad not set on root")
-        if root.numel() != 1:
-            raise RuntimeError(f"Tensor of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
-        if root.grad_fn is None:
-            raise RuntimeError("root does not have a valid gradient function.")
-    return list(roots)
+    grad_flow.backward(_agent.current(), found, scalars(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from .functions import MAY_DEFER
 from .futures import fail
 from .gpu_streams import use_here
 from .graph.remote_update import hyperparameters
-from .rref import RRef
+from .rref import RRef, fork_of
 from .transport import NotSupported, bare
 
 Members = dict[int, list[RRef[torch.Tensor]]]
@@ -95,7 +95,7 @@ class LocalOptimizer:
 def create(*described: Any) -> Any:
     """``_create``, or a future of it if parameters are still to be made: no thread waits that may be needed for that."""
     values = _agent.current().rrefs.future
-    parameters = [values(rref._fork.rref) for rrefs in described[1].values() for rref in rrefs]
+    parameters = [values(fork_of(rref).rref) for rrefs in described[1].values() for rref in rrefs]
     if all(value.done() for value in parameters):
         return _create(*described)
     created: torch.futures.Future[Any] = torch.futures.Future()

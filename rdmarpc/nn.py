@@ -21,7 +21,7 @@ from . import permits, serialize
 from .functions import async_execution
 from .futures import fail, mapped
 from .here import Call
-from .rref import RRef
+from .rref import RRef, ask, check, fork_of, over
 from .transport import bare
 
 __all__ = ["RemoteModule"]
@@ -63,7 +63,7 @@ class Target:
 
     def _wait(self) -> None:
         """Until the module is there. Raises what making it raised, ``ValueError`` if it is no module, and ``PeerLost``."""
-        self._rref._check("call the module")
+        check(self._rref, "call the module")
         if not self._made:
             self._start(_made).result()
             self._made = True
@@ -77,7 +77,7 @@ class Target:
         self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, future: bool = False
     ) -> Call:
         # The number comes last: what pickling says of ``args[0]`` is then about the user's.
-        return self._rref._ask(function, (*args, self._rref._fork.rref), kwargs, future=future)
+        return ask(self._rref, function, (*args, fork_of(self._rref).rref), kwargs, future=future)
 
 
 class RemoteModule(nn.Module):
@@ -115,7 +115,7 @@ class RemoteModule(nn.Module):
         on, device, mapped = _parse(remote_device)
         agent = _agent.current()
         made = agent.create(agent.resolve(on), _make, (module_cls, tuple(args or ()), dict(kwargs or {}), device), None, -1.0)
-        self._point(on, device, mapped, RRef.over(agent, made))
+        self._point(on, device, mapped, over(agent, made))
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:

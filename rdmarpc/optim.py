@@ -15,7 +15,7 @@ from . import agent as _agent
 from . import local_optimizer
 from .grad_context import current
 from .graph.remote_update import hyperparameters
-from .rref import RRef
+from .rref import RRef, ask, fork_of
 from .transport import NotSupported
 
 __all__ = ["DistributedOptimizer"]
@@ -179,7 +179,8 @@ class DistributedOptimizer(Optimizer):
     def _ask(self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """``function(number of its LocalOptimizer, ...)`` at every owner, all at once."""
         return _wait_for_all(
-            rref._ask(function, (rref._fork.rref, *own), future=True).future for (rref, _), own in zip(self._places, arguments)
+            ask(rref, function, (fork_of(rref).rref, *own), future=True).future
+            for (rref, _), own in zip(self._places, arguments)
         )
 
 

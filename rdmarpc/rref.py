@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from . import autograd, grad_error, grad_flow, here, serialize
+from . import grad_error, grad_flow, here, serialize
 from .frames import CONTROL
 from .functions import MAY_DEFER, async_execution
 from .futures import fail, mapped
+from .grad_context import current as current_context
+from .grad_roots import check_types, referenced_scalar, scalars
 from .incoming import landed_reference
 from .rref_context import RRefContext
 from .rref_forks import Fork, Garbage
-from .rref_proxy import Proxy, call, call_async, create
+from .rref_proxy import Proxy, call_of
 from .rref_store import id_text
 from .transport import PeerLost, bare, fresh
 from .worker_info import WorkerInfo
@@ -63,14 +66,6 @@ class RRef(Generic[T]):
         self._agent, self._fork = agent, agent.rrefs.own(value)
         self._asked = self._type = None
 
-    @classmethod
-    def over(cls, agent: Worker, fork: Fork) -> RRef[Any]:
-        """The handle of a fork."""
-        handle = cls.__new__(cls)
-        handle._agent, handle._fork = agent, fork
-        handle._asked = handle._type = None
-        return handle
-
     # -- who and what
 
     def owner(self) -> WorkerInfo:
@@ -101,12 +96,12 @@ class RRef(Generic[T]):
         """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists, elsewhere at most
         ``timeout`` seconds (-1 = the default, 0 = no limit). Raises what the function that was to make it raised,
         ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given up."""
-        self._check("call to_here() on it")
+        check(self, "call to_here() on it")
         if self.is_owner():
             return self.local_value()
-        pending = self._ask(_fetch, (self._fork.rref,), None, timeout, CONTROL)
+        pending = ask(self, _fetch, (self._fork.rref,), None, timeout, CONTROL)
         if pending.link is None:
-            self._check("call to_here() on it")  # that the owner has left may just have been found out
+            check(self, "call to_here() on it")  # that the owner has left may just have been found out
         value = pending.result()
         if self._fork.creation is not None:
             self._fork.confirmed = True  # the owner has made it
@@ -118,57 +113,65 @@ class RRef(Generic[T]):
         if not self.is_owner():
             text = f"UserRRef(rref_id={id_text(fork.rref)}, fork_id={id_text(fork.number)})"
             raise RuntimeError(f"For {text}, can't call localValue() on user {self._agent.me}. Call it on owner {self.owner()}")
-        self._check("call local_value() on it")
+        check(self, "call local_value() on it")
         return self._agent.rrefs.future(fork.rref).wait()
-
-    def _ask(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1.0,
-        flags: int = 0,
-        *,
-        future: bool = False,
-    ) -> here.Call:
-        """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is
-        kept until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""
-        pending = self._agent.start(self.owner(), function, args, kwargs, timeout, flags, future)
-        pending.keep = (pending.keep, self._fork)
-        return pending
-
-    def _check(self, what: str) -> None:
-        """Raise if the handle is of no use any more."""
-        fork = self._fork
-        if self._agent.rrefs.closed:
-            raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
-        error = fork.error or self._agent.rrefs.forks.lost_owners.get(fork.owner)
-        if error is not None:
-            raise fresh(error)
-        creation = fork.creation
-        if creation is None or creation.future is None or not creation.future.done():
-            return
-        try:
-            creation.future.value()
-        except PeerLost:
-            raise
-        except Exception as error:
-            raise RuntimeError(_EXPIRED) from error
 
     # -- calls on the value
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in seconds
         holds for the call, and for the question after the value's type the first time."""
-        return Proxy(self, call, timeout)
+        return Proxy(partial(self._call, timeout))
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """As ``rpc_sync``; calls return a future at once, and all errors come through it."""
-        return Proxy(self, call_async, timeout)
+        return Proxy(partial(self._call_async, timeout))
 
     def remote(self, timeout: float = -1.0) -> Any:
         """As ``rpc_sync``; calls return an ``RRef`` to the result."""
-        return Proxy(self, create, timeout)
+        return Proxy(partial(self._create, timeout))
+
+    def _call(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+        check(self, "call rpc_sync() on it")
+        function = call_of(self._get_type(timeout), name)
+        return self._agent.call(self.owner(), function, (self, name, args, kwargs), None, timeout)
+
+    def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
+        check(self, "call remote() on it")
+        function = call_of(self._get_type(timeout), name)
+        return over(self._agent, self._agent.create(self.owner(), function, (self, name, args, kwargs), None, timeout))
+
+    def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
+        """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever
+        thread issues the call then, it is one of the autograd context, and of the grad mode, of this one."""
+        result: torch.futures.Future[Any] = torch.futures.Future()
+        context, recorded = current_context.context, torch.is_grad_enabled()
+
+        def issue(found: torch.futures.Future[type]) -> None:
+            before, current_context.context = current_context.context, context
+            try:
+                function = call_of(found.value(), name)
+                with torch.set_grad_enabled(recorded):
+                    future = self._agent.call_async(self.owner(), function, (self, name, args, kwargs), None, timeout)
+            except Exception as error:
+                fail(result, bare(error))
+                return
+            finally:
+                current_context.context = before
+            future.add_done_callback(finish)
+
+        def finish(future: torch.futures.Future[Any]) -> None:
+            try:
+                result.set_result(future.value())
+            except Exception as error:
+                fail(result, bare(error))
+
+        try:
+            check(self, "call rpc_async() on it")
+            self._get_type(timeout, blocking=False).add_done_callback(issue)
+        except Exception as error:
+            fail(result, bare(error))
+        return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass of the value, a scalar, on its owner: in the context with that id, or (-1: none, only on the
@@ -176,17 +179,19 @@ class RRef(Generic[T]):
         if not self.is_owner():
             if dist_autograd_ctx_id == -1:
                 raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            self._check("call backward() on it")
+            check(self, "call backward() on it")
             args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
-            packed = self._ask(_backward, args, flags=CONTROL).result()
+            packed = ask(self, _backward, args, flags=CONTROL).result()
             if packed:
                 raise grad_error.load(packed)
             return
-        value = _scalar(self.local_value())
+        value = referenced_scalar(self.local_value())
         if dist_autograd_ctx_id == -1:
             torch.autograd.backward([value], retain_graph=retain_graph)
         else:
-            autograd.backward(dist_autograd_ctx_id, [value], retain_graph)
+            check_types(dist_autograd_ctx_id, [value])
+            context = self._agent.contexts.find(dist_autograd_ctx_id)
+            grad_flow.backward(self._agent, context, scalars([value]), retain_graph)
 
     def _get_future(self) -> torch.futures.Future[Any]:
         """Of the creation: ``None`` once the owner has made the value or failed to; fails if the call is given up or lost."""
@@ -215,11 +220,11 @@ class RRef(Generic[T]):
         return asked
 
     def _ask_type(self, timeout: float, *, future: bool) -> here.Call:
-        self._check("call _get_type() on it")
+        check(self, "call _get_type() on it")
         # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
-        pending = self._ask(_type_of, (self._fork.rref,), None, timeout, future=future)
+        pending = ask(self, _type_of, (self._fork.rref,), None, timeout, future=future)
         if pending.link is None:
-            self._check("call _get_type() on it")
+            check(self, "call _get_type() on it")
         return pending
 
     def _learn(self, asked: torch.futures.Future[type]) -> None:
@@ -232,16 +237,68 @@ class RRef(Generic[T]):
 
     def _serialize(self) -> tuple[int, int, int, int]:
         """What ``_deserialize`` on another worker, once, makes a handle of. Until then this one's value is kept."""
-        self._check("call fork an UserRRef")
+        check(self, "call fork an UserRRef")
         return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.number
 
     @classmethod
     def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:
         agent = _current()
-        return cls.over(agent, agent.rrefs.claim(*data))
+        return over(agent, agent.rrefs.claim(*data))
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+
+# For other parts of this package: they are no part of what users may do with a handle.
+
+
+def over(agent: Worker, fork: Fork) -> RRef[Any]:
+    """The handle of a fork."""
+    handle: RRef[Any] = RRef.__new__(RRef)
+    handle._agent, handle._fork = agent, fork
+    handle._asked = handle._type = None
+    return handle
+
+
+def fork_of(handle: RRef[Any]) -> Fork:
+    """What a handle holds on to."""
+    return handle._fork
+
+
+def check(handle: RRef[Any], what: str) -> None:
+    """Raise if a handle is of no use any more. ``what`` was to be done with it."""
+    fork = handle._fork
+    if handle._agent.rrefs.closed:
+        raise RuntimeError(f"{handle} has been deleted. Cannot {what} after deletion.")
+    error = fork.error or handle._agent.rrefs.forks.lost_owners.get(fork.owner)
+    if error is not None:
+        raise fresh(error)
+    creation = fork.creation
+    if creation is None or creation.future is None or not creation.future.done():
+        return
+    try:
+        creation.future.value()
+    except PeerLost:
+        raise
+    except Exception as error:
+        raise RuntimeError(_EXPIRED) from error
+
+
+def ask(
+    handle: RRef[Any],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = -1.0,
+    flags: int = 0,
+    *,
+    future: bool = False,
+) -> here.Call:
+    """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is kept
+    until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""
+    pending = handle._agent.start(handle.owner(), function, args, kwargs, timeout, flags, future)
+    pending.keep = (pending.keep, handle._fork)
+    return pending
 
 
 class _Child:
@@ -258,7 +315,7 @@ class _Child:
 
 
 def _reduce(handle: RRef[Any], pickler: Any) -> Any:
-    handle._check("call fork an UserRRef")
+    check(handle, "call fork an UserRRef")
     if pickler.to is None:
         return handle.__reduce__()
     pickler.enclosed.append(_Child(handle, pickler.to))
@@ -266,7 +323,7 @@ def _reduce(handle: RRef[Any], pickler: Any) -> Any:
 
 
 def _receive(index: int) -> RRef[Any]:
-    return RRef.over(_current(), landed_reference(index))
+    return over(_current(), landed_reference(index))
 
 
 serialize.register_reducer(RRef, _reduce)
@@ -293,7 +350,7 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
 
     def begin(_: torch.futures.Future[Any]) -> None:
         try:
-            root = _scalar(value.value())
+            root = referenced_scalar(value.value())
             # Not before: it is the call that made the value which may have brought the context.
             context = agent.contexts.find(context_id)
             run = grad_flow.Unattended(agent, context, [root], retain_graph)
@@ -310,16 +367,6 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
 
 
 _backward._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
-
-
-def _scalar(value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise RuntimeError("RRef should contain a tensor for .backward()")
-    if not value.requires_grad:
-        raise RuntimeError("tensors does not require grad and does not have a grad_fn")
-    if value.numel() != 1:
-        raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    return value
 
 
 @async_execution

@@ -283,8 +283,7 @@ def unpack(
         way, length = _ENTRY.unpack_from(table, at)
         at += _ENTRY.size + length
         if way >= VIEW:
-            text = table[at - length : at] if way == VIEW else None
-            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], text, channel)
+            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], table[at - length : at] if way == VIEW else None, channel)
             at += _INDEX.size
             continue
         what = layout.decode(table[at - length : at])

@@ -33,6 +33,7 @@ from rdmarpc.frames import (
     REQUEST_HEAD,
     RESPONSE,
 )
+from rdmarpc.rref import fork_of
 from rdmarpc.rref_forks import Fork
 from rdmarpc.rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE
 
@@ -173,7 +174,7 @@ def nothing_of_others(rank):
     # A reference that worker0 holds, and a child of it that worker1 holds.
     reference = rpc.remote("worker1", Thing, (5,))
     assert reference.to_here().number == 5
-    have(forge, deletes, 1, reference._fork.rref, reference._fork.number)
+    have(forge, deletes, 1, fork_of(reference).rref, fork_of(reference).number)
     eventually(lambda: have("worker1", refused, "references"), 1)
     assert reference.to_here(timeout=5).number == 5
     # A context of worker0 that worker1 takes part in: before, and after it is heard of.
@@ -204,7 +205,7 @@ def nothing_of_others(rank):
     # A child that worker1 holds of a reference of worker0's to a value at worker2, before its owner has confirmed it.
     mine = rpc.remote(forge, Thing, (1,))
     assert mine.to_here().number == 1
-    child = agent.current().rrefs.forks.fork(mine._fork, 1)
+    child = agent.current().rrefs.forks.fork(fork_of(mine), 1)
     have(forge, confirms_children, 0, child[2])
     eventually(lambda: refused("references"), 1)
     assert child[2] in agent.current().rrefs.forks.pending_children
@@ -239,10 +240,10 @@ def cut(rank):
     mine = rpc.remote("worker1", Thing, (5,))
     # A fork that was passed on, and that worker1, the owner, has not confirmed yet.
     rrefs = agent.current().rrefs
-    fork = Fork(rrefs.garbage, 1, mine._fork.rref, (1 << 40) + 12345, 0, confirmed=False)
+    fork = Fork(rrefs.garbage, 1, fork_of(mine).rref, (1 << 40) + 12345, 0, confirmed=False)
     rrefs.forks.pending_users[fork.number] = fork
     drawn = agent.current().new_id()
-    arguments = {answers: call, accepts: fork.number, says_gone: mine._fork.rref, passes_on: drawn, creates: drawn}
+    arguments = {answers: call, accepts: fork.number, says_gone: fork_of(mine).rref, passes_on: drawn, creates: drawn}
     for forger, (text, forge) in enumerate(CUT.items(), 2):
         with pytest.raises(rpc.PeerLost, match=f"worker worker{forger} is lost.*{text}"):
             have(f"worker{forger}", forge, arguments.get(forge, 0))
