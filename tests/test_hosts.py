@@ -14,6 +14,7 @@ import torch
 from test_wrap import CASES, train
 
 import rdmarpc as rpc
+from rdmarpc import here
 from rdmarpc.transport import NotSupported, verbs_sysfs
 
 from group import Meeting, results, run_group  # isort: skip  (its folder is on the path since test_wrap)
@@ -69,10 +70,10 @@ def apart(at: list[int], meeting: Meeting) -> tuple[dict[str, str], int, list[st
     if meeting.rank == 0:
         make, placement, shape, classes = CASES[1]
         train(make, placement, "momentum", shape, classes)
-    agent = rpc.agent.current()
+    agent = here.current()
     ways = {other: agent.channel(other).device.name for other in others}
     counters = agent.counters()
-    assert "auto" in rpc.debug.explain() and counters["channels"] == 2
+    assert "auto" in rpc.explain() and counters["channels"] == 2
     rpc.shutdown()
     return ways, counters["fallbacks"], log.texts
 

@@ -21,6 +21,7 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc import agent, serving
 from rdmarpc.graph.server import Server
+from rdmarpc.served import ServedModel
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import Meeting, die, on_every_device, results, run_group
@@ -30,7 +31,7 @@ P = 1.0
 """``peer_timeout``, seconds."""
 
 
-def train(timeout: float = 20.0) -> rpc.served.ServedModel:
+def train(timeout: float = 20.0) -> ServedModel:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return rpc.serve(net, SERVERS, torch.optim.SGD, lr=0.1, workers=TRAINERS, timeout=timeout)

@@ -19,7 +19,7 @@ import wrap_models as models
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import agent, wrap
+from rdmarpc import agent, here, wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import die, may_stage, results, run_group
@@ -98,7 +98,7 @@ def train(
     steady = [key for key in STEADY if key != "bytes_staged" or not may_stage()]
     assert {key: late[key] for key in steady} == {key: early[key] for key in steady}
     assert late["bytes_staged"] <= late["bytes_direct"]
-    if "shm" in rpc.agent.current().device.name:
+    if "shm" in here.current().device.name:
         assert late["bytes_staged"] == 0
     assert late["steps"] == 12
     assert_same_state(model, twin)
@@ -417,7 +417,7 @@ def test_remote_parameters_never_lie():
 
 
 def bad_wraps() -> None:
-    before = rpc.agent.current().counters()["rpc_messages"]
+    before = here.current().counters()["rpc_messages"]
     with pytest.raises(ValueError, match=r"part 'nose'.*'features', 'middle', 'classifier'"):
         wrap(models.Cnn(), {"nose": "worker1"})
     with pytest.raises(ValueError, match=r"worker 'worker9'.*'worker0', 'worker1', 'worker2'"):
@@ -432,7 +432,7 @@ def bad_wraps() -> None:
         wrap(local, {"0": "worker1"})
     with pytest.raises(rpc.NotSupported, match="no shape yet"):
         wrap(nn.Sequential(nn.LazyLinear(3)), {"0": "worker1"})
-    assert rpc.agent.current().counters()["rpc_messages"] == before
+    assert here.current().counters()["rpc_messages"] == before
     with pytest.raises(rpc.NotSupported, match=r"depends on data[^$]*hint"):
         wrap(models.Branching(), {"a": "worker1"}, capture="fx")(torch.zeros(2, 20))
     with pytest.raises(rpc.NotSupported, match="depends on data"):

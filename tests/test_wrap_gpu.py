@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import rdmarpc as rpc
 from rdmarpc import wrap
+from rdmarpc.here import current
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["tcp", "cuda"]
@@ -70,7 +71,7 @@ def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
 def stays_on_gpus(here: torch.device) -> bool:
     """Whether what a model on GPUs sends is copied by nobody, where its caller's tensors are ``here``. Over RDMA that holds for
     GPUs whose memory the adapter takes, not for gradients that the CPU makes."""
-    return rpc.agent.current().device.name == "cuda" or (softverbs.played and here != CPU)
+    return current().device.name == "cuda" or (softverbs.played and here != CPU)
 
 
 # -- equal bits
@@ -107,7 +108,7 @@ def steps(model: Any, twin: nn.Module, data: Data, here: torch.device, make: Cal
     late = model.counters()
     steady = STEADY if direct else [key for key in STEADY if key != "bytes_staged"]
     assert {key: late[key] for key in steady} == {key: early[key] for key in steady}, (early, late)
-    assert rpc.agent.current().device.name != "cuda" or late["bytes_staged"] == 0
+    assert current().device.name != "cuda" or late["bytes_staged"] == 0
     assert direct or late["bytes_staged"] > early["bytes_staged"]
     assert_same_state(model, twin)
     model.close()

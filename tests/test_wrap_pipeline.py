@@ -17,8 +17,8 @@ from test_wrap import assert_same_state, batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
+from rdmarpc import here, wrap
 from rdmarpc import parts as _parts
-from rdmarpc import wrap
 
 CHAIN = {"0": "worker1", "2": "worker2", "4": "worker1"}
 
@@ -242,7 +242,7 @@ def test_speeds_slots_kept_outputs_and_dropout():
 
 def left_over() -> list[int]:
     """Runs, batches, and waiting tasks of the models in this process."""
-    [(_, host)] = _parts._table(rpc.agent.current()).values()
+    [(_, host)] = _parts._table(here.current()).values()
     executor = host.executor
     return [len(executor._runs), len(executor._batches), len(executor._agenda._tasks)]
 

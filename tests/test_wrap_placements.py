@@ -13,7 +13,7 @@ from test_wrap import STEADY, assert_same_state, batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import wrap
+from rdmarpc import here, wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
 from test_capture import NESTED, Gpt, Nested
@@ -160,7 +160,7 @@ def dropout() -> None:
 
 def refusals() -> None:
     net = Nested()
-    before = rpc.agent.current().counters()["rpc_messages"]
+    before = here.current().counters()["rpc_messages"]
     for placement, said in (
         ({"blocks.9": "worker1"}, r"'blocks.9'.*no '9' in 'blocks'.*'0', '1', '2', '3'"),
         ({"blocks.2-7": "worker1"}, r"no '4' in 'blocks'"),
@@ -178,7 +178,7 @@ def refusals() -> None:
     net.blocks[2].two.weight = net.blocks[0].one.weight
     with pytest.raises(rpc.NotSupported, match=r"'blocks.0.one.weight' and 'blocks.2.two.weight' are one tensor"):
         wrap(net, {"blocks": "worker1", "blocks.2.two": "worker2"})
-    assert rpc.agent.current().counters()["rpc_messages"] == before
+    assert here.current().counters()["rpc_messages"] == before
 
 
 class Sharing(nn.Module):

@@ -16,7 +16,7 @@ from allowed_things import Failure, Net, Point, add, cached, called_with, dictio
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import autograd, nn, parts, permits
+from rdmarpc import autograd, nn, parts, permits, rref
 from rdmarpc.optim import DistributedOptimizer
 from rdmarpc.permits import NotAllowed, Permits
 
@@ -279,7 +279,7 @@ def requests():
         (Bomb, ()),
         (eval, ("1",)),
         (scripted, (tensor,)),
-        (called_with, (rpc.rref._fetch, 0)),
+        (called_with, (rref._fetch, 0)),
     ):
         with pytest.raises(NotAllowed, match="is not among what this worker allows"):
             rpc.rpc_sync("worker1", function, args)
