@@ -240,7 +240,7 @@ class StripedChannel(Channel):
             except RdmaError:
                 pass  # the channel has ended, or ends: whoever waits hears of that
             except BaseException as error:
-                self.rails[0].device.break_off(self.rails[0], error, "telling of a copy over several ports")
+                self.rails[0].break_off(error, "telling of a copy over several ports")
             with self._told:
                 self._unannounced -= 1
                 self._told.notify_all()

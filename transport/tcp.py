@@ -228,7 +228,7 @@ class TcpDevice(Device):
         uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
         if length > _MAX_HELLO:
             raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
-        return TcpChannel(self, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
+        return TcpChannel(self, self, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
 
     def _adopt(self, channel: TcpChannel) -> bool:
         """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""

@@ -19,14 +19,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from . import kernels
 from .channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
+from .device import Device
 from .errors import PeerLost, RdmaError, RemoteAccessError, TransferTimeout, kept
-from .heartbeat import goodbye
+from .heartbeat import Heart, goodbye
 from .mapping import anonymous
 from .memory import NOWHERE, Registered
 from .pulse import MAX_BUFFERS, Pulse
@@ -54,12 +55,20 @@ from .tcp_wire import (
 )
 from .tls import failure
 
-if TYPE_CHECKING:
-    from .tcp import TcpDevice
-
 _TURN_BYTES = 4 << 20  # what one channel sends or receives before it is another's turn
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
 _ENDED = 1 << 62  # added to the answers when the channel ends, so that every wait on them returns
+
+
+class IoThread(Protocol):
+    """The thread of a device that receives for its channels, and sends what posting threads left over."""
+
+    heart: Heart
+
+    def on_io_thread(self) -> bool: ...
+
+    def watch(self, channel: TcpChannel, *, writable: bool) -> None:
+        """Have ``channel.flush`` called when its socket has room. Called under the channel's send lock."""
 
 
 class TcpChannel(Channel):
@@ -67,13 +76,20 @@ class TcpChannel(Channel):
     refuses is a ``RemoteAccessError`` from ``Work.wait`` and the channel stays usable. ``close`` first lets what was posted
     finish, for at most a second."""
 
-    device: TcpDevice
+    device: Device
     reads_take_peer = True
 
     def __init__(
-        self, device: TcpDevice, sock: socket.socket, identity: tuple[int, int], hello: bytes, patience: float
+        self,
+        device: Device,
+        io: IoThread,
+        sock: socket.socket,
+        identity: tuple[int, int],
+        hello: bytes,
+        patience: float,
     ) -> None:
         super().__init__(device)
+        self._io = io
         host, port = sock.getpeername()[:2]
         self.sock = sock
         self.peer, self.peer_hello = f"{host}:{port}", hello
@@ -205,7 +221,7 @@ class TcpChannel(Channel):
     def enlist(self) -> None:
         """From here on the I/O thread serves this channel; what was posted before goes out now."""
         with self._sending:
-            self._pulse = self.device.heart.pulse(self.sock.fileno(), self._beat_s)
+            self._pulse = self._io.heart.pulse(self.sock.fileno(), self._beat_s)
             self.flush()
 
     def flush(self) -> None:
@@ -273,7 +289,7 @@ class TcpChannel(Channel):
             self._given = 0
 
     def _await_room(self) -> None:
-        self.device.watch(self, writable=bool(self._outbox))
+        self._io.watch(self, writable=bool(self._outbox))
 
     def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
         nbytes = sum(len(part) for part in parts)
@@ -515,7 +531,7 @@ class TcpChannel(Channel):
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
         self._hang_up()
         # The peer ends too when it has read our end of stream: then none of our bytes can land there any more.
-        if self._pulse is None or self.device.on_io_thread() or self.gone.wait(timeout):
+        if self._pulse is None or self._io.on_io_thread() or self.gone.wait(timeout):
             return
         if unanswered:
             raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
@@ -524,7 +540,7 @@ class TcpChannel(Channel):
         if os.getpid() != self.device.pid:
             return
         deadline = self.device.close_deadline()
-        while (self._pending or self._outbox) and self.error is None and not self.device.on_io_thread():
+        while (self._pending or self._outbox) and self.error is None and not self._io.on_io_thread():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.0005)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -14,11 +14,27 @@ from .notify import wait_done
 from .region import RemoteRegion, local_bytes
 from .tcp_wire import HEADER, LAST, NOTIFY, READ, SILENT, WRITE, memory_at
 
-if TYPE_CHECKING:
-    from .tcp_channel import TcpChannel
-
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 Buffers = list[bytes | memoryview]
+
+
+class Poster(Protocol):
+    """The channel, as what is posted on it needs it."""
+
+    peer: str
+    error: RdmaError | None
+    answers: int
+    """Address of the count of answers."""
+    answered: int
+    """The last post that was answered."""
+
+    def post(self, transfer: TcpTransfer, work: TcpWork) -> None: ...
+
+    def post_notify(self, imm: int | None) -> None: ...
+
+    def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None: ...
+
+    def call_when_answered(self, work: TcpWork, callback: Callable[[], None]) -> bool: ...
 
 
 class TcpWork(Work):
@@ -26,9 +42,7 @@ class TcpWork(Work):
 
     __slots__ = ("_channel", "callback", "error", "imm", "keep", "reads", "seq")
 
-    def __init__(
-        self, channel: TcpChannel, keep: Sequence[torch.Tensor], reads: dict[int, memoryview], imm: int | None
-    ) -> None:
+    def __init__(self, channel: Poster, keep: Sequence[torch.Tensor], reads: dict[int, memoryview], imm: int | None) -> None:
         self._channel, self.keep, self.reads = channel, keep, reads
         self.imm = imm  # to be sent when the reads have come
         self.seq = 0  # given by the channel
@@ -67,7 +81,7 @@ class TcpTransfer(Transfer):
 
     __slots__ = ("__weakref__", "_channel", "_imm", "_live", "_pieces", "nbytes")
 
-    def __init__(self, channel: TcpChannel, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
+    def __init__(self, channel: Poster, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._channel, self._imm = channel, imm
         self._pieces = [_Piece(index, *side) for index, side in enumerate(sides)]
         self._live = [piece for piece in self._pieces if piece.remote.nbytes]
@@ -115,7 +129,7 @@ class TcpWindow(Window):
 
     __slots__ = ("_channel", "_imm", "_remote", "_tensor", "_view")
 
-    def __init__(self, channel: TcpChannel, remote: RemoteRegion, local: torch.Tensor, imm: int) -> None:
+    def __init__(self, channel: Poster, remote: RemoteRegion, local: torch.Tensor, imm: int) -> None:
         self._channel, self._remote, self._imm, self._tensor = channel, remote, imm + 1, local
         self._view = memory_at(*local_bytes(local))
 

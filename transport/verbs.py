@@ -413,7 +413,7 @@ class VerbsDevice(Device):
             )
             qp.connect(route)
         host, port = sock.getpeername()[:2]
-        channel = VerbsChannel(self, ControlStream(sock, f"{host}:{port}"), qps, theirs)
+        channel = VerbsChannel(self, self, self, ControlStream(sock, f"{host}:{port}"), qps, theirs)
         with self._lock:
             for lane in channel.lanes:
                 self._by_qp[lane.qp.qp_num] = channel

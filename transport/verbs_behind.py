@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numba import types
@@ -38,9 +38,6 @@ from .errors import RdmaError, TransferTimeout, fresh
 from .guard import Guard
 from .signals import signal
 
-if TYPE_CHECKING:
-    from .verbs_channel import VerbsChannel
-
 _SLICE_S, _JOIN_S = 0.05, 5.0
 
 
@@ -50,12 +47,24 @@ def count(record: int) -> None:
     signal(record, 0)
 
 
+class Poster(Protocol):
+    """The channel that a post behind a GPU is for."""
+
+    peer: str
+    error: RdmaError | None
+    later: set[Later]
+    """What waits for a GPU."""
+
+    def lost(self, error: RdmaError) -> None:
+        """It broke."""
+
+
 class Later(Work):
     """A post that may still wait for a GPU."""
 
     __slots__ = ("_error", "_left", "_post", "_work", "channel")
 
-    def __init__(self, channel: VerbsChannel, post: Callable[[], Work]) -> None:
+    def __init__(self, channel: Poster, post: Callable[[], Work]) -> None:
         self.channel = channel
         self._post: Callable[[], Work] | None = post  # keeps what is to be copied
         self._left = threading.Event()
@@ -138,7 +147,7 @@ class Behind:
     def idle(self) -> bool:
         return not self._waiting
 
-    def put(self, channel: VerbsChannel, streams: Sequence[tuple[int, int]], post: Callable[[], Work]) -> Later:
+    def put(self, channel: Poster, streams: Sequence[tuple[int, int]], post: Callable[[], Work]) -> Later:
         """``streams``: indices of GPUs, and handles of streams there."""
         later = Later(channel, post)
         with self._lock:
@@ -191,7 +200,7 @@ class Behind:
             channel = later.channel
             error = RdmaError("a GPU failed", peer=channel.peer, device="verbs", status=word)
             later.fail(error)
-            channel.device.lost(channel, error)
+            channel.lost(error)
 
     def close(self) -> None:
         """Nothing is posted any more."""

@@ -19,14 +19,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from . import kernels, verbs_control, verbs_kernels
 from . import verbs_layout as at
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .device import Device
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, fresh, kept
 from .heartbeat import goodbye
 from .mapping import anonymous
@@ -39,34 +40,58 @@ from .verbs_gpu import FlushedExpectation
 from .verbs_lane import Lane
 from .verbs_provider import QueuePair
 from .verbs_status import error_of
-from .verbs_transfer import Chain, Held, VerbsTransfer, VerbsWindow
+from .verbs_transfer import Chain, Held, Place, VerbsTransfer, VerbsWindow
+from .verbs_transfer import Local as LocalMemory
 
 if TYPE_CHECKING:
-    from .verbs import VerbsDevice
-    from .verbs_behind import Later
+    from .verbs_behind import Later  # a kernel stands behind it, which only who has a GPU needs
 
-Place = tuple[int, int]
-"""Address and rkey of remote memory."""
 _NO_PATH = "is UDP port 4791 open between the hosts, are both in one routed RoCE or InfiniBand network? try ib_write_bw"
 _LARGE = 256 << 10
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
 
+class Owner(Protocol):
+    """The device, as its channels need it."""
+
+    max_msg_sz: int
+    post_send: int
+
+    def lost(self, channel: VerbsChannel, error: RdmaError) -> None: ...
+
+    def break_off(self, channel: VerbsChannel, error: BaseException, doing: str) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def forget(self, channel: VerbsChannel) -> None: ...
+
+    def drop_lane(self, qp_num: int) -> None: ...
+
+
 class VerbsChannel(Channel):
-    device: VerbsDevice
+    device: Device
     registered_only = True
 
-    def __init__(self, device: VerbsDevice, stream: ControlStream, qps: Sequence[QueuePair], peer: Setup) -> None:
+    def __init__(
+        self,
+        device: Device,
+        owner: Owner,
+        local: LocalMemory,
+        stream: ControlStream,
+        qps: Sequence[QueuePair],
+        peer: Setup,
+    ) -> None:
         super().__init__(device)
+        self._owner, self.local = owner, local
         self.stream = stream
         self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
-        self.max_msg_sz = min(device.max_msg_sz, peer.max_msg_sz)
+        self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
         self.known = False
         """To somebody above, who is told when it is lost."""
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        posting = device.post_send
+        posting = owner.post_send
         self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
         self._turns = itertools.count()
         self._places: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
@@ -74,7 +99,7 @@ class VerbsChannel(Channel):
         self._table_lock = threading.Lock()
         self._questions = Questions()
         self._left: deque[tuple[Lane, int, Held]] = deque()  # filled by finalizers: append only
-        self.gpus = bool(device.gpu_kind)
+        self.gpus = bool(local.gpu_kind)
         self.later: set[Later] = set()
         """What waits for a GPU (``verbs_behind``)."""
         self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
@@ -95,7 +120,7 @@ class VerbsChannel(Channel):
         check_notify(imm)
         sides = []
         for dst, src in pairs:
-            remote, tensor, write = sort_pair(dst, src, self.device.gpu_kind)
+            remote, tensor, write = sort_pair(dst, src, self.local.gpu_kind)
             sides.append((remote, self.resolve(remote, write=write), tensor, write))
         self.sweep()
         transfer = VerbsTransfer(self, sides, imm, once=once)
@@ -121,7 +146,7 @@ class VerbsChannel(Channel):
         return self._records + imm * RECORD_BYTES
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
-        return FlushedExpectation(self, imm, count, self.count(imm), self.device.arrived)
+        return FlushedExpectation(self, imm, count, self.count(imm), self.local.arrived)
 
     def resolve(self, remote: RemoteRegion, *, write: bool) -> Place:
         """Where a remote range is. ``RemoteAccessError``."""
@@ -168,7 +193,7 @@ class VerbsChannel(Channel):
                 raise fresh(self.error)
         elif why == verbs_kernels.REFUSED:
             refusal = "the queue pair did not take a work request"
-            self.device.lost(self, RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
+            self.lost(RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
             raise self.ended()
         else:
             raise self.ended()
@@ -177,11 +202,15 @@ class VerbsChannel(Channel):
         self.check()
         check_notify(imm)
         place = torch.device(device)
-        if not self.gpus or place.type != self.device.gpu_kind:
+        if not self.gpus or place.type != self.local.gpu_kind:
             raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
         index = torch.accelerator.current_device_index() if place.index is None else place.index
         post = self._notifier(imm).post
-        return self.device.gpu.behind(self, (index,), post) or post()
+        return self.behind((index,), post) or post()
+
+    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+        """See ``GpuMemory.behind``."""
+        return self.local.gpu.behind(self, indices, post)
 
     def fence(self, timeout: float | None = None) -> None:
         self.check()
@@ -287,7 +316,7 @@ class VerbsChannel(Channel):
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same
         except BaseException as error:
-            self.device.break_off(self, error, "letting go of a peer's memory")
+            self.break_off(error, "letting go of a peer's memory")
 
     # -- the end
 
@@ -295,7 +324,7 @@ class VerbsChannel(Channel):
         """Why nothing is posted any more, to be raised. The device's thread finds out a moment after the kernels did."""
         limit = time.monotonic() + 1.0
         while self.error is None and time.monotonic() < limit:
-            self.device.wake()
+            self._owner.wake()
             time.sleep(0.001)
         if self.error is not None:
             return fresh(self.error)
@@ -324,6 +353,14 @@ class VerbsChannel(Channel):
         for lane in self.lanes:
             kernels.store(lane.address + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.SHUT)
 
+    def lost(self, error: RdmaError) -> None:
+        """It broke: end it, and tell whoever listens, once."""
+        self._owner.lost(self, error)
+
+    def break_off(self, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with it: it ends, with a named error, and nothing else does."""
+        self._owner.break_off(self, error, doing)
+
     def lose(self, error: RdmaError) -> bool:
         """``end`` and ``release``, not because somebody here wanted it. ``False`` if it had ended before."""
         ended = self.end(error)
@@ -350,10 +387,10 @@ class VerbsChannel(Channel):
             if self._released:
                 return
             self._released = True
-        self.device.forget(self)
+        self._owner.forget(self)
         for lane in self.lanes:
             lane.qp.error()
-            self.device.drop_lane(lane.qp.qp_num)
+            self._owner.drop_lane(lane.qp.qp_num)
             lane.qp.close()
         self.stream.close()
         self.sweep()

@@ -39,8 +39,7 @@ from .region import local_bytes
 from .verbs_provider import REMOTE_WRITE, Context, MemoryRegion
 
 if TYPE_CHECKING:
-    from .verbs_behind import Behind
-    from .verbs_channel import VerbsChannel
+    from .verbs_behind import Behind, Poster
 
 WAIT_LIMIT_S = 60.0
 """How long ``wait`` does."""
@@ -253,7 +252,7 @@ class GpuMemory:
 
     # -- order
 
-    def behind(self, channel: VerbsChannel, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+    def behind(self, channel: Poster, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
         """Have ``post`` called when what the current streams of these GPUs have been given is done, and what was posted from
         the first of them before. ``None``: that is so now, and the caller posts. ``RdmaError`` where a GPU has failed."""
         if cuda_driver.capturing():

@@ -15,24 +15,24 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from . import kernels, verbs_kernels
 from . import verbs_layout as at
-from .arena import Block
-from .channel import DONE, Transfer, Window, Work
+from .arena import Arena, Block
+from .channel import DONE, Pair, Transfer, Window, Work
 from .errors import RdmaError, fresh
 from .region import RemoteRegion, local_bytes
+from .verbs_gpu import GpuMemory
 from .verbs_lane import Lane
 from .verbs_provider import MemoryRegion
 
-if TYPE_CHECKING:
-    from .verbs_channel import Place, VerbsChannel
-
+Place = tuple[int, int]
+"""Address and rkey of remote memory."""
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
 _PATIENCE_NS = 1_000_000
@@ -41,12 +41,55 @@ _REQUEST = struct.Struct("<QQQiIIIQI")
 _ELEMENT = struct.Struct("<QII")
 
 
+class Local(Protocol):
+    """Our memory, as the adapter reaches it."""
+
+    arena: Arena
+    gpu_kind: str
+
+    @property
+    def gpu(self) -> GpuMemory: ...
+
+    def lkey(self, address: int, nbytes: int) -> int | None: ...
+
+    def register_local(self, address: int, nbytes: int) -> MemoryRegion: ...
+
+    def arrived(self) -> None: ...
+
+    def count(self, name: str) -> None: ...
+
+    def count_staged(self, nbytes: int) -> None: ...
+
+
+class Poster(Protocol):
+    """The channel, as what is posted on it needs it."""
+
+    local: Local
+    max_msg_sz: int
+
+    def lane_for(self, imm: int | None, nbytes: int) -> Lane: ...
+
+    def make_room(self, lane: Lane, why: int, count: int) -> None: ...
+
+    def leave(self, lane: Lane, held: Held) -> None: ...
+
+    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None: ...
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer: ...
+
+    def notify(self, imm: int) -> None: ...
+
+    def refused(self, why: str) -> RdmaError: ...
+
+    def ended(self) -> RdmaError: ...
+
+
 class VerbsWork(Work):
     """One post under way."""
 
     __slots__ = ("_channel", "_lane", "_seq")
 
-    def __init__(self, channel: VerbsChannel, lane: Lane, seq: int) -> None:
+    def __init__(self, channel: Poster, lane: Lane, seq: int) -> None:
         self._channel, self._lane, self._seq = channel, lane, seq
 
     def done(self) -> bool:
@@ -69,7 +112,7 @@ class GpuReadWork(VerbsWork):
 
     __slots__ = ("_lock", "_transfer")
 
-    def __init__(self, channel: VerbsChannel, lane: Lane, seq: int, transfer: VerbsTransfer) -> None:
+    def __init__(self, channel: Poster, lane: Lane, seq: int, transfer: VerbsTransfer) -> None:
         super().__init__(channel, lane, seq)
         self._lock = threading.Lock()
         self._transfer: VerbsTransfer | None = transfer
@@ -157,7 +200,7 @@ class VerbsTransfer(Transfer):
 
     def __init__(
         self,
-        channel: VerbsChannel,
+        channel: Poster,
         sides: Sequence[tuple[RemoteRegion, Place, torch.Tensor, bool]],
         imm: int | None,
         *,
@@ -202,38 +245,38 @@ class VerbsTransfer(Transfer):
 
     def _bind(self, piece: _Piece, *, stage: bool) -> None:
         """Settle how the local tensor of a piece is reached."""
-        device = self._channel.device
-        address, nbytes = local_bytes(piece.tensor, device.gpu_kind)
+        local = self._channel.local
+        address, nbytes = local_bytes(piece.tensor, local.gpu_kind)
         self._let_go(piece)
         if not piece.tensor.is_cpu:
             piece.gpu = piece.tensor.device.index
             self._gpus.append(piece)
-            found = device.gpu.reach(piece.tensor)
+            found = local.gpu.reach(piece.tensor)
             if found is None:
                 self._stage(piece, nbytes)
             else:
                 piece.source = found
             return
-        lkey = device.lkey(address, nbytes)
+        lkey = local.lkey(address, nbytes)
         if lkey is not None:
             piece.source = address, lkey
         elif stage and piece.write and nbytes <= STAGED_MAX:
             self._stage(piece, nbytes)
         else:
-            piece.registered = device.register_local(address, nbytes)
+            piece.registered = local.register_local(address, nbytes)
             self._hold().regions.append(piece.registered)
             piece.source = address, piece.registered.lkey
 
     def _stage(self, piece: _Piece, nbytes: int) -> None:
         """It goes through memory of the arena."""
-        device = self._channel.device
+        local = self._channel.local
         if piece.block is None:
-            piece.block = device.arena.allocate(nbytes)
+            piece.block = local.arena.allocate(nbytes)
             self._hold().blocks.append(piece.block)
         piece.staged = True
         self._staging.append(piece)
         address = piece.block.segment.address + piece.block.offset
-        lkey = device.lkey(address, nbytes)
+        lkey = local.lkey(address, nbytes)
         assert lkey is not None
         piece.source = address, lkey
 
@@ -258,33 +301,33 @@ class VerbsTransfer(Transfer):
 
     def _fill(self) -> None:
         """Copy what is staged; GPUs do so on their current streams."""
-        device = self._channel.device
+        local = self._channel.local
         for piece in self._staging:
             if not piece.write:
                 continue
             if piece.gpu >= 0:
                 assert piece.block is not None
-                device.gpu.stage(piece.block, piece.tensor, out=True)
+                local.gpu.stage(piece.block, piece.tensor, out=True)
             else:
                 kernels.copy(piece.source[0], *local_bytes(piece.tensor))
-            device.count_staged(piece.remote.nbytes)
+            local.count_staged(piece.remote.nbytes)
 
     def land(self) -> None:
         """The bytes of its READs are here: have them where they belong, and GPUs see them."""
-        device = self._channel.device
+        local = self._channel.local
         landed = [piece for piece in self._staging if not piece.write]
         for piece in landed:
             assert piece.block is not None
-            device.gpu.stage(piece.block, piece.tensor, out=False)
-            device.count_staged(piece.remote.nbytes)
-        device.gpu.wait({piece.gpu for piece in landed})
-        device.arrived()
+            local.gpu.stage(piece.block, piece.tensor, out=False)
+            local.count_staged(piece.remote.nbytes)
+        local.gpu.wait({piece.gpu for piece in landed})
+        local.arrived()
 
     def post(self) -> Work:
         if self._staging:
             self._fill()
         if self._gpus:
-            later = self._channel.device.gpu.behind(self._channel, {piece.gpu for piece in self._gpus}, self._post)
+            later = self._channel.behind({piece.gpu for piece in self._gpus}, self._post)
             if later is not None:
                 return later
         return self._post()
@@ -305,7 +348,7 @@ class VerbsTransfer(Transfer):
 
     def rebind(self, index: int, tensor: torch.Tensor) -> None:
         piece = self._pieces[index]
-        nbytes = local_bytes(tensor, self._channel.device.gpu_kind)[1]
+        nbytes = local_bytes(tensor, self._channel.local.gpu_kind)[1]
         if nbytes != piece.remote.nbytes:
             raise ValueError(f"copy {index} was prepared for {piece.remote.nbytes} bytes, got {nbytes}")
         piece.tensor = tensor
@@ -331,15 +374,15 @@ class VerbsWindow(Window):
 
     __slots__ = ("_chain", "_channel", "_lane", "_local", "_lock", "_notify", "_remote", "_slices")
 
-    def __init__(self, channel: VerbsChannel, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
+    def __init__(self, channel: Poster, remote: RemoteRegion, place: Place, local: torch.Tensor, imm: int) -> None:
         self._channel, self._notify = channel, imm
         self._slices = (remote, local)
         self._local, nbytes = local_bytes(local)
         self._remote = place[0]
-        lkey = channel.device.lkey(self._local, nbytes)
+        lkey = channel.local.lkey(self._local, nbytes)
         if nbytes and lkey is None:
             raise ValueError("the local side of a window is arena memory")
-        self._lane = channel.lanes[0]
+        self._lane = channel.lane_for(None, 0)
         self._chain = Chain(
             [(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)]
         )
@@ -371,6 +414,6 @@ class VerbsWindow(Window):
                     channel.make_room(lane, seq, 1)  # raises
                 if limit:
                     # The adapter takes microseconds for what is before us, unless the peer has no receives left.
-                    channel.device.count("send_queue_full")
+                    channel.local.count("send_queue_full")
                     lane.wait_for_room(1, limit)
         return True

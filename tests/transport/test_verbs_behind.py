@@ -17,18 +17,17 @@ from rdmarpc.transport.channel import DONE, Work
 
 
 class Wire:
-    """In place of a channel and its device."""
+    """In place of a channel."""
 
     peer = "somebody"
 
     def __init__(self) -> None:
         self.error: RdmaError | None = None
         self.later: set[Work] = set()
-        self.device = self
         self.posted: list[Any] = []
 
-    def lost(self, channel: Wire, error: RdmaError) -> None:
-        channel.error = channel.error or error
+    def lost(self, error: RdmaError) -> None:
+        self.error = self.error or error
 
     def post(self, what: object) -> Callable[[], Work]:
         def post() -> Work:
