@@ -2,7 +2,7 @@
 
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
-Threads: one I/O thread (accepting, receiving, what senders left over, end of peers), which never blocks, one that beats
+Threads: one I/O thread (``tcp_loop``), which never blocks, one that beats
 (``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
 nobody.
 """
@@ -11,15 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
-import select
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,21 +24,20 @@ from .channel import Channel
 from .device import Device, OnConnect
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .guard import Guard, broken_by
-from .handshakes import EXPECTED, HANDSHAKE_S, Handshakes, dial, reach
+from .handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from .heartbeat import Heart
 from .memory import Memory
 from .region import RemoteRegion, local_bytes
 from .tcp_channel import TcpChannel
+from .tcp_loop import Loop
 from .tcp_place import interface_address, routed_address, split_place
-from .tcp_wire import BEAT, END_BROKEN, END_SILENT, HEADER
+from .tcp_wire import BEAT, HEADER
 from .tls import authenticated, prepare
 from .tls_options import TlsOptions
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
-_LINGER = 1.0  # for the peers to hang up too
-_END_PAUSE_S, _RETRY_S = 0.05, 0.05
-_IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
+_LINGER_S = 1.0  # for the peers to take what is sealed already
 
 
 class TcpDevice(Device):
@@ -69,23 +63,16 @@ class TcpDevice(Device):
             "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
         )
         self._tls = prepare(tls, self.secret, "tcp")
-        self._by_fd: dict[int, TcpChannel] = {}
-        self._stop_at = 0.0
-        self._guard = Guard("rdmarpc-tcp")
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             listener = undo.enter_context(self._listen(place))
-            self._handshakes = Handshakes(listener, self._welcome, wake=self._wake, guard=self._guard)
-            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._woken)
-            self._epoll = undo.enter_context(select.epoll())
-            self._epoll.register(listener, _IN)
-            self._epoll.register(self._woken, _IN)
-            self.heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
-            undo.callback(self.heart.stop)
-            self._io = threading.Thread(target=self._serve, name="rdmarpc-tcp", daemon=True)
+            looks, guard = self._looks, Guard("rdmarpc-tcp")
+            self._loop = Loop(listener, looks, guard, welcome=self._welcome, lost=self._tell_lost, dropped=self._dropped)
+            undo.callback(self._loop.discard)
+            self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
+            undo.callback(self._heart.stop)
             self.memory.attach(self)
-            self._io.start()
+            self._loop.start()
             undo.pop_all()
 
     def _listen(self, place: str) -> socket.socket:
@@ -147,7 +134,7 @@ class TcpDevice(Device):
         """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that
         were copied because the socket was full."""
         with self._lock:
-            inlined = sum(channel.inlined for channel in self._channels if isinstance(channel, TcpChannel))
+            inlined = sum(channel.outbox.inlined for channel in self._channels if isinstance(channel, TcpChannel))
             return {**super().counters(), "bytes_inlined": inlined + self._inlined_before}
 
     _inlined_before = 0
@@ -168,7 +155,7 @@ class TcpDevice(Device):
         try:
             sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
-                with self._handshakes.limited(sock, deadline):
+                with self._loop.handshakes.limited(sock, deadline):
                     self._send_setup(sock, hello)
                     channel = self._receive_setup(sock)
                 self._know(channel, channel.peer_uid, key)
@@ -187,7 +174,7 @@ class TcpDevice(Device):
         return channel
 
     def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
-        with self._handshakes.limited(sock, deadline):
+        with self._loop.handshakes.limited(sock, deadline):
             return authenticated(
                 sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
             )
@@ -197,12 +184,12 @@ class TcpDevice(Device):
         sock, channel, adopted = came, None, False
         deadline = time.monotonic() + HANDSHAKE_S
         try:
-            with self._handshakes.limited(came, deadline):
+            with self._loop.handshakes.limited(came, deadline):
                 sock, key = authenticated(
                     came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
                 )
-            self._handshakes.proven(came)
-            with self._handshakes.limited(sock, deadline):
+            self._loop.handshakes.proven(came)
+            with self._loop.handshakes.limited(sock, deadline):
                 channel = self._receive_setup(sock)
             self._know(channel, channel.peer_uid, key)
             # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
@@ -228,7 +215,7 @@ class TcpDevice(Device):
         uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
         if length > _MAX_HELLO:
             raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
-        return TcpChannel(self, self, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
+        return TcpChannel(self, self._loop, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
 
     def _adopt(self, channel: TcpChannel) -> bool:
         """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
@@ -240,9 +227,8 @@ class TcpDevice(Device):
             if self.closed or channel.error is not None:
                 return False
             self._channels.add(channel)
-            self._by_fd[sock.fileno()] = channel
-            self._epoll.register(sock, _IN)
-        channel.enlist()
+            self._loop.add(channel)
+        channel.start(self._heart)
         return True
 
     # -- memory
@@ -259,110 +245,22 @@ class TcpDevice(Device):
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         """New memory is told to nobody: every frame is checked against our regions when it comes."""
         if nbytes == 0:
-            with self._lock:
-                channels = list(self._by_fd.values())
-            for channel in channels:
+            for channel in self._loop.channels():
                 channel.revoke(number)
 
-    # -- the I/O thread
+    # -- the end
 
-    def on_io_thread(self) -> bool:
-        return threading.current_thread() is self._io
-
-    def watch(self, channel: TcpChannel, *, writable: bool) -> None:
-        """Have ``channel.flush`` called when its socket has room. Called under the channel's send lock."""
-        if not channel.gone.is_set():
-            self._epoll.modify(channel.sock, _INOUT if writable else _IN)
-
-    def _wake(self) -> None:
+    def _dropped(self, channel: TcpChannel) -> None:
+        """The I/O thread serves it no more."""
         with self._lock:
-            if self._woken >= 0:
-                os.eventfd_write(self._woken, 1)
-
-    def _serve(self) -> None:
-        while not self._stop_at or (self._by_fd and time.monotonic() < self._stop_at):
-            try:
-                self._serve_once()
-            except BaseException as error:
-                self._guard.note(error, "serving peers")
-                time.sleep(_RETRY_S)
-        for channel in list(self._by_fd.values()):
-            self._drop(channel)
-        with self._lock:
-            self._epoll.close()
-            self._handshakes.listener.close()
-            os.close(self._woken)
-            self._woken = -1
-
-    def _serve_once(self) -> None:
-        pauses = (self._looks.interval, self._handshakes.pause, _END_PAUSE_S if self._stop_at else None)
-        listener = self._handshakes.listener.fileno()
-        for fd, events in self._epoll.poll(min((pause for pause in pauses if pause is not None), default=None)):
-            if fd == listener:
-                self._handshakes.accept()
-            elif fd == self._woken:
-                os.eventfd_read(self._woken)
-            elif (channel := self._by_fd.get(fd)) is not None:
-                self._attend(channel, "hearing a peer", self._hear, channel, events)
-        self._handshakes.hang_up_on_the_slow()
-        if seconds := self._looks.due():
-            # What came until now has been received before.
-            for channel in list(self._by_fd.values()):
-                self._attend(channel, "looking after a peer", self._look, channel, seconds)
-
-    def _attend(self, channel: TcpChannel, doing: str, step: Callable[..., None], *args: Any) -> None:
-        """Whatever goes wrong with one peer ends its channel and nothing else."""
-        try:
-            step(*args)
-        except BaseException as error:
-            if not isinstance(error, RdmaError):
-                self._guard.note(error, doing)
-            broke = channel.give_up(broken_by(error, doing, peer=channel.peer, device="tcp"), END_BROKEN)
-            self._lose(channel, broke)
-
-    def _look(self, channel: TcpChannel, seconds: float) -> None:
-        """Give the peer up if nothing came of it for too long."""
-        if channel.error is None and self._looks.too_long(channel.look(seconds)):
-            error = PeerLost(self._looks.text(), peer=channel.peer, device="tcp", status="SILENT")
-            self._lose(channel, channel.give_up(error, END_SILENT))
-
-    def _hear(self, channel: TcpChannel, events: int) -> None:
-        if events & select.EPOLLOUT:
-            channel.flush()
-        if events & ~select.EPOLLOUT and (error := channel.receive()) is not None:
-            self._lose(channel, channel.end(error))
-
-    def _lose(self, channel: TcpChannel, broke: bool) -> None:
-        """What is left to do for a channel that has ended. ``broke``: just now, not because somebody here wanted it."""
-        try:
-            self._drop(channel)
-        finally:
-            if broke:
-                self._tell_lost(channel)
-
-    def _drop(self, channel: TcpChannel) -> None:
-        with self._lock:
-            if self._by_fd.pop(channel.sock.fileno(), None) is None:
-                return
             self._retire(channel)
-            self._inlined_before += channel.inlined
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(channel.sock)
-        channel.release()
+            self._inlined_before += channel.outbox.inlined
 
     def _forked(self) -> None:
-        for channel in self._by_fd.values():
-            channel.sock.close()
-        self._epoll.close()
-        self._handshakes.drop()
+        self._loop.drop()
 
     def _shut(self) -> None:
-        self._handshakes.hang_up()
-        self._stop_at = time.monotonic() + _LINGER
-        self._wake()
-        if not self.on_io_thread():
-            self._io.join(timeout=5.0)
-        self._handshakes.end()
+        self._loop.stop()
         if self._tls is not None:
-            self._tls.close(_LINGER)
-        self.heart.stop()
+            self._tls.close(_LINGER_S)
+        self._heart.stop()

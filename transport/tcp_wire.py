@@ -21,6 +21,8 @@ from __future__ import annotations
 import ctypes
 import struct
 
+from .errors import RemoteAccessError
+
 WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
 LAST, SILENT = 1, 2  # SILENT: no ACK wanted, a later one will cover it
 END_CLOSED, END_SILENT, END_BROKEN = range(3)
@@ -29,7 +31,11 @@ END_CLOSED, END_SILENT, END_BROKEN = range(3)
 HEADER = struct.Struct("<BBHIQQQQQ")
 """op, flags, index, imm, seq, region, key, offset, nbytes"""
 MAX_COPIES = 1 << 16
+TURN_BYTES = 4 << 20
+"""What one channel sends or receives before it is another's turn."""
 MAX_REASON = 1024
+
+Buffers = list[bytes | memoryview]
 
 _PyBUF_WRITE = 0x200
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -40,3 +46,8 @@ _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 def memory_at(address: int, nbytes: int) -> memoryview:
     """These bytes of this process. The caller sees to it that they outlive the view."""
     return _from_memory(address, nbytes, _PyBUF_WRITE) if nbytes else memoryview(b"")
+
+
+def refusal(why: str, peer: str) -> RemoteAccessError:
+    """A descriptor gives no access there."""
+    return RemoteAccessError(why, peer=peer, device="tcp", status="REM_ACCESS_ERR")

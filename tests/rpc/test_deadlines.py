@@ -204,7 +204,8 @@ class HeldUp:
                 after(
                     1.0 if self.how == "dies" else HELD, (os.getpid(), signal.SIGKILL if self.how == "dies" else signal.SIGCONT)
                 )
-            with getattr(agent.current().links.to(0).channel, "_receiving", nullcontext()):
+            reader = getattr(agent.current().links.to(0).channel, "reader", None)
+            with reader.lock if reader else nullcontext():
                 go.set()
                 for answer in arrived:
                     answer()

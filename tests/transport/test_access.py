@@ -121,7 +121,7 @@ def test_a_loan_is_for_one_peer_one_tensor_and_its_life(open_device: Open) -> No
     del alias
     gc.collect()
     assert "not registered" in refused(ab, remote, into, read=True)
-    assert not ba._lent  # type: ignore[attr-defined]
+    assert not ba.access.lent  # type: ignore[attr-defined]
 
 
 # -- under the contract: what the kernel, or the adapter, says
@@ -226,7 +226,7 @@ def test_the_adapter_keeps_peers_to_reading(open_device: Open) -> None:
     into = filled(a, 5000, 0)
     ab.memcpy(into, remote).wait(T)
     assert all_are(into, S)
-    places: Any = ab._places  # type: ignore[attr-defined]
+    places: Any = ab.places.known  # type: ignore[attr-defined]
     places[remote.region] = (*places[remote.region][:4], True)
     with pytest.raises(RemoteAccessError, match="REM_ACCESS_ERR"):
         ab.memcpy(RemoteRegion.load(remote.dump()), filled(a, 5000, C)).wait(T)

@@ -51,7 +51,7 @@ def test_then_comes_when_the_channel_ends(pair: Pair) -> None:
         return  # it comes before ``then`` returns
     remote = pair.remote(filled(pair.b, 1 << 20, S))
     ended = threading.Event()
-    with pair.ba._receiving:  # type: ignore[attr-defined]
+    with pair.ba.reader.lock:  # type: ignore[attr-defined]
         work = pair.ab.memcpy(filled(pair.a, 1 << 20, 0), remote)
         work.then(ended.set)
         assert not ended.wait(0.1)

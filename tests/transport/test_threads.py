@@ -25,7 +25,7 @@ THREADS = {
     # How each thread of the package goes on after an error that nobody expected, or why it need not.
     "transport/handshakes.py _shake_hands": "one connection; guarded as a whole",
     "transport/service.py _run": "guarded for each peer, and as a whole",
-    "transport/tcp.py _serve": "guarded for each peer, and as a whole",
+    "transport/tcp_loop.py _serve": "guarded for each peer, and as a whole",
     "transport/heartbeat.py _run": "a kernel, which raises nothing",
     "transport/verbs.py _complete": "guarded for each peer, and as a whole",
     "transport/verbs.py _settle": "one peer; ends its channel",
@@ -127,13 +127,12 @@ class Hub:
             self.ours.append(self.device.accept(timeout=T))
 
     def handshakes(self) -> Any:
-        device: Any = self.device
-        return device._handshakes if self.kind == "tcp" else device._service.handshakes
+        return self.loops().handshakes
 
     def loops(self) -> Any:
         """What has the loop."""
         device: Any = self.device
-        return device if self.kind == "tcp" else device._service
+        return device._loop if self.kind == "tcp" else device._service
 
     def goes_on(self) -> None:
         """Newcomers are accepted, and deaths noticed: of the second peer."""
@@ -164,7 +163,7 @@ def no_thread_ends() -> Iterator[None]:
 
 def test_hearing_one_peer(hub: Hub) -> None:
     channel: Any = hub.ours[0]
-    heard = channel.stream if hub.kind == "verbs" else channel
+    heard = channel if hub.kind == "shm" else channel.stream if hub.kind == "verbs" else channel.reader
     heard.receive = Raises(heard.receive)
     hub.theirs[0].notify(1) if hub.kind == "tcp" else hub.others[0].register(_foreign())
     with pytest.raises(RdmaError, match="nobody expected this") as caught:
