@@ -55,7 +55,7 @@ def test_what_pages_name_is_there(page: Path) -> None:
     tests = "".join(path.read_text() for path in files.values())
     missing = [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in files]
     missing += [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests]
-    programs = re.findall(r"-m ((?:experiments|examples|tests)(?:\.\w+)*)", text)
+    programs = re.findall(r"-m ((?:experiments|examples|tests)(?:\.[a-z_]\w*)*)\b(?!\.)", text)
     made = re.findall(r"`experiments/(\w+)\.py`:\n", text)  # by who follows the page
     for name in programs:
         there = ROOT / name.replace(".", "/")
