@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .graph.capture import TensorSpec, module_calls, skeleton
-from .graph.methods import METHODS, capture_by
+from .graph.methods import capture_by, methods_of
 from .placing import Places, join, own_tensors
 from .transport import NotSupported
 
@@ -170,7 +170,7 @@ def _calls(
                 left = iter(given)
                 return pytree.tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], tree)
 
-            found, _ = capture_by(METHODS["fx"], shape, specs, fill, is_whole)
+            found, _ = capture_by(methods_of("fx"), shape, specs, fill, is_whole)
             called = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
     except NotSupported:
         return None

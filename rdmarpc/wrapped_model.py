@@ -12,7 +12,7 @@ from . import agent as _agent
 from . import micro_batches, remote_optimizer
 from .graph.describe import Transfers, describe
 from .graph.devices import find, named
-from .graph.methods import METHODS, Uncaptured
+from .graph.methods import Uncaptured, methods_of
 from .placing import resolve
 from .session import Session
 from .signature import Miss
@@ -52,6 +52,7 @@ def wrap(
     shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
     ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
     is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
+    Packages may bring other methods, by name: see ``graph.methods``.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.
@@ -62,8 +63,7 @@ def wrap(
         find(named(device))
     if staging not in ("traced", "always"):
         raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
-    if capture not in METHODS:
-        raise ValueError(f"capture is one of {', '.join(map(repr, METHODS))}, got {capture!r}")
+    methods_of(capture)
     micro_batches.checked(chunks)
     remote_optimizer.install()
     session = Session(net, places, agent, depth, timeout, plans, staging == "always")

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from .eager import Eager
 from .graph.analyze import TransferGraph, analyze
 from .graph.capture import TensorSpec, capture
-from .graph.methods import METHODS, capture_by
+from .graph.methods import capture_by, methods_of
 from .graph.sites import input_names, name_inputs
 from .graph.sizes import Sizes
 from .graph.stage import Plan
@@ -38,6 +38,7 @@ class State:
         self.session, self.method, self.chunks = session, method, chunks
         self.captured = ""
         self.runner: Eager | None = None
+        self._methods = methods_of(method)
         self._net, self._top = net, session.stand_in
         self._signatures = Signatures(session.caller)
         self._parameters = list(self._top.parameters())
@@ -103,13 +104,13 @@ class State:
         self._top.training = training
         taken = session.devices.taken(tensors)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
-        methods, shape, whole = METHODS[self.method], self._skeleton(), session.places.whole
+        shape, whole = self._skeleton(), session.places.whole
         if sizes.varying or not sizes.known:
-            if "fx" not in methods:
-                raise NotSupported("an export knows sizes only as numbers")
+            if "fx" not in self._methods:
+                raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")
             found = capture(shape, specs, join, sizes, whole)
         else:
-            found, refused = capture_by(methods, shape, specs, join, whole)
+            found, refused = capture_by(self._methods, shape, specs, join, whole)
             self.captured = "\n".join([found.how, *refused])
         found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session.constants.update(found.constants)

@@ -18,7 +18,7 @@ from rdmarpc.graph import describe as transfers
 from rdmarpc.graph.analyze import analyze
 from rdmarpc.graph.capture import TensorSpec
 from rdmarpc.graph.describe import describe
-from rdmarpc.graph.methods import METHODS, capture_by
+from rdmarpc.graph.methods import capture_by, methods_of
 from rdmarpc.graph.place import place
 from rdmarpc.placing import resolve
 
@@ -72,7 +72,7 @@ def test_the_transfer_graph_of_each(name):
     placement = rpc.auto_placement(net, ["w0", "w1"])
     places = resolve(net, placement, "w0", ["w0", "w1"])
     spec = TensorSpec(tuple(x.shape), x.dtype)
-    found, refused = capture_by(METHODS["auto"], net, [spec], lambda *given: (given, {}), places.whole)
+    found, refused = capture_by(methods_of("auto"), net, [spec], lambda *given: (given, {}), places.whole)
     graph = analyze(found, places.owner, "w0", places.scope)
     plan = describe(place(graph, 1, 2, itertools.count(1)), {})
     expected, edges, nbytes = CUT[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rdmarpc import wrap
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
 from test_capture import Nested, Shapes
+from test_methods import install
 
 
 class Experts(nn.Module):
@@ -152,6 +154,21 @@ def numpy() -> None:
     train_both(model, twin, batches(3, 6, 20), lambda p: torch.optim.SGD(p, 0.1))
     assert model.captured.startswith("eager")
     model.close()
+
+
+def captured_by_another_package() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        install(Path(folder))
+        sys.path.append(folder)
+        model, twin = both(lambda: nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 4)), {"0": "worker1"}, capture="mine")
+        train_both(model, twin, batches(3, 6, 20), lambda p: torch.optim.SGD(p, 0.1))
+        assert model.captured == "mine"
+        train_both(model, twin, batches(2, 5, 20), lambda p: torch.optim.SGD(p, 0.1))  # the same for other sizes
+        model.close()
+
+
+def test_another_package_captures() -> None:
+    drive(captured_by_another_package)
 
 
 def loop() -> None:

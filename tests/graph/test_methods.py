@@ -1,0 +1,57 @@
+"""Capture methods of other packages, by entry points."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from test_capture import specs_of
+from torch import nn
+
+from rdmarpc.graph.capture import skeleton
+from rdmarpc.graph.methods import capture_by, methods_of, names
+from rdmarpc.transport import NotSupported
+
+MINE = """
+from rdmarpc.graph.record import record
+
+def mine(model, inputs, join, whole):
+    found = record(model, inputs, join, whole)
+    found.how = "mine"
+    return found
+"""
+
+
+@pytest.fixture
+def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def install(folder: Path) -> None:
+    """A package ``others`` that brings ``mine``, ``broken`` (which does not exist), and an ``fx`` that is not taken."""
+    (folder / "other_captures.py").write_text(MINE)
+    info = folder / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    points = ("mine = other_captures:mine", "broken = other_captures:gone", "fx = other_captures:gone")
+    (info / "entry_points.txt").write_text("\n".join(["[rdmarpc.captures]", *points]))
+    importlib.invalidate_caches()
+
+
+def test_a_method_of_another_package_is_found_by_its_name(other_package: None) -> None:
+    net, x = nn.Linear(4, 3), torch.randn(2, 4)
+    methods = methods_of("mine")
+    found, refused = capture_by(methods, skeleton(net), specs_of([x]), lambda *given: (given, {}), lambda path: True)
+    assert (list(methods), found.how, refused) == (["mine"], "mine", [])
+    assert list(methods_of("auto")) == ["fx", "export"] and list(methods_of("fx")) == ["fx"]
+
+
+def test_what_cannot_be_had_says_so(other_package: None) -> None:
+    assert names() == ["'auto'", "'fx'", "'export'", "'eager'", "'mine' (of others)", "'broken' (of others)"]
+    with pytest.raises(ValueError, match=r"one of 'auto', .*, 'mine' \(of others\), .*, got 'yours'"):
+        methods_of("yours")
+    with pytest.raises(NotSupported, match=r"'broken' of others cannot be loaded(.|\n)*other_captures:gone"):
+        methods_of("broken")
