@@ -31,7 +31,7 @@ from .plans import Ask, Plans
 from .production import Production
 from .program import Machine, Segment, fill
 from .slot import Inlet, Slot
-from .stage import Cross, Pass, Plan, cross_apart
+from .stage import Cross, Forward, Plan, cross_apart
 from .station import Arrived, Leased, Station
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Caller:
                 "with a larger depth",
             )
 
-    def _run(self, run: Pass, store: dict[str, Any]) -> Any:
+    def _run(self, run: Forward, store: dict[str, Any]) -> Any:
         plan, token = run.plan, self._anchor
         first = dict(store)
         duties = iter(plan.flow.duties)

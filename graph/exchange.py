@@ -14,7 +14,7 @@ from .control import Control, names
 from .header import Header
 from .ledger import Ledger
 from .slot import Inlet, Slot, shared, take
-from .stage import Pass, Plan, Stage
+from .stage import Forward, Plan, Stage
 from .station import Station
 
 
@@ -24,17 +24,17 @@ class Exchanges:
 
     def __init__(self, station: Station, ledger: Ledger, control: Control, lock: threading.RLock) -> None:
         self._station, self._ledger, self._control, self._lock = station, ledger, control, lock
-        self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[int, Forward] = weakref.WeakValueDictionary()
 
-    def begin(self, plan: Plan, grad: bool, mode: int) -> Pass:
+    def begin(self, plan: Plan, grad: bool, mode: int) -> Forward:
         """A new forward; it stays pending in its plan if it goes backward (``grad``)."""
-        run = Pass(plan, self._ledger.reserve(1), grad, mode, self._ledger.abandon)
+        run = Forward(plan, self._ledger.reserve(1), grad, mode, self._ledger.abandon)
         self._passes[run.sequence] = run
         if grad:
             plan.pending.add(run.sequence)
         return run
 
-    def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
         seen = observer.current
         if seen is None:
@@ -42,7 +42,7 @@ class Exchanges:
         with seen.span("wait for workers", {"forward": run.sequence}):
             return self._exchange(run, stage, tensors)
 
-    def _exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         header = Header.activation(run.sequence, run.grad, run.mode, self._ledger.commands)
         left = iter(tensors)
         for name, outlets in stage.sends:
@@ -57,7 +57,7 @@ class Exchanges:
             outputs.append(tensor)
         return outputs
 
-    def exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def exchange_gradients(self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """One stage backward: gradients of what it received go out, those of what it sent come back."""
         seen = observer.current
         if seen is None:
@@ -65,7 +65,9 @@ class Exchanges:
         with seen.span("wait for workers' backward", {"forward": run.sequence}):
             return self._exchange_gradients(run, stage, grads)
 
-    def _exchange_gradients(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _exchange_gradients(
+        self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         with self._lock:
             if stage.number not in run.stages_left or run.finished:
                 raise RuntimeError(
@@ -78,7 +80,7 @@ class Exchanges:
                 self.failed(run, error)
                 raise
 
-    def _back(self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _back(self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
             run.backward_started = True
             for name, tensor, version in run.shared:
@@ -114,7 +116,7 @@ class Exchanges:
             if outlet is not None:
                 outlet.send(header, grad)
 
-    def _wait_for_done(self, run: Pass) -> None:
+    def _wait_for_done(self, run: Forward) -> None:
         wanted = set(run.plan.participants)
         done = self._ledger.done_by(run.sequence)
         self._control.wait(run.sequence, lambda: done >= wanted, lambda: "the backward of " + names(wanted - done))
@@ -139,7 +141,7 @@ class Exchanges:
                 run.shared.append((inlet.edge.value, tensor, tensor._version))
         run.landed[inlet.edge.number] = tensor
 
-    def _collect(self, run: Pass, inlets: Sequence[Inlet]) -> list[torch.Tensor | None]:
+    def _collect(self, run: Forward, inlets: Sequence[Inlet]) -> list[torch.Tensor | None]:
         numbers = [inlet.edge.number for inlet in inlets]
 
         def missing() -> str:
@@ -150,7 +152,7 @@ class Exchanges:
         self._control.wait(run.sequence, lambda: all(number in run.landed for number in numbers), missing)
         return [run.landed.pop(number) for number in numbers]
 
-    def failed(self, run: Pass, error: BaseException) -> None:
+    def failed(self, run: Forward, error: BaseException) -> None:
         """This forward ends here. A post names its own peer, which may have left because another one died: raises who was lost,
         if it is another."""
         self._abandon(run)
@@ -162,7 +164,7 @@ class Exchanges:
             if lost.peer != error.peer:
                 raise lost from error
 
-    def _abandon(self, run: Pass) -> None:
+    def _abandon(self, run: Forward) -> None:
         if not run.finished:
             run.finished = True
             run.landed.clear()

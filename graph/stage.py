@@ -26,11 +26,11 @@ from .station import Fittings
 
 
 class Exchange(Protocol):
-    """Whoever sends and receives for the stages: the ``Caller``."""
+    """Whoever sends and receives for the stages: ``exchange.Exchanges``."""
 
-    def exchange(self, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]: ...
+    def exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]: ...
     def exchange_gradients(
-        self, run: Pass, stage: Stage, grads: Sequence[torch.Tensor | None], /
+        self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None], /
     ) -> list[torch.Tensor | None]: ...
 
 
@@ -109,9 +109,9 @@ class Plan:
         return None
 
 
-class Pass:
+class Forward:
     """One forward. The autograd graph keeps it alive; if it dies before its backward, ``abandoned`` learns of it. ``zeroed``:
-    marks of the parameters whose gradients its backward sets to ``None`` (``Caller.begin_backward``)."""
+    marks of the parameters whose gradients its backward sets to ``None`` (``Control.begin_backward``)."""
 
     def __init__(
         self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int, Mapping[str, bytes]], None]
@@ -134,7 +134,7 @@ class Pass:
 
 
 @contextmanager
-def as_in_forward(run: Pass) -> Iterator[None]:
+def as_in_forward(run: Forward) -> Iterator[None]:
     """On the streams of its forward, as the engine runs what it has of it. The engine takes what comes of a stage, which it
     knows on the CPU only, to be made by the current streams of this thread: so these wait."""
     with on_streams(run.streams):
@@ -149,10 +149,10 @@ class Cross(torch.autograd.Function):
     """One stage, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, caller: Exchange, run: Pass, stage: Stage, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.caller, ctx.run, ctx.stage = caller, run, stage
-        outputs = caller.exchange(run, stage, tensors)
+        ctx.exchanges, ctx.run, ctx.stage = exchanges, run, stage
+        outputs = exchanges.exchange(run, stage, tensors)
         ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, stage.differentiable) if not grad))
         return (torch.zeros(()), *outputs)
 
@@ -160,7 +160,7 @@ class Cross(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
         with as_in_forward(ctx.run):
-            results = ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads)
+            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
         return (torch.zeros(()), None, None, None, *results)
 
 
@@ -190,16 +190,16 @@ class CrossApart(torch.autograd.Function):
     def forward(
         ctx: Any,
         token: torch.Tensor,
-        caller: Exchange,
-        run: Pass,
+        exchanges: Exchange,
+        run: Forward,
         stage: Stage,
         made: list[torch.Tensor],
         back: list[Any],
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.caller, ctx.run, ctx.stage, ctx.back = caller, run, stage, back
-        made += caller.exchange(run, stage, tensors)
+        ctx.exchanges, ctx.run, ctx.stage, ctx.back = exchanges, run, stage, back
+        made += exchanges.exchange(run, stage, tensors)
         return tuple(torch.zeros(()) for _ in range(1 + len(made)))
 
     @staticmethod
@@ -207,17 +207,17 @@ class CrossApart(torch.autograd.Function):
     def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
         grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
         with as_in_forward(ctx.run):
-            results = ctx.caller.exchange_gradients(ctx.run, ctx.stage, grads)
+            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
         return (torch.zeros(()), None, None, None, None, None, *results)
 
 
 def cross_apart(
-    token: torch.Tensor, caller: Exchange, run: Pass, stage: Stage, tensors: Sequence[torch.Tensor]
+    token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """As ``Cross.apply``, where some output is on an accelerator."""
     made: list[torch.Tensor] = []
     back: list[Any] = [None] * len(stage.receives)
-    token, *handles = CrossApart.apply(token, caller, run, stage, made, back, *tensors)
+    token, *handles = CrossApart.apply(token, exchanges, run, stage, made, back, *tensors)
     outputs = [
         Land.apply(handle, [tensor], back, at) if grad else tensor
         for at, (handle, tensor, grad) in enumerate(zip(handles, made, stage.differentiable))
