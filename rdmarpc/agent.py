@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, fetches, forked, gpu, gpu_streams, grad_pass, here, permits, profiling, serialize, timeline
+from . import exits, forked, gpu, gpu_streams, grad_pass, here, holding, permits, profiled, serialize, timeline
 from .callee import Callee
 from .caller import Caller
 from .carrier import Carrier
@@ -128,10 +128,10 @@ class Agent:
         gpu_streams.current = None if gpu.current is None else gpu.current.streams
         if gpu.current is not None:
             self.links.at_once = gpu.current.let_go
-        self.caller = Caller(self.device, self.progress, self.rrefs)
+        self.memory = Patience(self)
+        self.caller: Caller = Caller(self.device, self.progress, self.memory, self.rrefs)
         undo.callback(self.caller.stop)
-        self.callee = Callee(self.device, self.caller, self.me, self.rrefs, self.contexts)
-        self.caller.memory = Patience(self)
+        self.callee: Callee = Callee(self.device, self.progress, self.memory, self.caller, self.me, self.rrefs, self.contexts)
         self.caller.timeouts.on_tick, self.caller.distrust = self._look_after, self.links.distrust
         self.progress.outstanding = self.caller.futures
         self.termination = Termination(self)
@@ -171,15 +171,6 @@ class Agent:
         """All workers, in rank order."""
         self.group.refresh()
         return [info.name for info in self.workers]
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers, in rank order (torch's name for it)."""
-        return list(self.workers)
-
-    def get_debug_info(self) -> dict[str, int]:
-        from .debug import debug_info
-
-        return debug_info()
 
     def get_worker_info(self, worker: Any = None) -> WorkerInfo:
         return self.me if worker is None else self.resolve(worker)
@@ -261,7 +252,7 @@ class Agent:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
         event = None
         if torch_profiler._is_profiler_enabled:
-            event = profiling.begin(function, args, flags, future, self.name, to.name)
+            event = profiled.begin(function, args, flags, future, self.name, to.name)
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         if self.garbage:
             self.rrefs.collect()
@@ -274,7 +265,7 @@ class Agent:
             link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork, context
         )
         if event is not None:
-            profiling.follow(event, pending)
+            profiled.follow(event, pending)
         return pending
 
     def _start_first(
@@ -370,7 +361,7 @@ class Agent:
             link.flush()
             self.progress.completed()
         if link.held.any:
-            fetches.resume(self.callee, link)
+            holding.resume(self.callee, link)
         link.give_credit()
 
     def _ended(self, link: Link, error: RdmaError) -> list[Any]:
@@ -406,7 +397,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.progress.submit(partial(fetches.resume, self.callee, link))
+                self.progress.submit(partial(holding.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 

@@ -195,8 +195,8 @@ def _rref_context_get_debug_info() -> dict[str, int]:
 
 def _get_debug_info() -> dict[str, int]:
     """What references, calls and autograd say of themselves, in one."""
-    agent = _get_current_rpc_agent()
-    return {**_rref_context_get_debug_info(), **agent.get_debug_info(), **autograd._get_debug_info()}
+    _get_current_rpc_agent()
+    return {**_rref_context_get_debug_info(), **debug.debug_info(), **autograd._get_debug_info()}
 
 
 def get_rpc_timeout() -> float:

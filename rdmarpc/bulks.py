@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from .frames import BULK, Frame
 from .tensors import Memory
-from .transport import RemoteRegion
-
-if TYPE_CHECKING:
-    from .link import Link
+from .transport import Channel, RemoteRegion
 
 _LENGTHS = struct.Struct("<QQQQ")
+
+
+class Source(Protocol):
+    """The link by which a message came, or goes."""
+
+    channel: Channel
+
+    def count_read(self) -> None:
+        """Something large had to be READ."""
 
 
 class Kept:
@@ -28,7 +34,7 @@ class Kept:
 
 
 def leave(
-    parts: tuple[bytes, bytes, bytes, bytes], memory: Memory, link: Link, deadline: float | None
+    parts: tuple[bytes, bytes, bytes, bytes], memory: Memory, link: Source, deadline: float | None
 ) -> tuple[bytes, torch.Tensor]:
     """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
     body = b"".join(parts)
@@ -38,7 +44,7 @@ def leave(
     return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
-def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = None) -> Frame:
+def fetch(frame: Frame, memory: Memory, link: Source, deadline: float | None = None) -> Frame:
     """The frame with its body, READ from the sender if it did not fit."""
     if not frame.flags & BULK:
         return frame
@@ -47,7 +53,7 @@ def fetch(frame: Frame, memory: Memory, link: Link, deadline: float | None = Non
     return filled(frame, body, link)
 
 
-def place_of(frame: Frame, memory: Memory, link: Link, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
+def place_of(frame: Frame, memory: Memory, link: Source, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
     """Memory for a body that did not fit its frame, and where the sender has it."""
     body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)), deadline)
     return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
@@ -62,7 +68,7 @@ def table_of(frame: Frame, body: torch.Tensor | None) -> bytes:
     return body[function + payload : function + payload + table].numpy().tobytes()
 
 
-def filled(frame: Frame, body: torch.Tensor, link: Link) -> Frame:
+def filled(frame: Frame, body: torch.Tensor, link: Source) -> Frame:
     """The frame with its body, which was READ."""
     function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
     link.count_read()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from . import bulks, fetches, gpu_streams, permits, profiling, remote_error, serialize
+from . import bulks, gpu_streams, holding, permits, profiled, remote_error, serialize
 from .bulks import Kept
 from .caller import Caller
 from .failures import Failures
@@ -39,12 +39,14 @@ from .grad_context import Context, Contexts, current
 from .grad_record import unbound
 from .handover import Handovers, sole
 from .link import MAX_BODY, Link
+from .progress import Progress
 from .rref_context import RRefContext
 from .rref_forks import Fork
 from .rref_mail import NotTheirs
 from .tensors import (
     NOTHING,
     Landing,
+    Memory,
     Outgoing,
     describe,
     describe_all,
@@ -67,7 +69,17 @@ _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.
 class Callee:
     """Thread-safe. Grants at most a quarter of the arena's limit ahead of calls."""
 
-    def __init__(self, device: Device, caller: Caller, me: WorkerInfo, rrefs: RRefContext, contexts: Contexts) -> None:
+    def __init__(
+        self,
+        device: Device,
+        progress: Progress,
+        memory: Memory,
+        caller: Caller,
+        me: WorkerInfo,
+        rrefs: RRefContext,
+        contexts: Contexts,
+    ) -> None:
+        self.progress, self.memory = progress, memory
         self.device, self.caller, self.me, self.rrefs, self.contexts = device, caller, me, rrefs, contexts
         self._functions: dict[bytes, Any] = {}
         self._landings: dict[tuple[Link, int], Landing] = {}
@@ -89,14 +101,14 @@ class Callee:
         value under another worker's number."""
         if frame.flags & REMOTE and not frame.flags & BULK:
             self._introduce(link, frame)
-        self.caller.progress.jobs.append(partial(self._serve, link, frame))
+        self.progress.jobs.append(partial(self._serve, link, frame))
 
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""
         kept = self._sources.pop((link, call), None)
         if kept is not None:
             link.lend(-kept.nbytes)
-            fetches.resume(self, link)
+            holding.resume(self, link)
 
     def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
         """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
@@ -145,7 +157,7 @@ class Callee:
         it was held before."""
         first = references is None and request is None
         if first and (link.crowded or link.held.any or (frame.flags & AWAY and link.channel.reads_take_peer)):
-            fetches.hold(self, link, frame)
+            holding.hold(self, link, frame)
             return
         call, flags = frame.call, frame.flags
         control = flags & CONTROL
@@ -153,7 +165,7 @@ class Callee:
         streams = gpu_streams.current
         try:
             if flags & BULK:
-                frame = bulks.fetch(frame, self.caller.memory, link) if request is None else request.whole(self.caller.memory)
+                frame = bulks.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
             if flags & REMOTE:
                 rref = REQUEST_HEAD.unpack_from(frame.body, frame.function)[1]
                 if flags & BULK:
@@ -181,7 +193,7 @@ class Callee:
             if inner is TOLD_WHO:
                 args = (link.worker, *args)
             if torch_profiler._is_profiler_enabled and not control:
-                function = profiling.serving(function, args, link.name, self.me.name)
+                function = profiled.serving(function, args, link.name, self.me.name)
             if context is None:
                 answer = [function(*args, **kwargs)]
             else:
@@ -263,7 +275,7 @@ class Callee:
                 body[table_at:data_at],
                 body[data_at:],
                 frame.tensors,
-                self.caller.memory,
+                self.memory,
                 link.channel,
                 landing,
                 link.places,
@@ -368,7 +380,7 @@ class Callee:
                 payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
             if tensors:
                 described = describe_all(tensors, self.device)
-                out = pack(described, self.device, link.channel, places, self.caller.memory)
+                out = pack(described, self.device, link.channel, places, self.memory)
                 del described
             flags |= READS if out.lent else 0
             if context is not None and not flags & LONE:

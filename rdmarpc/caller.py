@@ -46,7 +46,6 @@ from .future import Answer, Future, Pending
 from .grad_context import Context
 from .grad_record import unbound
 from .link import MAX_BODY, Link, Room
-from .patience import Patience
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_mail import NotTheirs
@@ -54,6 +53,7 @@ from .tensors import (
     HANDED,
     NOTHING,
     Landing,
+    Memory,
     Outgoing,
     describe_all,
     load_places,
@@ -73,8 +73,8 @@ _CALL = ("function", "args", "kwargs")
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
-    def __init__(self, device: Device, progress: Progress, rrefs: RRefContext) -> None:
-        self.device, self.progress, self.rrefs = device, progress, rrefs
+    def __init__(self, device: Device, progress: Progress, memory: Memory, rrefs: RRefContext) -> None:
+        self.device, self.progress, self.memory, self.rrefs = device, progress, memory, rrefs
         self.pending: dict[int, Pending] = {}
         self.futures: dict[int, object] = {}
         """Those of ``pending`` that users hold futures of."""
@@ -85,8 +85,6 @@ class Caller:
         self.distrust: Callable[[Link, RdmaError], None] = nobody
         """Ends a link (from any thread, without waiting) by which something came that its peer had no right to say."""
         self._calls = itertools.count(1)
-        self.memory: Patience
-        """Set by the agent."""
         progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking

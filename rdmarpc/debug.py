@@ -23,7 +23,7 @@ from . import agent as _agent
 from . import forked
 from .callee import Callee
 from .link import RING_BYTES, Link
-from .profiling import name_of
+from .profiled import name_of
 
 if TYPE_CHECKING:
     from .agent import Agent

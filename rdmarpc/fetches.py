@@ -3,10 +3,6 @@
 A body too large for a frame, and large tensors without a landing place, are READ from the sender. Where that takes a thread
 of the sender's (``Channel.reads_take_peer``), which may hold the GIL for long, no thread of ours waits for it: the READ is
 started, and the request begins, or its call is answered (``Caller.answer``), when the data is here.
-
-Requests of a peer are begun in the order in which they came, so those behind wait too; those of other peers do not. At most
-``_AT_ONCE`` READs from one peer are under way, and only these take memory here. What waits is bounded as all that is held
-(``link``): by what its sender may have outstanding.
 """
 
 from __future__ import annotations
@@ -16,19 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from . import bulks
+from .bulks import Source
 from .frames import BULK, READS, Frame
 from .tensors import Memory, to_read
-from .transport import RdmaError, TransferTimeout, bare, fresh
-
-if TYPE_CHECKING:
-    from .callee import Callee
-    from .link import Link
-    from .transport import Channel, Work
+from .transport import Channel, RdmaError, TransferTimeout, bare, fresh
+from .transport.channel import Work
 
 AWAY = BULK | READS
 """Flags of messages of which not everything came with the frame."""
@@ -53,7 +45,7 @@ class Fetch:
 
     __slots__ = ("_body", "_link", "_under_way", "_work", "error", "frame", "ready", "runs")
 
-    def __init__(self, link: Link, frame: Frame) -> None:
+    def __init__(self, link: Source, frame: Frame) -> None:
         self._link, self.frame = link, frame
         self.ready = not (frame.flags & AWAY and link.channel.reads_take_peer)
         self.runs: list[torch.Tensor] | None = None
@@ -199,46 +191,3 @@ class Held:
             self._entries.clear()
             self._unread.clear()
             self.any = False
-
-
-# On threads of the pool, but for ``resume``.
-
-
-def hold(callee: Callee, link: Link, frame: Frame) -> None:
-    """Begin this request when its data is here, and those before it have begun."""
-    link.held.add(Fetch(link, frame))
-    _go_on(callee, link)  # it may be its turn
-
-
-def resume(callee: Callee, link: Link) -> None:
-    """The peer may have taken its answers. Never blocks; by the reader of the rings, which sees to the jobs."""
-    if link.held.any and not link.crowded:
-        callee.caller.progress.jobs.append(partial(_go_on, callee, link))
-
-
-def _go_on(callee: Callee, link: Link) -> None:
-    while (request := link.held.next_to_read()) is not None:
-        _advance(callee, link, request)
-    if link.crowded:
-        return
-    request = link.held.take()
-    if request is None:
-        return
-    if link.held.any:
-        callee.caller.progress.submit(partial(_go_on, callee, link))
-    callee.begin(link, request)
-
-
-def _advance(callee: Callee, link: Link, request: Fetch) -> None:
-    work = request.advance(callee.caller.memory)
-    if work is None:
-        link.held.over()
-    else:
-        link.held.reads(1)
-        work.then(lambda: callee.caller.progress.submit(partial(_came, callee, link, request)))
-
-
-def _came(callee: Callee, link: Link, request: Fetch) -> None:
-    link.held.reads(-1)
-    _advance(callee, link, request)
-    _go_on(callee, link)

@@ -11,25 +11,39 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from .transport import ArenaFull, Channel
+from .callee import Callee
+from .caller import Caller
+from .links import Links
+from .progress import Progress
+from .transport import ArenaFull, Channel, Device
 from .transport.arena import Arena, size_class
-
-if TYPE_CHECKING:
-    from .agent import Agent
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 
+class Worker(Protocol):
+    """Whoever holds memory here, and waits for it."""
+
+    device: Device
+    progress: Progress
+    links: Links
+    caller: Caller
+    callee: Callee
+
+    def tidy(self) -> None:
+        """Let go what nobody needs any more."""
+
+
 class Patience:
     """Of one worker. Thread-safe."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Worker) -> None:
         self._agent = weakref.proxy(agent)
         self._arena: Arena = agent.device.arena
         self._waiting: set[int] = set()

@@ -30,7 +30,7 @@ from .frames import LONE, REQUEST, RESPONSE, Frame
 from .future import Answer, Future, Pending
 from .grad_context import Context
 from .link import Link
-from .profiling import kind_of, name_of
+from .profiled import kind_of, name_of
 from .tensors import Outgoing, traffic
 
 if TYPE_CHECKING:

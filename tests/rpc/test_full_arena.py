@@ -47,7 +47,7 @@ def large(nbytes: int) -> torch.Tensor:
 
 
 def waits() -> int:
-    return agent.current().caller.memory.waits
+    return agent.current().memory.waits
 
 
 def full_for_a_moment(rank):

@@ -19,7 +19,7 @@ from group import die, results, run_group
 from torch.profiler import ProfilerActivity, profile
 
 import rdmarpc as rpc
-from rdmarpc import agent, fetches, trace_events
+from rdmarpc import agent, holding, trace_events
 
 arrived, may_go = threading.Event(), threading.Event()
 
@@ -212,13 +212,13 @@ def many_calls(rank):
 def held_while_served(rank):
     """A request whose arguments have to be READ is held; here it has been served before the thread that held it goes on."""
     if rank == 1:
-        hold = fetches.hold
+        hold = holding.hold
 
         def slowly(*args):
             hold(*args)
             time.sleep(0.05)
 
-        fetches.hold = slowly
+        holding.hold = slowly
     if rank == 0:
         for at in range(5):
             assert rpc.rpc_sync("worker1", double, (torch.full((1000 * (at + 30),), 1.0),))[0] == 2
