@@ -22,20 +22,21 @@ from .callee import Callee
 from .caller import Caller
 from .carrier import Carrier
 from .device_maps import Targets
-from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
-from .future import Future, Pending, timed_out
+from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE, NotTheirs
+from .future import Future, Outstanding, Pending, timed_out
 from .grad_context import Contexts
 from .grad_context import current as _current_context
 from .group import Group
 from .link import Link
 from .links import Links, listens
 from .members import Members
+from .observer import Observer
 from .options import RpcBackendOptions
 from .patience import Patience
+from .post import Post
 from .progress import Progress
 from .rref_context import RRefContext
 from .rref_forks import Fork
-from .rref_mail import NotTheirs
 from .rref_store import LOCAL_BITS
 from .termination import Termination
 from .transport import (
@@ -103,12 +104,13 @@ class Agent:
         self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
         self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
         """Draws numbers unique in the group: our own above 40 bits of count."""
+        outstanding = Outstanding()
         self.rrefs = RRefContext(
             self.number,
             names=self.group.name_of,
             new_id=self.new_id,
             run=lambda job: self.progress.owe(job),
-            under_way=lambda rref, worker: self.caller.creates(rref, worker),
+            under_way=outstanding.creates,
             knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
@@ -129,11 +131,13 @@ class Agent:
         if gpu.current is not None:
             self.links.at_once = gpu.current.let_go
         self.memory = Patience(self)
-        self.caller: Caller = Caller(self.device, self.progress, self.memory, self.rrefs)
+        self.post = Post(self.memory)
+        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, outstanding, self.links.distrust)
         undo.callback(self.caller.stop)
-        self.callee: Callee = Callee(self.device, self.progress, self.memory, self.caller, self.me, self.rrefs, self.contexts)
-        self.caller.timeouts.on_tick, self.caller.distrust = self._look_after, self.links.distrust
-        self.progress.outstanding = self.caller.futures
+        self.callee: Callee = Callee(
+            self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, self.links.distrust
+        )
+        self.caller.timeouts.on_tick = self._look_after
         self.termination = Termination(self)
         self.timeline = timeline.for_run(self)
 
@@ -226,7 +230,7 @@ class Agent:
             "refused_references": self.rrefs.refused,
             "refused_ends": self.contexts.refused,
             "refused_gradients": self.contexts.refused_gradients,
-            "refused_grants": self.caller.refused_grants + self.callee.refused_grants,
+            "refused_grants": self.caller.answers.refused_grants + self.callee.refused_grants,
             "refused_names": 0 if permits.current is None else permits.current.refused,
         }
 
@@ -261,9 +265,12 @@ class Agent:
             context = _current_context.context
             if context is not None and context.ended:
                 context = None
-        pending = self.caller.request(
-            link, function, tuple(args) if args else (), kwargs, limit, flags, future, rref, fork, context
-        )
+        args, observer, begin = tuple(args) if args else (), self.caller.observer, 0
+        if observer is not None:
+            begin = observer.begin()
+        pending = self.caller.request(link, function, args, kwargs, limit, flags, future, rref, fork, context)
+        if observer is not None:
+            observer.sent(begin, pending, function, args, flags, future)
         if event is not None:
             profiled.follow(event, pending)
         return pending
@@ -304,6 +311,10 @@ class Agent:
         fork = rref if to.number == self.number else self.new_id()
         pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
         return self.rrefs.forks.created(to.number, rref, fork, pending)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` told of every call on both sides from now on; ``None``: nobody."""
+        self.caller.observer = self.callee.observer = self.post.observer = observer
 
     # -- links
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -23,14 +24,36 @@ class Source(Protocol):
         """Something large had to be READ."""
 
 
+class Keeper(Protocol):
+    """Keeps what a peer may still READ of a message."""
+
+    @property
+    def deadline(self) -> float | None:
+        """Until when memory for it may be waited for (``time.monotonic``), if there is a limit."""
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        """This, too."""
+
+
 class Kept:
-    """What a peer may still read of an answer: runs of ``nbytes`` in all."""
+    """What a peer may still READ of an answer, which is told to ``lend`` in bytes."""
 
-    __slots__ = ("keep", "nbytes")
+    __slots__ = ("_keep", "_lend", "nbytes")
+    deadline: float | None = None
 
-    def __init__(self, runs: list[torch.Tensor]) -> None:
-        self.keep: Any = runs
+    def __init__(self, runs: list[torch.Tensor], lend: Callable[[int], None]) -> None:
+        self._keep, self._lend = [*runs], lend
         self.nbytes = sum([run.nbytes for run in runs])
+        lend(self.nbytes)
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        self._keep.append(bulk)
+        self.nbytes += bulk.nbytes
+        self._lend(bulk.nbytes)
+
+    def end(self) -> None:
+        """It was READ."""
+        self._lend(-self.nbytes)
 
 
 def leave(

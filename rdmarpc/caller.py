@@ -12,78 +12,119 @@ until the late answer comes or the peer is lost.
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import bulks, gpu_streams, remote_error, serialize
-from .bulks import Kept
+from . import gpu_streams, remote_error, serialize
+from .answers import Answers
 from .fetches import AWAY, Fetch
 from .frames import (
     BULK,
     CONTROL,
-    ERROR,
     FLAT,
-    FORGO,
     HEAD,
     LONE,
     NO_CONTEXT,
     READS,
     REFERENCE,
-    RELEASE,
     REMOTE,
     REQUEST,
-    REQUEST_HEAD,
-    RESPONSE_HEAD,
     Frame,
+    Head,
+    NotTheirs,
+    request_payload,
 )
-from .future import Answer, Future, Pending
+from .future import Answer, Future, Outstanding, Pending
 from .grad_context import Context
 from .grad_record import unbound
-from .link import MAX_BODY, Link, Room
+from .link import Link, Room
+from .observer import Calling
+from .post import Post
 from .progress import Progress
 from .rref_context import RRefContext
-from .rref_mail import NotTheirs
-from .tensors import (
-    HANDED,
-    NOTHING,
-    Landing,
-    Memory,
-    Outgoing,
-    describe_all,
-    load_places,
-    pack,
-    pack_lone,
-    size_classes,
-    unpack,
-    unpack_lone,
-)
+from .tensors import NOTHING, Landing, Outgoing, describe_all, pack, pack_lone, size_classes
 from .timeouts import Timeouts
-from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion, TransferTimeout, fresh
-from .transport.ended import nobody
+from .transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
+from .unsent import take_back
 
 _CALL = ("function", "args", "kwargs")
+
+
+class _Pickled(NamedTuple):
+    """A call as it is sent, without its large tensors."""
+
+    name: bytes
+    """Of the function, by reference; empty: the payload has it."""
+    label: bytes | str
+    """What the call is in signatures (``grants``)."""
+    payload: bytes
+    flags: int
+    tensors: list[torch.Tensor] | None
+    parts: list[torch.Tensor]
+    """Tensors that require grad and travel in the payload."""
+    lone: tuple[bytes, bytes] | None
+    """The one small tensor that is all arguments: table and data."""
+
+
+def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
+    """Raises what pickling raises."""
+    label: bytes | str
+    name = label = serialize.reference(function) or b""
+    tensors: list[torch.Tensor] | None = None
+    parts: list[torch.Tensor] = []
+    lone = None
+    if not name:
+        label = serialize.label(function, args)
+        payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
+    elif kwargs:
+        payload, tensors = serialize.dumps((args, kwargs), to, _CALL[1:], parts)
+        flags |= REFERENCE
+    elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
+        payload = b""
+        flags |= LONE | FLAT | REFERENCE
+    elif (tensors := serialize.flat(args)) is not None:
+        payload = serialize.dump_flat(args)
+        flags |= FLAT | REFERENCE
+    else:
+        payload, tensors = serialize.dumps((args, {}), to, _CALL[1:], parts)
+        flags |= REFERENCE
+    if lone is None and hasattr(function, "_names_callee"):
+        label = serialize.label(function, args)
+    # Not by name: see ``link.Link.read``.
+    return _new_pickled(_Pickled, (name, label, payload, flags, tensors, parts, lone))
+
+
+_new_pickled = tuple.__new__
 
 
 class Caller:
     """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
-    def __init__(self, device: Device, progress: Progress, memory: Memory, rrefs: RRefContext) -> None:
-        self.device, self.progress, self.memory, self.rrefs = device, progress, memory, rrefs
-        self.pending: dict[int, Pending] = {}
-        self.futures: dict[int, object] = {}
+    def __init__(
+        self,
+        device: Device,
+        progress: Progress,
+        post: Post,
+        rrefs: RRefContext,
+        outstanding: Outstanding,
+        distrust: Callable[[Link, RdmaError], None],
+    ) -> None:
+        """``distrust`` ends a link (from any thread, without waiting) by which something came that its peer had no right to
+        say."""
+        self.device, self.progress, self.post, self.rrefs = device, progress, post, rrefs
+        self.pending, self.expired = outstanding.pending, outstanding.expired
+        self.futures: dict[int, object] = progress.outstanding
         """Those of ``pending`` that users hold futures of."""
-        self._expired: dict[int, Pending] = {}
         self.refused = 0
-        """Answers to calls that were made to another worker, and (``refused_grants``) landing places for no call of ours."""
-        self.refused_grants = 0
-        self.distrust: Callable[[Link, RdmaError], None] = nobody
-        """Ends a link (from any thread, without waiting) by which something came that its peer had no right to say."""
+        """Answers to calls that were made to another worker."""
+        self.observer: Calling | None = None
+        self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
+        self._decode = self.answers.decode
         self._calls = itertools.count(1)
         progress.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
@@ -115,32 +156,10 @@ class Caller:
     ) -> Pending:
         """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
         deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
-        name = serialize.reference(function) or b""
-        label: bytes | str = name
-        tensors: list[torch.Tensor] | None = None
-        parts: list[torch.Tensor] = []
         if context is not None:
             views: dict[int, torch.Tensor] = {}
             args, kwargs = unbound(args, views), unbound(kwargs, views)
-        out, lone = NOTHING, None
-        if not name:
-            label = serialize.label(function, args)
-            payload, tensors = serialize.dumps((function, args, kwargs or {}), link.worker, _CALL, parts)
-        elif kwargs:
-            payload, tensors = serialize.dumps((args, kwargs), link.worker, _CALL[1:], parts)
-            flags |= REFERENCE
-        elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
-            payload = b""
-            flags |= LONE | FLAT | REFERENCE
-        elif (tensors := serialize.flat(args)) is not None:
-            payload = serialize.dump_flat(args)
-            flags |= FLAT | REFERENCE
-        else:
-            payload, tensors = serialize.dumps((args, {}), link.worker, _CALL[1:], parts)
-            flags |= REFERENCE
-        if lone is None and hasattr(function, "_names_callee"):
-            label = serialize.label(function, args)
-        lends = not flags & FLAT and serialize.lends(payload)
+        name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
         call = next(self._calls)
         pending = Pending(self, link, call, timeout)
         now = time.monotonic()
@@ -150,27 +169,14 @@ class Caller:
             pending.since = now
         if flags & CONTROL:
             pending.control = True
-        places = b""
         try:
-            sizes: tuple[int, ...] = ()
-            grant = 0
-            if tensors:
-                described = describe_all(tensors, self.device)
-                sizes = described.sizes
-                granted = link.grants.take(size_classes(sizes)) if sizes else None
-                places_there = granted[1] if granted else None
-                out = pack(described, self.device, link.channel, places_there, self.memory, pending.deadline)
-                grant = granted[0] if granted else 0
-                pending.keep = out.lent
-                if out.lent:
-                    flags |= READS
-            pending.key = (label, sizes)
-            if result_sizes := link.grants.result_sizes.get(pending.key):
-                try:
-                    pending.landing = Landing(link.channel, result_sizes)
-                    places = pending.landing.places
-                except ArenaFull:
-                    pass  # the result finds a place when it is here
+            out, grant = self._place(pending, label, tensors) if tensors else (NOTHING, 0)
+            if out.lent:
+                flags |= READS
+            if not tensors:
+                pending.key = (label, ())
+            places = self._expect(pending) if pending.key in link.grants.result_sizes else b""
+            lends = not flags & FLAT and serialize.lends(payload)
             if grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
                     pending.rref = rref
@@ -178,42 +184,70 @@ class Caller:
                 if context is not None:
                     pending.context, number = context, context.number
                     message = context.send(link.worker, args if lone is not None else [*(tensors or ()), *parts])
+                payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
                 flags |= HEAD
-                payload = REQUEST_HEAD.pack(grant, rref, fork, len(places), number, message) + places + payload
             if future:
-                streams = gpu_streams.current
-                on_gpu = streams is not None and (lends or label in streams.expected)
-                pending.future = Future(self, pending, streams.devices if streams is not None and on_gpu else ())
-                if timeout > 0 and not self._ticking.is_set():
-                    self._ticking.set()
-                if not flags & CONTROL:
-                    self.futures[call] = pending
-                    self.progress.linger(now)
+                self._promise(pending, lends, now)
             self.pending[call] = pending
             if lone is not None:
                 if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
                     return pending
                 out = Outgoing(lone[0], lone[1], 1, [])
-            if link.full and not flags & CONTROL:
-                self._await_room(pending)
-            taken_back = None
-            if not flags & FLAT:
-                taken_back = partial(self._take_back, link, flags, payload, REQUEST_HEAD.size + len(places))
-            self.send(link, REQUEST, call, flags, out, name, payload, pending, taken_back)
+            self._post(pending, flags, out, name, payload)
         except (PeerLost, TransferTimeout) as error:
+            self._not_sent(pending, flags, payload)
             if future and pending.future is None:
                 pending.future = Future(self, pending)
-            self.pending.pop(call, None)
-            self._expired.pop(call, None)
-            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
             if not (pending.answers or pending.done):
                 self._answer(pending, link.why(error) if isinstance(error, PeerLost) else error)
         except BaseException:
-            self.pending.pop(call, None)
+            self._not_sent(pending, flags, payload)
             self.futures.pop(call, None)
-            self._take_back(link, flags, payload, REQUEST_HEAD.size + len(places))
             raise
         return pending
+
+    def _place(self, pending: Pending, label: bytes | str, tensors: list[torch.Tensor]) -> tuple[Outgoing, int]:
+        """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
+        link = pending.link
+        described = describe_all(tensors, self.device)
+        sizes = described.sizes
+        granted = link.grants.take(size_classes(sizes)) if sizes else None
+        places = granted[1] if granted else None
+        out = pack(described, self.device, link.channel, places, self.post.memory, pending.deadline)
+        pending.key, pending.keep = (label, sizes), out.lent
+        return out, granted[0] if granted else 0
+
+    def _expect(self, pending: Pending) -> bytes:
+        """Landing places for the result of a call, whose function's results are known by size."""
+        link = pending.link
+        sizes = link.grants.result_sizes.get(pending.key)
+        if not sizes:  # another thread was faster
+            return b""
+        try:
+            pending.landing = Landing(link.channel, sizes)
+        except ArenaFull:
+            return b""  # the result finds a place when it is here
+        return pending.landing.places
+
+    def _promise(self, pending: Pending, lends: bool, now: float) -> None:
+        """A future of the call, which begins ``now``. ``lends``: it lends memory of GPUs."""
+        streams = gpu_streams.current
+        on_gpu = streams is not None and (lends or pending.key[0] in streams.expected)
+        pending.future = Future(self, pending, streams.devices if streams is not None and on_gpu else ())
+        if pending.deadline is not None and not self._ticking.is_set():
+            self._ticking.set()
+        if not pending.control:
+            self.futures[pending.call] = pending
+            self.progress.linger(now)
+
+    def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
+        link = pending.link
+        if link.full and not flags & CONTROL:
+            self._await_room(pending)
+        dropped = None
+        if not flags & FLAT:
+            dropped = partial(take_back, self.rrefs, link.worker, REQUEST, flags, payload)
+        self.post.send(link, REQUEST, pending.call, flags, out, name, payload, pending, dropped)
 
     def _await_room(self, pending: Pending) -> None:
         """The peer has not read for a while, and as many requests are queued for it as may be."""
@@ -221,40 +255,10 @@ class Caller:
         if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
             raise pending.timed_out()
 
-    def _take_back(self, link: Link, flags: int, payload: bytes, head: int) -> None:
-        """The references in a request that was not sent, and the GPU memory that it lends."""
-        if not flags & FLAT:
-            payload = payload[head:] if flags & HEAD else payload
-            self.rrefs.undo(link.worker, payload)
-            serialize.undo(link.worker, payload)
-
-    def send(
-        self,
-        link: Link,
-        kind: int,
-        call: int,
-        flags: int,
-        out: Outgoing,
-        function: bytes,
-        payload: bytes,
-        keep: Pending | Kept | None,
-        dropped: Callable[[], None] | None = None,
-    ) -> None:
-        """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
-        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keep`` keeps it alive."""
-        table, data = out.table, out.data
-        if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
-            deadline = keep.deadline if isinstance(keep, Pending) else None
-            payload, bulk = bulks.leave((function, payload, table, data), self.memory, link, deadline)
-            function, table, data = b"", b"", b""
-            flags |= BULK
-            if keep is not None:
-                keep.keep = (keep.keep, bulk)
-            if isinstance(keep, Kept):
-                keep.nbytes += bulk.nbytes
-                link.lend(bulk.nbytes)
-        if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
-            link.post(kind, call, flags, out.tensors, function, payload, table, data, dropped)
+    def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
+        self.pending.pop(pending.call, None)
+        self.expired.pop(pending.call, None)
+        take_back(self.rrefs, pending.link.worker, REQUEST, flags, payload)
 
     # -- in
 
@@ -273,13 +277,13 @@ class Caller:
             if self.pending.pop(frame.call, None) is not None:
                 self._answer(pending, frame)
                 return
-        late = self._expired.get(frame.call)
+        late = self.expired.get(frame.call)
         if late is not None:
             if late.link is not link:
                 self._refuse_answer()
             if frame.flags & AWAY and link.channel.reads_take_peer:
                 self._begin_reading(late, frame)
-            elif self._expired.pop(frame.call, None) is not None:
+            elif self.expired.pop(frame.call, None) is not None:
                 self.progress.jobs.append(partial(self._bury, late, frame))
 
     def _begin_reading(self, pending: Pending, frame: Frame) -> None:
@@ -294,19 +298,14 @@ class Caller:
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
             self.progress.interrupt()
-        elif self._expired.pop(pending.call, None) is not None and not lost:
+        elif self.expired.pop(pending.call, None) is not None and not lost:
             self.progress.submit(partial(self._bury, pending, fetch))
 
-    def _read_rest(self, pending: Pending, fetch: Fetch) -> None:
-        """There was no memory for an answer when it came. Wait for that, and for the data, until the call's deadline (of an
-        answer that nobody wants any more for memory only): then it is taken when it is here."""
-        try:
-            fetch.finish(self.memory, None if pending.expired else pending.deadline, patient=not pending.expired)
-        except TransferTimeout:
-            pending.expired = True
-            self._expired[pending.call] = pending
-            fetch.run_on(partial(self._arrived, pending, fetch))
-            raise pending.timed_out() from None
+    def _expect_rest(self, pending: Pending, fetch: Fetch) -> None:
+        """Not all of an answer had come at its call's deadline: it is taken when it is here."""
+        pending.expired = True
+        self.expired[pending.call] = pending
+        fetch.run_on(partial(self._arrived, pending, fetch))
 
     def _refuse_answer(self) -> None:
         self.refused += 1
@@ -380,7 +379,7 @@ class Caller:
         try:
             if streams is not None:
                 streams.touched()
-            value = self.decode(pending, answer)
+            value = self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
             if streams is not None and streams.touched() and not future.on_gpu:
                 # Nobody expected that, so the future does not know of streams. Once for each function.
                 streams.expected.add(pending.key[0])
@@ -416,126 +415,26 @@ class Caller:
                 raise
             if not answered:
                 self._give_up(pending)
-            return self.decode(pending, pending.answers.pop())
+            answer = pending.answers.pop()
+            return self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
         finally:
             if pending.event is not None:
                 pending.event.__exit__(None, None, None)
 
-    def decode(self, pending: Pending, answer: Answer) -> Any:
-        """The result, or raise the exception. Runs user code (unpickling)."""
-        fetch = None
-        if not isinstance(answer, Frame):
-            if isinstance(answer, Exception):
-                raise fresh(answer)
-            if isinstance(answer.error, ArenaFull):
-                self._read_rest(pending, answer)
-            fetch, answer = answer, answer.frame
-        link = pending.link
-        if answer.flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
-            return unpack_lone(answer.body[: answer.table], answer.body[answer.table :])
-        lent = answer.flags & (READS | BULK)
-        deadline = None if pending.expired else pending.deadline
-        try:
-            if fetch is None:
-                frame = bulks.fetch(answer, self.memory, link, deadline)
-            else:
-                frame = fetch.whole(self.memory) if lent & BULK else answer
-        except BaseException:
-            self._release(pending)
-            raise
-        head = frame.function
-        if frame.kind == ERROR:
-            if lent:
-                self._release(pending)
-            raise remote_error.rebuild(frame.body[head : head + frame.payload])
-        grant, places_bytes, message, start = 0, 0, 0, head
-        if frame.flags & HEAD:
-            grant, places_bytes, message = RESPONSE_HEAD.unpack_from(frame.body, head)
-            start += RESPONSE_HEAD.size
-        places = frame.body[start : start + places_bytes]
-        payload_end = head + frame.payload
-        table_end = payload_end + frame.table
-        payload = frame.body[start + places_bytes : payload_end]
-        references = None
-        if not frame.flags & FLAT and payload[0] == serialize.MARK:
-            try:
-                references = self.rrefs.adopt(link.worker, payload)
-            except NotTheirs as error:
-                self.distrust(link, error)
-                raise
-        if grant and not 0 < places_bytes == RemoteRegion.WIRE_SIZE * len(pending.key[1]):
-            self.refused_grants += 1
-            grant = 0
-        if grant:
-            forgone = link.grants.put(size_classes(pending.key[1]), grant, load_places(places, link.places))
-        else:
-            # Large arguments, and no place for those of the next call: the callee has promised as much as it may.
-            forgone = link.grants.make_room(size_classes(pending.key[1])) if pending.key[1] else []
-        if forgone:
-            self._tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
-        if frame.flags & LONE:
-            value = unpack_lone(frame.body[payload_end:table_end], frame.body[table_end:])
-            if message:
-                self._attach(pending, message, [value])
-            return value
-        tensors: list[torch.Tensor] = []
-        sizes: tuple[int, ...] = ()
-        was_read = False
-        try:
-            if frame.tensors:
-                table, data = frame.body[payload_end:table_end], frame.body[table_end:]
-                landing, known = pending.landing, link.places
-                ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
-                if fetch is not None:
-                    ahead = fetch.take()
-                tensors, sizes, was_read = unpack(
-                    table, data, frame.tensors, self.memory, link.channel, landing, known, deadline, ahead
-                )
-        finally:
-            if lent:
-                self._release(pending)
-        if was_read:
-            link.count_read()
-        if not frame.tensors or frame.body[payload_end] != HANDED:  # that says nothing of calls to come
-            link.grants.expect_result(pending.key, sizes)
-        parts: list[torch.Tensor] = []
-        if frame.flags & FLAT:
-            value = serialize.load_flat_one(payload, tensors)
-        else:
-            try:
-                value = serialize.loads(payload, tensors, references, parts)
-            except (AttributeError, ImportError) as error:
-                raise remote_error.unknown_name(error) from error
-        if message:
-            self._attach(pending, message, [*tensors, *parts])
-        return value
-
-    def _attach(self, pending: Pending, message: int, tensors: list[torch.Tensor]) -> None:
-        """Connect what an answer brought to the local graph."""
-        context = pending.context
-        if context is not None and not context.ended:
-            context.attach(pending.link.worker, message, tensors)
-
-    def _release(self, pending: Pending) -> None:
-        """What the callee left in its memory for us has been read, or is not wanted."""
-        self._tell(pending.link, RELEASE, pending.call)
-
-    def _tell(self, link: Link, kind: int, call: int, payload: bytes = b"") -> None:
-        """A frame that means nothing to a peer that is lost."""
-        try:
-            link.post(kind, call, 0, payload=payload)
-        except PeerLost:
-            pass
+    def _read(self, pending: Pending, answer: Answer) -> Any:
+        """The result, or raise the exception."""
+        observer = self.observer
+        return self._decode(pending, answer) if observer is None else observer.reading(self._decode, pending, answer)
 
     # -- giving up
 
     def _expect_late(self, pending: Pending) -> bool:
         """Move a call to those whose answers nobody wants. ``False`` if its answer came at the last moment."""
         # In one table or the other at every moment: ``creates`` must find it.
-        self._expired[pending.call] = pending
+        self.expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
             # It is being entered: where somebody has a future, soon, by the pool.
-            self._expired.pop(pending.call, None)
+            self.expired.pop(pending.call, None)
             if pending.future is None:
                 self.progress.wait_for(pending)
             return False
@@ -556,17 +455,12 @@ class Caller:
     def _bury(self, pending: Pending, answer: Answer) -> None:
         """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
         try:
-            self.decode(pending, answer)
+            self._read(pending, answer)
         except Exception:
             # Whatever was to be told to the caller: it has given up.
             return
         finally:
             self.rrefs.collect()
-
-    def creates(self, rref: int, worker: int) -> bool:
-        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
-        calls = list(self.pending.values()) + list(self._expired.values())
-        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
 
     def forked(self, error: RdmaError) -> None:
         """In a forked child: no answer ever comes to a call of the parent."""
@@ -579,13 +473,13 @@ class Caller:
         that the peer may touch. Futures are completed here and now, but for those whose callbacks may block."""
         link.drop()
         found = []
-        for calls in (self.pending, self._expired):
+        for calls in (self.pending, self.expired):
             for call in [call for call, pending in list(calls.items()) if pending.link is link]:
                 pending = calls.pop(call, None)
                 if pending is None:
                     continue
                 found.append(pending)
-                if calls is self._expired:
+                if calls is self.expired:
                     continue
                 self._answer(pending, error)
                 if pending.future is not None and not pending.future.has_callbacks:
@@ -595,4 +489,4 @@ class Caller:
 
     def stop(self) -> None:
         self.timeouts.stop()
-        self.distrust = nobody
+        self.answers.stop()

@@ -17,19 +17,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from . import agent as _agent
 from . import forked
-from .callee import Callee
+from .agent import Agent
+from .callee import SERVE
+from .future import Pending
 from .link import RING_BYTES, Link
 from .profiled import name_of
 
-if TYPE_CHECKING:
-    from .agent import Agent
-    from .future import Pending
-
 _SHOWN = 20
+_PACKAGE = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
 
 
 def counters() -> dict[str, int]:
@@ -103,7 +101,7 @@ def explain() -> str:
     for call in calls[:_SHOWN]:
         limit = "no limit" if call.deadline is None else f"{call.deadline - now:.1f} s left"
         lines.append(f"  {call.age(now):8.1f} s  {_function(call)} -> {call.link.name}  (call {call.call}, {limit})")
-    running = list(_running())
+    running = list(_running(agent))
     lines.append(f"functions running here for others: {len(running)}; jobs that wait for a thread: {info['agent.num_queued']}")
     lines.extend(f"  {text}" for text in running)
     for link in list(agent.links.by_worker.values()):
@@ -124,23 +122,24 @@ def _function(call: Pending) -> str:
     return name_of(pickle.loads(name)) if name else "a callable with state of its own"
 
 
-def _running() -> Iterator[str]:
-    """Which functions run here for whom, and at which line of the user's: read off the stacks of the threads."""
+def _running(agent: Agent) -> Iterator[str]:
+    """Which functions run here for whom, and at which line of the user's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    package = os.path.dirname(__file__)
-    for ident, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        at: list[str] = []
-        while frame is not None and frame.f_code is not Callee._serve.__code__:
-            if not frame.f_code.co_filename.startswith(package):
-                at.append(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
-            frame = frame.f_back
-        if frame is None:
-            continue
-        held = frame.f_locals
-        title = name_of(held["function"], held.get("args", ())) if "function" in held else "a request that is being read"
+    stacks = sys._current_frames()
+    for ident, request in list(agent.callee.running.items()):
+        at = list(_places(stacks.get(ident)))
+        function = request.function
+        title = "a request that is being read" if function is None else name_of(function, request.args)
         place = " > ... > ".join([*at[-1:], *at[:1]][: len(at)])
-        yield f"{title} <- {held['link'].name}  (call {held.get('call', '?')}, {names.get(ident)}{': ' if at else ''}{place})"
+        yield f"{title} <- {request.link.name}  (call {request.call}, {names.get(ident)}{': ' if at else ''}{place})"
+
+
+def _places(frame: FrameType | None) -> Iterator[str]:
+    """Where a thread is that serves a request, as far as that is not in this package: the innermost first."""
+    while frame is not None and frame.f_code is not SERVE:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            yield f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
 
 
 # -- on demand

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from types import TracebackType
 
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
 _KINDS = 1000
 """Kinds that are told apart. All others are one."""
 _OTHERS = "others", "functions of many kinds"
@@ -47,7 +48,7 @@ def _where(trace: TracebackType | None) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         name = f"{code.co_name} ({os.path.basename(code.co_filename)})"
-        if os.path.dirname(code.co_filename) != _OURS:
+        if not code.co_filename.startswith(_OURS):
             return name
         trace = trace.tb_next
     return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,10 +26,20 @@ if TYPE_CHECKING:
     from .grad_context import Context
 
 
+class Waiting(Protocol):
+    """Sees who waits for futures: see ``observer``."""
+
+    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        """``wait()``."""
+
+
 class Asked(Protocol):
     """The side of this worker that calls, as far as its calls have to ask it."""
 
     progress: Progress
+
+    @property
+    def observer(self) -> Waiting | None: ...
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""
@@ -89,6 +100,10 @@ class Pending:
         """Of a call without a future: wait for the answer, once. Raises what the call did."""
         return self.caller.result(self)
 
+    def hold(self, bulk: torch.Tensor) -> None:
+        """Keep this, which the callee is to READ."""
+        self.keep = (self.keep, bulk)
+
     def expose(self) -> None:
         """Of a call with a future: from here on code of users may depend on its completion."""
         assert self.future is not None
@@ -115,6 +130,25 @@ class Pending:
         return False
 
 
+class Outstanding:
+    """The calls of this worker that are not answered: each in one table or the other at every moment."""
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Pending] = {}
+        """By number: those under way, and (``expired``) those given up, whose answers still have to be taken."""
+        self.expired: dict[int, Pending] = {}
+
+    def creates(self, rref: int, worker: int) -> bool:
+        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
+        calls = list(self.pending.values()) + list(self.expired.values())
+        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is under way."""
+        return all(pending.control for pending in list(self.pending.values()))
+
+
 class Future(torch.futures.Future[Any]):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
@@ -137,15 +171,22 @@ class Future(torch.futures.Future[Any]):
         if not self.done():
             pending = self._pending
             if pending is not None:
-                pending.waited = True
-                if not pending.answers:
-                    # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
-                    self._caller.progress.wait_for(pending)
-                self._caller.finish(pending)
+                observer = self._caller.observer
+                if observer is None:
+                    self._wait(pending)
+                else:
+                    observer.waiting(partial(self._wait, pending), pending)
         found = torch._C.Future.wait(self)
         if self.unforeseen:
             gpu_streams.use_here(tree_leaves(found))
         return found
+
+    def _wait(self, pending: Pending) -> None:
+        pending.waited = True
+        if not pending.answers:
+            # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
+            self._caller.progress.wait_for(pending)
+        self._caller.finish(pending)
 
     def done(self) -> bool:
         return torch._C.Future.done(self)

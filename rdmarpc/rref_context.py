@@ -65,8 +65,9 @@ from collections.abc import Callable
 from typing import Any
 
 from . import gpu_streams, serialize
+from .frames import NotTheirs
 from .rref_forks import Fork, Forks, Resume
-from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail, NotTheirs
+from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
 from .rref_store import Job, RRefStore, created_on
 from .transport.ended import nobody
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from .frames import NotTheirs
 from .here import Call
-from .rref_mail import CHILD, FORK, NotTheirs
+from .rref_mail import CHILD, FORK
 from .rref_store import Job, RRefStore, Send, created_on, id_text
 from .transport import PeerLost, RdmaError
 

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from .transport import RdmaError
+from .frames import NotTheirs
 
 FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
 """Kinds of entries; what they mean is said in ``rref_context``."""
@@ -25,11 +25,6 @@ _ENTRY = struct.Struct("<BQQ")
 MAX_AHEAD = 1 << 16
 """Numbers of one sender taken before one of its earlier ones."""
 _BATCH = 1024  # the reader of the rings takes a whole message at once
-
-
-class NotTheirs(RdmaError):
-    """What came names something that its sender has no say in, where only malice or a bug can be the reason: the link that it
-    came by ends."""
 
 
 class Taken:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from . import gpu_streams
+from .frames import NotTheirs
 from .futures import Value, fail
-from .rref_mail import ACCEPT, PROBE, REFUSE, NotTheirs
+from .rref_mail import ACCEPT, PROBE, REFUSE
 from .transport import PeerLost, RdmaError
 
 LOCAL_BITS = 40

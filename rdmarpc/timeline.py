@@ -28,10 +28,8 @@ import torch
 
 from . import agent as _agent
 from . import trace_events, traced_steps
-from .callee import Callee
-from .caller import Caller
 from .functions import async_execution
-from .traced import Message, Serving, TracedCallee, TracedCaller
+from .traced import Calls
 from .transport import RdmaError, host_id
 
 if TYPE_CHECKING:
@@ -46,13 +44,11 @@ class Timeline:
     60,000 calls (100 MB); how many were dropped before them is in the file (``otherData``)."""
 
     def __init__(self, agent: Agent, path: str | os.PathLike[str]) -> None:
-        if isinstance(agent.caller, TracedCaller):
+        if agent.caller.observer is not None:
             raise RuntimeError("a timeline is being recorded already")
         self.agent, self.rank, self.path = agent, agent.me.id, Path(path)
         (self.path.parent if self.path.suffix == ".json" else self.path).mkdir(parents=True, exist_ok=True)
-        self.message = Message()
-        self.serving: dict[tuple[int, int], Serving] = {}
-        """The requests whose functions run now."""
+        self._calls = Calls(self)
         self._records: deque[tuple[Any, ...]] = deque(maxlen=_LIMIT)
         self._count = itertools.count()
         self._tracks: dict[int, str] = {}
@@ -64,8 +60,7 @@ class Timeline:
         self._gathered: torch.futures.Future[list[int]] = torch.futures.Future()
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
-        agent.caller.timeline = agent.callee.timeline = self  # type: ignore[attr-defined]
-        self._record_as(TracedCaller, TracedCallee)
+        agent.observe(self._calls)
         self._steps = traced_steps.attach(self)
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
@@ -94,29 +89,25 @@ class Timeline:
         return track
 
     def _count_staged(self, nbytes: int) -> None:
-        held = self.message.bytes
+        held = self._calls.message.bytes
         held["staged"] = held.get("staged", 0) + nbytes
         type(self.agent.device).count_staged(self.agent.device, nbytes)
 
     def stop(self) -> None:
         """Note nothing more, but for what is under way on other threads at this moment."""
-        caller = self.agent.caller
         with self._lock:
-            if not isinstance(caller, TracedCaller) or caller.timeline is not self:
+            if self._stopped:
                 return
-            self._record_as(Caller, Callee)
+            self.agent.observe(None)
             self._steps.end()
             self._stopped = time.monotonic_ns()
             del self.agent.device.count_staged
-
-    def _record_as(self, caller: type[Caller], callee: type[Callee]) -> None:
-        self.agent.caller.__class__, self.agent.callee.__class__ = caller, callee
 
     def trace(self) -> trace_events.Trace:
         """What was recorded. After ``stop``."""
         records = list(self._records)
         worker = self._worker | {"dropped": next(self._count) - len(records)}
-        for serving in list(self.serving.values()):
+        for serving in list(self._calls.serving_now.values()):
             records.append(("served", *serving.key, serving.track, *serving.spans(self._stopped)))
         return trace_events.trace_of(worker, records, self._tracks, self._stopped)
 

@@ -1,9 +1,8 @@
 """Both sides of calling, with everything they do noted for a timeline.
 
-An agent that records has its ``caller`` and ``callee`` turned into these classes, and back at the end (their class is their
-state, and nothing of this is on the way of a call when none records). What is noted are facts of one moment or of one span on
-one thread, as tuples; which of them belong to one call is found out when they are written down (``trace_events``). A call is
-named by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
+``Calls`` is the observer (``observer``) of an agent that records. What is noted are facts of one moment or of one span on one
+thread, as tuples; which of them belong to one call is found out when they are written down (``trace_events``). A call is named
+by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
 
     ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written
     ("waited", rank, call, track, begin, end)                                the same: in ``Future.wait``
@@ -19,22 +18,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from .bulks import Kept
-from .callee import Callee
-from .caller import Caller
 from .frames import LONE, REQUEST, RESPONSE, Frame
-from .future import Answer, Future, Pending
-from .grad_context import Context
+from .future import Answer, Pending
 from .link import Link
+from .observer import Noted, Request
 from .profiled import kind_of, name_of
 from .tensors import Outgoing, traffic
 
-if TYPE_CHECKING:
-    from .timeline import Timeline
+
+class Notes(Protocol):
+    """The timeline, as calls write it."""
+
+    rank: int
+
+    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
+        """One fact, on the track of this thread."""
+
+    def track(self) -> int:
+        """The number of this thread."""
 
 
 class Message(threading.local):
@@ -53,6 +58,8 @@ class Serving:
         self.begin = monotonic_ns()
         self.unpickled = self.returned = 0
         self.function = "?"
+        self.outer: Serving | None = None
+        """What this thread served before."""
 
     @property
     def begun(self) -> bool:
@@ -70,132 +77,90 @@ def _inline(nbytes: int) -> dict[str, int]:
 
 
 def _short(values: Sequence[Any]) -> dict[str, int]:
-    """What a message carried that did not go by ``Caller.send``: one small tensor has a shorter way."""
+    """What a message carried that did not go by ``Post.send``: one small tensor has a shorter way."""
     lone = len(values) == 1 and type(values[0]) is torch.Tensor
     nbytes = values[0].numel() * values[0].element_size() if lone else 0
     return _inline(nbytes) | {"tensors": int(lone), "pickle": 0}
 
 
-class TracedCaller(Caller):
-    timeline: Timeline
+class Calls:
+    """The calls of one worker. Thread-safe; any thread may be in here when the recording ends."""
 
-    def request(
-        self,
-        link: Link,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        timeout: float,
-        flags: int,
-        future: bool,
-        rref: int,
-        fork: int,
-        context: Context | None,
-    ) -> Pending:
-        line = self.timeline
-        line.message.bytes = {}
-        begin = monotonic_ns()
-        pending = super().request(link, function, args, kwargs, timeout, flags, future, rref, fork, context)
+    def __init__(self, line: Notes) -> None:
+        self._line = line
+        self.message = Message()
+        self.serving_now: dict[tuple[int, int], Serving] = {}
+        """The requests whose functions run."""
+
+    # -- the calling side
+
+    def begin(self) -> int:
+        self.message.bytes = {}
+        return monotonic_ns()
+
+    def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
         end = monotonic_ns()
-        bytes_sent, line.message.bytes = line.message.bytes or _short(args), {}
-        what = kind_of(function, flags, future), future, name_of(function, args), link.name, bytes_sent
-        line.note("sent", line.rank, pending.call, begin, end, *what)
-        if pending.future is not None:
-            pending.future.__class__ = TracedFuture
-        return pending
+        bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
+        what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
+        self._line.note("sent", self._line.rank, pending.call, begin, end, *what)
 
-    def send(
-        self,
-        link: Link,
-        kind: int,
-        call: int,
-        flags: int,
-        out: Outgoing,
-        function: bytes,
-        payload: bytes,
-        keep: Pending | Kept | None,
-        dropped: Callable[[], None] | None = None,
-    ) -> Any:
+    def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
         if kind == REQUEST or kind == RESPONSE:
             carried = _inline(len(out.data)) if flags & LONE else traffic(out)
-            held = self.timeline.message.bytes
-            held.update(carried, tensors=out.tensors, pickle=len(payload))
-        return super().send(link, kind, call, flags, out, function, payload, keep, dropped)
+            self.message.bytes.update(carried, tensors=out.tensors, pickle=nbytes)
 
-    def decode(self, pending: Pending, answer: Answer) -> Any:
+    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        begin = monotonic_ns()
+        try:
+            wait()
+        finally:
+            self._line.note("waited", self._line.rank, pending.call, begin, monotonic_ns())
+
+    def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
         error = ""
         begin = monotonic_ns()
         try:
-            return super().decode(pending, answer)
+            return decode(pending, answer)
         except BaseException as reason:
             error = type(reason).__name__
             raise
         finally:
-            self.timeline.note("done", self.timeline.rank, pending.call, begin, monotonic_ns(), error)
+            self._line.note("done", self._line.rank, pending.call, begin, monotonic_ns(), error)
 
+    # -- the called side
 
-class TracedFuture(Future):
-    def wait(self) -> Any:
-        caller, pending = self._caller, self._pending
-        if pending is None or not isinstance(caller, TracedCaller):
-            return super().wait()
-        begin = monotonic_ns()
-        try:
-            return super().wait()
-        finally:
-            caller.timeline.note("waited", caller.timeline.rank, pending.call, begin, monotonic_ns())
+    def came(self, link: Link, frame: Frame) -> None:
+        self._line.note("came", link.rank, frame.call, monotonic_ns(), link.name)
 
+    def serving(self, request: Request) -> None:
+        serving = Serving(request.link.rank, request.call, self._line.track())
+        serving.outer, self.message.serving = self.message.serving, serving
+        self.serving_now[serving.key] = serving
 
-class TracedCallee(Callee):
-    timeline: Timeline
-
-    def accept(self, link: Link, frame: Frame) -> None:
-        self.timeline.note("came", link.rank, frame.call, monotonic_ns(), link.name)
-        super().accept(link, frame)
-
-    def _serve(self, link: Link, frame: Frame, *references: Any) -> None:
-        line = self.timeline
-        outer, serving = line.message.serving, Serving(link.rank, frame.call, line.track())
-        line.message.serving = line.serving[serving.key] = serving
-        try:
-            super()._serve(link, frame, *references)
-        finally:
-            if serving.begun:  # else it was held, and another thread may be serving it by now
-                line.note("served", link.rank, frame.call, *serving.spans(monotonic_ns()))
-            if line.serving.get(serving.key) is serving:
-                del line.serving[serving.key]
-            line.message.serving = outer
-
-    def _decode(self, link: Link, frame: Frame, *references: Any) -> Any:
-        decoded = super()._decode(link, frame, *references)
-        serving = self.timeline.message.serving
+    def unpickled(self, request: Request, function: Any, args: Sequence[Any]) -> None:
+        serving = self.message.serving
         if serving is not None:
-            serving.unpickled, serving.function = monotonic_ns(), name_of(*decoded[:2])
-        return decoded
+            serving.unpickled, serving.function = monotonic_ns(), name_of(function, args)
 
-    def _reply(self, link: Link, call: int, control: int, answer: list[Any], *rest: Any) -> None:
-        begin = self._returned(link, call)
-        short = _short(answer)
-        super()._reply(link, call, control, answer, *rest)
-        self._note_reply(link, call, begin, "", short)
-
-    def _fail(self, link: Link, call: int, control: int, error: BaseException, rref: int | None) -> None:
-        begin = self._returned(link, call)
-        super()._fail(link, call, control, error, rref)
-        if rref is None:  # else it has replied
-            self._note_reply(link, call, begin, type(error).__name__, {})
-
-    def _returned(self, link: Link, call: int) -> int:
-        """The function of this call has ended; on its own thread or, of an asynchronous one, on any."""
+    def returned(self, request: Request, values: Sequence[Any] | None) -> Noted:
         now = monotonic_ns()
-        self.timeline.message.bytes = {}
-        serving = self.timeline.message.serving
-        if serving is not None and serving.key == (link.rank, call):
+        self.message.bytes = {}
+        serving = self.message.serving
+        if serving is not None and serving.key == (request.link.rank, request.call):
             serving.returned = serving.returned or now
-        return now
+        return now, {} if values is None else _short(values)
 
-    def _note_reply(self, link: Link, call: int, begin: int, error: str, short: dict[str, int]) -> None:
-        """``short``: what was carried if the reply did not go by ``Caller.send``."""
-        message = self.timeline.message
-        carried, message.bytes = message.bytes or short, {}
-        self.timeline.note("replied", link.rank, call, begin, monotonic_ns(), carried, error)
+    def replied(self, request: Request, noted: Noted, error: str) -> None:
+        begin, short = noted
+        carried, self.message.bytes = self.message.bytes or short, {}
+        self._line.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
+
+    def served(self, request: Request) -> None:
+        serving = self.message.serving
+        if serving is None or serving.key != (request.link.rank, request.call):
+            return  # it began before the recording
+        if serving.begun:  # else it waits for its references, and another thread may be serving it by now
+            self._line.note("served", *serving.key, *serving.spans(monotonic_ns()))
+        if self.serving_now.get(serving.key) is serving:
+            del self.serving_now[serving.key]
+        self.message.serving = serving.outer

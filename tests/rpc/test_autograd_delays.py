@@ -166,7 +166,7 @@ def left():
         **autograd._get_debug_info(),
         "contexts": rpc.counters()["autograd_contexts"],
         "pending": sum(not pending.control for pending in list(me.caller.pending.values())),
-        "expired": len(me.caller._expired),
+        "expired": len(me.caller.expired),
         "sources": len(me.callee._sources),
         "rrefs": rpc.counters()["rrefs"],
         "grad": int(weight.grad is not None),

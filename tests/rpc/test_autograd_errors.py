@@ -362,7 +362,7 @@ def too_slow(rank):
                 good_in_other_thread("worker1")
                 good_in_other_thread("worker2", "worker0")
         gone_everywhere("worker0", "worker1", "worker2")
-        eventually(lambda: len(agent.current().caller._expired) + len(agent.current().caller.pending), 0)
+        eventually(lambda: len(agent.current().caller.expired) + len(agent.current().caller.pending), 0)
         good("worker1", "worker2")
     rpc.shutdown()
 
@@ -395,7 +395,7 @@ def interrupted(rank):
             good_in_other_thread("worker1", "worker2")
             assert known(context_id)
         gone_everywhere("worker0", "worker1", "worker2")
-        eventually(lambda: len(agent.current().caller._expired), 0)
+        eventually(lambda: len(agent.current().caller.expired), 0)
         assert rpc.rpc_sync("worker1", identity, (1,)) == 1
     rpc.shutdown()
 

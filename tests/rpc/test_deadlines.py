@@ -182,7 +182,7 @@ def nothing_stays(how: str) -> None:
         until(lambda: rpc.rpc_sync("worker1", lent) == 0)
         assert same(rpc.rpc_sync("worker1", value, (7, "both")), 7, "both")
     gc.collect()
-    until(lambda: not agent.current().caller._expired and used() <= before)
+    until(lambda: not agent.current().caller.expired and used() <= before)
 
 
 class HeldUp:

@@ -25,13 +25,13 @@ from rdmarpc.frames import (
     FLAT,
     FORGO,
     HEAD,
-    NO_CONTEXT,
     REFERENCE,
     REFERENCES,
     REMOTE,
     REQUEST,
-    REQUEST_HEAD,
     RESPONSE,
+    Head,
+    request_payload,
 )
 from rdmarpc.rref import fork_of
 from rdmarpc.rref_forks import Fork
@@ -123,9 +123,9 @@ def passes_on(number):
 
 
 def creates(rref):
-    head = REQUEST_HEAD.pack(0, rref, rref, 0, NO_CONTEXT, 0)
     flags = HEAD | REMOTE | FLAT | REFERENCE
-    send(0, REQUEST, 1 << 40, flags, head + serialize.dump_flat((1,)), serialize.reference(identity))
+    payload = request_payload(Head(rref=rref, fork=rref), serialize.dump_flat((1,)))
+    send(0, REQUEST, 1 << 40, flags, payload, serialize.reference(identity))
 
 
 def floods(_):

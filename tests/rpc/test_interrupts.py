@@ -39,12 +39,12 @@ def interrupted(rank):
                 rpc.rpc_sync("worker1", slowly, (2.5, large))  # not answered before we have looked, below
             timer.join()
             assert not caller.pending and agent.current().idle
-            ((_, given_up),) = caller._expired.items()
+            ((_, given_up),) = caller.expired.items()
             assert (given_up.expired and given_up.keep is not None) or late
             assert rpc.rpc_sync("worker1", identity, (late,)) == late
             del given_up
             deadline = time.monotonic() + 10
-            while caller._expired:
+            while caller.expired:
                 # The answer is taken though nobody waits.
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

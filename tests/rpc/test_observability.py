@@ -283,6 +283,27 @@ def test_timeline_of_a_run_holds_every_call(tmp_path, transport):
     assert {"MainThread", "caller 0", "caller 1", "caller 2", "caller 3"} <= names
 
 
+def stop_when_a_request_comes(rank):
+    line = agent.current().timeline
+    if rank == 1:
+        note = line.note
+
+        def stops(kind, *fields):
+            note(kind, *fields)
+            if kind == "came":
+                line.stop()
+
+        line.note = stops
+    rpc.api._wait_all_workers(20)
+    if rank == 0:
+        assert [rpc.rpc_sync("worker1", double, (number,)) for number in range(3)] == [0, 2, 4]
+    rpc.shutdown()
+
+
+def test_a_recording_that_ends_while_a_request_is_read_fails_no_call(tmp_path):
+    results(run_group(stop_when_a_request_comes, 2, timeline=str(tmp_path)))
+
+
 def leave_at_once(rank):
     other = f"worker{1 - rank}"
     for _ in range(20):
