@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler as torch_profiler
 
-from . import exits, forked, gpu, gpu_streams, grad_pass, here, holding, permits, profiled, serialize, timeline
+from . import exits, forked, gpu, gpu_streams, grad_pass, here, holding, permits, profiled, serialize
 from .callee import Callee
 from .caller import Caller
 from .carrier import Carrier
@@ -30,7 +30,7 @@ from .group import Group
 from .link import Link
 from .links import Links, listens
 from .members import Members
-from .observer import Observer
+from .observer import Observer, Recorder
 from .options import RpcBackendOptions
 from .patience import Patience
 from .post import Post
@@ -47,7 +47,6 @@ from .transport import (
     RdmaError,
     TransferTimeout,
     cuda_driver,
-    kept,
     open_device,
 )
 from .transport.guard import Guard, broken_by
@@ -57,9 +56,7 @@ if TYPE_CHECKING:
     from . import grad_flow, rref
 
 _CONNECT_TIMEOUT_S = 10.0
-_LEAVE_TIMEOUT_S = 5.0
 _GOODBYE_S, _PAUSE_S = 5.0, 0.001
-_IDLE_POLL_S = 0.005
 _PASSED_S = 1e-9
 _CONNECT_S = 1.0
 
@@ -104,13 +101,13 @@ class Agent:
         self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
         self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
         """Draws numbers unique in the group: our own above 40 bits of count."""
-        outstanding = Outstanding()
+        self.outstanding = Outstanding()
         self.rrefs = RRefContext(
             self.number,
             names=self.group.name_of,
             new_id=self.new_id,
             run=lambda job: self.progress.owe(job),
-            under_way=outstanding.creates,
+            under_way=self.outstanding.creates,
             knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
@@ -132,14 +129,15 @@ class Agent:
             self.links.at_once = gpu.current.let_go
         self.memory = Patience(self)
         self.post = Post(self.memory)
-        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, outstanding, self.links.distrust)
+        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, self.outstanding, self.links.distrust)
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(
             self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, self.links.distrust
         )
         self.caller.timeouts.on_tick = self._look_after
         self.termination = Termination(self)
-        self.timeline = timeline.for_run(self)
+        self.timeline: Recorder | None = None
+        """Of the whole run, if one is recorded: handed in by whoever made us."""
 
     def _open_gpus(self) -> gpu.Gpus | None:
         if not cuda_driver.count():
@@ -424,64 +422,20 @@ class Agent:
     def idle(self) -> bool:
         """Whether no user's call is outstanding here, and no function runs."""
         held = any(link.held.any for link in list(self.links.rows.values()))
-        return not (held or self.progress.busy) and all(pending.control for pending in list(self.caller.pending.values()))
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Requests of users sent, and answered, ever."""
-        _, requests, answers, *_ = self.links.counts
-        return requests, answers
+        return not (held or self.progress.busy) and self.outstanding.idle
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
-        deadline = time.monotonic() + timeout if timeout else None
         parted = False
         try:
             if graceful:
-                self.rrefs.collect()
-                if self.group.dynamic:
-                    self._leave(deadline)
-                else:
-                    self.termination.wait(deadline)
-                    self._let_gpus_finish(deadline)
-                    if self.timeline is not None:
-                        self.timeline.gather(deadline)
-                    self.group.part()
+                self.termination.part(time.monotonic() + timeout if timeout else None)
                 parted = True
-        except RdmaError as error:
-            self.termination.fail(kept(error))  # who has come already, and waits for all others
-            # Others may still wait for functions that run here.
-            self._finish(deadline)
-            raise
         finally:
             if not parted:
                 self.say_goodbye()
             self.group.leave()
             self.close()
-
-    def _leave(self, deadline: float | None) -> None:
-        """A dynamic group: our own calls end first; then no new caller finds us, and who called gets its answer."""
-        while any(not pending.control for pending in list(self.caller.pending.values())):
-            if deadline is not None and time.monotonic() > deadline:
-                raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
-            time.sleep(_IDLE_POLL_S)
-        self.group.leave()
-        self._finish(deadline)
-
-    def _finish(self, deadline: float | None) -> None:
-        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
-        limit = time.monotonic() + _LEAVE_TIMEOUT_S
-        limit = limit if deadline is None else min(limit, deadline)
-        while not (self.idle and self.callee.settled and self.links.flushed) and time.monotonic() < limit:
-            time.sleep(_IDLE_POLL_S)
-        self._let_gpus_finish(deadline)
-
-    def _let_gpus_finish(self, deadline: float | None) -> None:
-        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
-        limit = time.monotonic() + _LEAVE_TIMEOUT_S
-        limit = limit if deadline is None else min(limit, deadline)
-        while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
-            time.sleep(_IDLE_POLL_S)
 
     def say_goodbye(self) -> None:
         """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits at most for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import agent as _agent
-from . import autograd, debug, exits, here
+from . import autograd, debug, exits, here, timeline
 from . import script as _script  # noqa: F401 (says how TorchScript travels)
 from .agent import Agent
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -63,6 +63,7 @@ def init_rpc(
         need_descriptors(_DESCRIPTORS)
         with contextlib.ExitStack() as undo:
             agent = Agent(name, int(rank), world_size, options, undo)
+            agent.timeline = timeline.for_run(agent)
             undo.pop_all()
     except (OSError, RuntimeError, ImportError) as error:
         if not (hint := hint_for(error)):

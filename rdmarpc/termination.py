@@ -6,16 +6,47 @@ import itertools
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
+from . import gpu, here
+from .callee import Callee
 from .functions import TOLD_WHO
+from .future import Outstanding
 from .futures import fail
-from .transport import RdmaError, TransferTimeout, fresh
+from .group import Group
+from .links import Links
+from .members import Members
+from .observer import Recorder
+from .rref_context import RRefContext
+from .transport import RdmaError, TransferTimeout, fresh, kept
 
-if TYPE_CHECKING:
-    from .agent import Agent
+_LEAVE_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.005
+
+
+class Worker(here.Agent, Protocol):
+    """Who leaves the group, and what of it has to come to an end first."""
+
+    @property
+    def workers(self) -> Members: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is outstanding here, and no function runs."""
+
+    group: Group
+    links: Links
+    callee: Callee
+    outstanding: Outstanding
+    rrefs: RRefContext
+    timeline: Recorder | None
+    termination: Termination
+
+
+_current: Callable[[], Worker] = here.current
 
 
 class Termination:
@@ -26,7 +57,7 @@ class Termination:
     is under way.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Worker) -> None:
         self._agent = weakref.proxy(agent)
         self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
         self._round = 0
@@ -68,6 +99,49 @@ class Termination:
         if self._waiting is not None:
             self._waiting.set()
 
+    def part(self, deadline: float | None) -> None:
+        """Serve until nothing is left to do, anywhere (in a dynamic group: here), and take leave. Raises ``RdmaError`` where
+        that cannot be: what others wait for here has had its time then."""
+        agent = self._agent
+        try:
+            agent.rrefs.collect()
+            if agent.group.dynamic:
+                self._leave(deadline)
+                return
+            self.wait(deadline)
+            self._let_gpus_finish(deadline)
+            if agent.timeline is not None:
+                agent.timeline.gather(deadline)
+            agent.group.part()
+        except RdmaError as error:
+            self.fail(kept(error))  # who has come already, and waits for all others
+            # Others may still wait for functions that run here.
+            self._finish(deadline)
+            raise
+
+    def _leave(self, deadline: float | None) -> None:
+        """A dynamic group: our own calls end first; then no new caller finds us, and who called gets its answer."""
+        agent = self._agent
+        while not agent.outstanding.idle:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
+            time.sleep(_IDLE_POLL_S)
+        agent.group.leave()
+        self._finish(deadline)
+
+    def _finish(self, deadline: float | None) -> None:
+        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
+        agent, limit = self._agent, _limit(deadline)
+        while not (agent.idle and agent.callee.settled and agent.links.flushed) and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
+        self._let_gpus_finish(deadline)
+
+    def _let_gpus_finish(self, deadline: float | None) -> None:
+        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
+        limit = _limit(deadline)
+        while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
+
     def wait(self, deadline: float | None) -> None:
         """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
         agent = self._agent
@@ -81,7 +155,8 @@ class Termination:
                 self._sleep(threading.Event(), deadline, 0.001)
             arrived = threading.Event()
             self._waiting = arrived
-            arguments = (number, *agent.counts)
+            _, sent, answered, *_ = agent.links.counts
+            arguments = (number, sent, answered)
             future = agent.call_async(leader, _report, arguments, None, 0, control=True)
             future.add_done_callback(lambda _, arrived=arrived: arrived.set())
             if self._error is not None:
@@ -102,10 +177,13 @@ class Termination:
             )
 
 
-def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:
-    from . import agent
+def _limit(deadline: float | None) -> float:
+    limit = time.monotonic() + _LEAVE_TIMEOUT_S
+    return limit if deadline is None else min(limit, deadline)
 
-    me = agent.current()
+
+def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+    me = _current()
     return me.termination.report(number, me.group.worker(sender).id, sent, answered)
 
 

@@ -22,18 +22,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import agent as _agent
 from . import trace_events, traced_steps
+from .agent import Agent
 from .functions import async_execution
 from .traced import Calls
 from .transport import RdmaError, host_id
-
-if TYPE_CHECKING:
-    from .agent import Agent
 
 _LIMIT = 300_000
 _GATHER_TIMEOUT_S = 60.0
@@ -192,7 +190,7 @@ def for_run(agent: Agent) -> Timeline | None:
 
 def _hand_over() -> bytes:
     line = _agent.current().timeline
-    if line is None:
+    if not isinstance(line, Timeline):
         return b""
     line.stop()
     return json.dumps(line.trace()).encode()
@@ -202,7 +200,7 @@ def _hand_over() -> bytes:
 def _written(rank: int) -> torch.futures.Future[Any]:
     """Whether rank 0, which this is, has written the timeline of that worker; once it has tried."""
     line = _agent.current().timeline
-    if line is not None:
+    if isinstance(line, Timeline):
         return line._gathered.then(lambda gathered: rank in gathered.value())
     never: torch.futures.Future[bool] = torch.futures.Future()
     never.set_result(False)
