@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import struct
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from .callee import Callee
 from .caller import Caller
 from .carrier import Carrier
 from .device_maps import Targets
-from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE, NotTheirs
+from .frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from .future import Future, Outstanding, Pending, timed_out
 from .grad_context import Contexts
 from .grad_context import current as _current_context
@@ -35,21 +34,22 @@ from .options import RpcBackendOptions
 from .patience import Patience
 from .post import Post
 from .progress import Progress
+from .reading import Handler, Reading
 from .rref_context import RRefContext
 from .rref_forks import Fork
 from .rref_store import LOCAL_BITS
 from .termination import Termination
 from .transport import (
     Channel,
+    Device,
     NotSupported,
     PeerLost,
-    Poller,
     RdmaError,
     TransferTimeout,
     cuda_driver,
     open_device,
 )
-from .transport.guard import Guard, broken_by
+from .transport.guard import Guard
 from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -70,98 +70,96 @@ class Agent:
         self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
     ) -> None:
         """``undo`` takes what is to be done, the last first, if something of this raises."""
-        self.group = Group(name, rank, world_size, options)
-        self.me = self.group.me
-        self.options, self.rpc_timeout = options, options.rpc_timeout
         self.since = time.monotonic()
-        serialize.use_cloudpickle(options.pickler == "cloudpickle")
-        permits.use(None if options.allow is None else permits.Permits(options.allow))
-        grad_pass.first_call()
+        self.options, self.rpc_timeout = options, options.rpc_timeout
+        _use(options)
         self.guard = Guard("rdmarpc")
         self.ready = threading.Event()  # peers may connect before we are complete
-        secret, kind = self.group.begin(options)
-        if kind == "shm" and cuda_driver.count():
-            kind = "cuda"  # which is that, and GPU memory besides
-        self.device = open_device(
-            kind,
-            require=options.require,
-            tls=options.tls,
-            secret=secret,
-            arena_limit=options.arena_limit,
-            on_connect=self._on_connect,
-            peer_timeout=options.peer_timeout,
-        )
+        self._at_close: list[Callable[[], None]] = []
+        self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
+        """What gives each, while it lives."""
+        self.timeline: Recorder | None = None
+        """Of the whole run, if one is recorded: handed in by whoever made us."""
+
+        # The group, and the device by which its workers are reached.
+        self.group = Group(name, rank, world_size, options)
+        self.me = self.group.me
+        self.device = _open_device(self.group, options, self._on_connect)
         undo.callback(self.device.close)
         self.device.pin()
-        key = self.device.memory.identity.public.hex()
-        self.group.join(self.device.address.decode(), key, options, partial(listens, self.device))
+        _join(self.group, self.device, options)
         undo.callback(self.group.leave)
+        self.number, self.workers, self.resolve = self.group.number, self.group.workers, self.group.resolve
         if options.require:
-            self._check_ways()
-        self.workers, self.number, self.resolve = self.group.workers, self.group.number, self.group.resolve
+            _check_ways(self.group, self.device)
+        poller = self.device.poller()
+        self.progress = Progress(poller, options.num_worker_threads, "rdmarpc")
+        undo.callback(self.progress.stop)
+
+        # What outlives calls: references and contexts; then the links, and what goes over them.
+        self.outstanding = Outstanding()
         self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
         """Draws numbers unique in the group: our own above 40 bits of count."""
-        self.outstanding = Outstanding()
         self.rrefs = RRefContext(
             self.number,
             names=self.group.name_of,
             new_id=self.new_id,
-            run=lambda job: self.progress.owe(job),
+            run=self.progress.owe,
             under_way=self.outstanding.creates,
             knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
-        self._at_close: list[Callable[[], None]] = []
-        self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
-        """What gives each, while it lives."""
-        self._poller = self.device.poller()
-        self.progress = Progress(self._poller, self._read, options.num_worker_threads, "rdmarpc")
-        undo.callback(self.progress.stop)
-        self.links = Links(
-            self.device, self._poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout
-        )
-        self._links, self._rows = self.links.by_worker, self.links.rows
+        self.links = Links(self.device, poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout)
+        self._links = self.links.by_worker
         self._carrier = Carrier(self.number, self.device.name, self.links, self.rrefs)
-        self.contexts = Contexts(self.number, self._tell_end)
-        gpu.current = self._open_gpus()
-        gpu_streams.current = None if gpu.current is None else gpu.current.streams
-        if gpu.current is not None:
-            self.links.at_once = gpu.current.let_go
+        self.contexts = Contexts(self.number, partial(_tell_end, self.links))
+        self._open_gpus()
         self.memory = Patience(self)
         self.post = Post(self.memory)
-        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, self.outstanding, self.links.distrust)
-        undo.callback(self.caller.stop)
-        self.callee: Callee = Callee(
-            self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, self.links.distrust
-        )
-        self.caller.timeouts.on_tick = self._look_after
-        self.termination = Termination(self)
-        self.timeline: Recorder | None = None
-        """Of the whole run, if one is recorded: handed in by whoever made us."""
 
-    def _open_gpus(self) -> gpu.Gpus | None:
+        # Both sides of calling; from here on peers are heard.
+        distrust = self.links.distrust
+        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, self.outstanding, distrust)
+        undo.callback(self.caller.stop)
+        self.callee: Callee = Callee(self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, distrust)
+        self.termination = Termination(self)
+        resume = partial(holding.resume, self.callee)
+        self.reading = Reading(self.links, self.progress, self.device.name, resume, self._takes())
+        self.progress.start(self.reading.read)
+        self.caller.timeouts.on_tick = self._look_after
+
+    def _takes(self) -> dict[int, Handler]:
+        """Who takes which kind of frames."""
+        callee, rrefs, contexts, jobs = self.callee, self.rrefs, self.contexts, self.progress.jobs
+        return {
+            REQUEST: callee.accept,
+            RESPONSE: self.caller.answer,
+            ERROR: self.caller.answer,
+            RELEASE: lambda link, frame: callee.release(link, frame.call),
+            FORGO: callee.forgo,
+            REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
+            ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
+        }
+
+    def _open_gpus(self) -> None:
+        gpu.current = gpu_streams.current = None
         if not cuda_driver.count():
-            return None
+            return
+        group = self.group
 
         def plan(number: int) -> tuple[str, str]:
-            record = self.group.record(number)
+            record = group.record(number)
             if record is None:
-                raise self.group.departed(number)
+                raise group.departed(number)
             return record.name, record.devices
 
         def call(worker: int, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
-            return self.call(self.group.worker(worker), function, args, None, timeout, control=True)
+            return self.call(group.worker(worker), function, args, None, timeout, control=True)
 
         targets = Targets(self.me.name, self.options.device_maps, plan)
-        return gpu.Gpus(self.number, self.device, targets, self.links.to, call)
-
-    def _check_ways(self) -> None:
-        """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
-        for record in self.group.workers.records():
-            if record.number != self.group.number and (why := self.device.why_not(record.address.encode())):
-                self.group.leave()
-                hint = "`rdmarpc doctor` at both workers says what is missing"
-                raise NotSupported(f"not reached by what is required: {why}", peer=record.name, hint=hint)
+        gpu.current = gpu.Gpus(self.number, self.device, targets, self.links.to, call)
+        gpu_streams.current = gpu.current.streams
+        self.links.at_once = gpu.current.let_go
 
     # -- for the layers above
 
@@ -320,59 +318,6 @@ class Agent:
         self.ready.wait(_CONNECT_TIMEOUT_S)
         return self.links.on_connect(channel)
 
-    def _read(self, row: int, fresh: int) -> None:
-        """Read the frames that were announced (holder of the polling role)."""
-        if row == Poller.KICK:
-            while self.links.gone_rows:
-                self.links.forget_row(self.links.gone_rows.popleft())
-            return
-        link = self._rows.get(row)
-        while link is None:  # added a moment ago by another thread
-            time.sleep(0)
-            link = self._rows.get(row)
-        for _ in range(fresh):
-            try:
-                frame = link.read()
-            except RdmaError as error:
-                self.links.refuse(link, error)
-                return
-            if frame is None:
-                continue
-            kind = frame.kind
-            try:
-                if kind == REQUEST:
-                    self.callee.accept(link, frame)
-                elif kind == RESPONSE or kind == ERROR:
-                    self.caller.answer(link, frame)
-                elif kind == RELEASE:
-                    self.callee.release(link, frame.call)
-                elif kind == FORGO:
-                    self.callee.forgo(link, frame)
-                elif kind == REFERENCES:
-                    self.rrefs.receive(link.worker, frame.body)
-                elif kind == ENDED:
-                    self.progress.jobs.append(partial(self.contexts.end, frame.call, link.worker))
-                elif kind == GOODBYE:
-                    raised, words = frame.body[: frame.function], frame.body[frame.function :]
-                    link.goodbye = raised.decode(errors="replace"), words.decode(errors="replace")
-            except NotTheirs as error:
-                self.links.refuse(link, error)
-                return
-            except struct.error as reason:
-                text = f"what came is no message (frame of kind {kind}: {reason})"
-                self.links.refuse(link, RdmaError(text, peer=link.name))
-                return
-            except Exception as error:  # whoever reads, reads for everybody
-                self.guard.note(error, "handling a message")
-                self.links.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self.device.name))
-                return
-        if link.behind:
-            link.flush()
-            self.progress.completed()
-        if link.held.any:
-            holding.resume(self.callee, link)
-        link.give_credit()
-
     def _ended(self, link: Link, error: RdmaError) -> list[Any]:
         """A worker is lost, or has left: see ``Links``."""
         touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
@@ -389,16 +334,6 @@ class Agent:
             except BaseException as reason:  # the others have to hear of it too
                 self.guard.note(reason, "telling of a lost worker")
         return touched
-
-    def _tell_end(self, worker: int, context: int) -> None:
-        """An autograd context is over: a worker that heard of it from us is told."""
-        link = self._links.get(worker)
-        if link is None:
-            return  # lost, and its part with it
-        try:
-            link.post(ENDED, context, CONTROL)
-        except RdmaError:
-            pass
 
     def _look_after(self) -> None:
         """Every second or so."""
@@ -476,6 +411,7 @@ class Agent:
             except Exception as reason:  # the rest has to be closed, too
                 self.guard.note(reason, "closing what this worker had")
         self.progress.end()
+        self.reading.close()
         self.links.close()
         self._lost_callbacks.clear()
         if self.timeline is not None:
@@ -496,6 +432,53 @@ class Agent:
             link.lost = link.lost or error
             link.explained.set()
             self.caller.lost(link, error)
+
+
+def _use(options: RpcBackendOptions) -> None:
+    """What is of the whole process."""
+    serialize.use_cloudpickle(options.pickler == "cloudpickle")
+    permits.use(None if options.allow is None else permits.Permits(options.allow))
+    grad_pass.first_call()
+
+
+def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[[Channel], bytes]) -> Device:
+    secret, kind = group.begin(options)
+    if kind == "shm" and cuda_driver.count():
+        kind = "cuda"  # which is that, and GPU memory besides
+    return open_device(
+        kind,
+        require=options.require,
+        tls=options.tls,
+        secret=secret,
+        arena_limit=options.arena_limit,
+        on_connect=on_connect,
+        peer_timeout=options.peer_timeout,
+    )
+
+
+def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
+    key = device.memory.identity.public.hex()
+    group.join(device.address.decode(), key, options, partial(listens, device))
+
+
+def _check_ways(group: Group, device: Device) -> None:
+    """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
+    for record in group.workers.records():
+        if record.number != group.number and (why := device.why_not(record.address.encode())):
+            group.leave()
+            hint = "`rdmarpc doctor` at both workers says what is missing"
+            raise NotSupported(f"not reached by what is required: {why}", peer=record.name, hint=hint)
+
+
+def _tell_end(links: Links, worker: int, context: int) -> None:
+    """An autograd context is over: a worker that heard of it from us is told."""
+    link = links.by_worker.get(worker)
+    if link is None:
+        return  # lost, and its part with it
+    try:
+        link.post(ENDED, context, CONTROL)
+    except RdmaError:
+        pass
 
 
 def _known(workers: Members, worker: int) -> bool:

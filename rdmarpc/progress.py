@@ -53,11 +53,11 @@ _NEVER = _Never()
 
 
 class Progress:
-    """``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block.
-    ``threads``: user functions that may run at once."""
+    """``threads``: user functions that may run at once. Nothing is read, and nothing runs, before ``start``."""
 
-    def __init__(self, poller: Poller, read: Callable[[int, int], None], threads: int, name: str) -> None:
-        self._poller, self._read, self._limit, self._name = poller, read, threads, name
+    def __init__(self, poller: Poller, threads: int, name: str) -> None:
+        self._poller, self._limit, self._name = poller, threads, name
+        self._read: Callable[[int, int], None] = nobody
         self.jobs: deque[Job] = deque()
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
@@ -92,9 +92,13 @@ class Progress:
         self._spawn_lock = threading.Lock()
         self._lingers_until = 0.0
         self._stopping = False
+
+    def start(self, read: Callable[[int, int], None]) -> None:
+        """``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block."""
+        self._read = read
         for _ in range(2):
             self._spawn()
-        watchdog = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
+        watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
         try:
             watchdog.start()
         except BaseException:

@@ -161,10 +161,10 @@ def decode_late(function, seconds):
     callee = agent.current().callee
     decode = callee._decode
 
-    def slow_decode(link, frame, *more):
-        if function.encode() in frame.body:
+    def slow_decode(request):
+        if function.encode() in request.frame.body:
             time.sleep(seconds)
-        return decode(link, frame, *more)
+        return decode(request)
 
     callee._decode = slow_decode
 

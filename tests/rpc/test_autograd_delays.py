@@ -17,6 +17,7 @@ from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc import agent, autograd
+from rdmarpc.frames import ERROR, REQUEST, RESPONSE
 
 WORKERS, THREADS, CONTEXTS = 4, 3, 8
 SIZE = 3000  # doubles: goes to landing places
@@ -41,8 +42,9 @@ class Late:
         self.waiting, self.changed = [], threading.Condition()
         me = agent.current()
         self.accept, self.answer, self.end = me.callee.accept, me.caller.answer, me.contexts.end
-        me.callee.accept = lambda link, frame: self.later(self.accept, link, frame)
-        me.caller.answer = lambda link, frame: self.later(self.answer, link, frame)
+        takes = me.reading.handlers
+        takes[REQUEST] = lambda link, frame: self.later(self.accept, link, frame)
+        takes[RESPONSE] = takes[ERROR] = lambda link, frame: self.later(self.answer, link, frame)
         me.contexts.end = lambda *args: self.later(self.end, *args)
         threading.Thread(target=self.run, daemon=True).start()
 

@@ -12,6 +12,7 @@ from group import dismiss, on_every_device, results, run_group, until_dismissed
 
 import rdmarpc as rpc
 from rdmarpc import agent
+from rdmarpc.frames import REQUEST
 
 T = 20.0
 
@@ -33,7 +34,7 @@ def cannot_handle(rank):
                 raise MemoryError("nobody expected this")
             accept(link, frame)
 
-        here.callee.accept = fails
+        here.reading.handlers[REQUEST] = fails
         rpc.rpc_sync("worker1", identity, (1,))
         rpc.rpc_sync("worker2", identity, (1,))
         dismiss("worker1")
@@ -97,7 +98,7 @@ def loops_fail(rank):
     here.progress._read = Raises(here.progress._read, 2)
     limit = time.monotonic() + T
     while here.progress._read.left and time.monotonic() < limit:
-        here._poller.kick()
+        here.progress.interrupt()
         time.sleep(0.01)
     for number in range(50):
         assert rpc.rpc_sync(other, identity, (number,), timeout=T) == number
