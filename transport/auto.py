@@ -20,7 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -30,15 +30,13 @@ import torch
 from . import cuda_driver, verbs_sysfs
 from .arena import Pool
 from .channel import Channel
-from .device import Device, OnConnect, host_id
+from .device import Device, DeviceOptions, host_id
 from .errors import NotSupported, RdmaError
 from .guard import hint_for
-from .memory import Memory
 from .notify import Poller
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
 from .tcp import TcpDevice
-from .tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -65,30 +63,11 @@ class Refusal:
 
 
 class AutoDevice(Device):
-    """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``require``: ``"rdma"`` or empty.
-    ``tls``: for tcp and verbs (``tls``). ``channel.device`` is the device that reaches that peer."""
+    """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``channel.device`` is the device that
+    reaches that peer."""
 
-    def __init__(
-        self,
-        place: str = "",
-        *,
-        secret: bytes = b"",
-        arena_limit: int | None = None,
-        on_connect: OnConnect | None = None,
-        peer_timeout: float = 10.0,
-        memory: Memory | None = None,
-        require: str = "",
-        tls: bool | TlsOptions = False,
-    ) -> None:
-        super().__init__(
-            "auto",
-            secret=secret,
-            arena_limit=arena_limit,
-            on_connect=on_connect,
-            peer_timeout=peer_timeout,
-            memory=memory,
-            shared=True,
-        )
+    def __init__(self, place: str, options: DeviceOptions) -> None:
+        super().__init__("auto", options, shared=True)
         self.devices: dict[str, Device] = {}
         """By their names: those that could be opened."""
         self.refused: dict[str, Refusal] = {}
@@ -97,18 +76,17 @@ class AutoDevice(Device):
         self._reasons: weakref.WeakKeyDictionary[Channel, str] = weakref.WeakKeyDictionary()  # of those that fell back
         self._told: set[str] = set()
         self._fallbacks = 0
-        options: dict[str, Any] = {"secret": secret, "on_connect": on_connect, "peer_timeout": peer_timeout}
-        options["memory"] = self.memory
+        each = replace(options, memory=self.memory, arena_limit=None, require="")
         try:
-            self._open("shm", lambda: _open_shm(options))
+            self._open("shm", lambda: _open_shm(each))
             if self._has_rdma:
-                self._open("verbs", lambda: _open_verbs({**options, "tls": tls}))
+                self._open("verbs", lambda: _open_verbs(each))
             else:
                 self.refused["verbs"] = Refusal("this host has no RDMA device")
-            if require:
+            if options.require:
                 self.refused["tcp"] = Refusal("require='rdma' forbids it")
             else:
-                self._open("tcp", lambda: TcpDevice(place, tls=tls, **options))
+                self._open("tcp", lambda: TcpDevice(place, each))
                 if place and "tcp" in self.refused:
                     raise NotSupported(self.refused["tcp"].why, device="tcp", hint=self.refused["tcp"].hint)
             if not self.devices:
@@ -118,7 +96,7 @@ class AutoDevice(Device):
             raise
         self.port = max(device.port for device in self.devices.values())
         for device in self.devices.values():
-            device._join(self)
+            device.door.join(self._arrived, self._lost)
 
     def _open(self, kind: str, make: Callable[[], Device]) -> None:
         try:
@@ -228,7 +206,10 @@ class AutoDevice(Device):
         if self._has_rdma and channel.device.name == "tcp":
             theirs = Refusal("the peer came over tcp", "the log of the peer says why")
             self._fell_back(channel, channel.peer, self.refused.get("verbs", theirs))
-        super()._arrived(channel)
+        self.door.arrived(channel)
+
+    def _lost(self, channel: Channel) -> None:
+        self.on_lost(channel)
 
     def _fell_back(self, channel: Channel, peer: str, refusal: Refusal) -> None:
         with self._lock:
@@ -275,10 +256,10 @@ class AutoDevice(Device):
         """Each device hears of it."""
 
 
-def _open_verbs(options: dict[str, Any]) -> Device:
+def _open_verbs(options: DeviceOptions) -> Device:
     from .verbs import VerbsDevice
 
-    device = VerbsDevice(**options)
+    device = VerbsDevice("", options)
     try:
         device.pin()  # where that cannot be, verbs is of no use here
     except RdmaError:
@@ -287,13 +268,13 @@ def _open_verbs(options: dict[str, Any]) -> Device:
     return device
 
 
-def _open_shm(options: dict[str, Any]) -> ShmDevice:
+def _open_shm(options: DeviceOptions) -> ShmDevice:
     # Neither question touches a GPU, and opening ``cuda`` does not.
     if not cuda_driver.kind() or not cuda_driver.count():
-        return ShmDevice(**options)
+        return ShmDevice(options)
     from .cuda import CudaDevice
 
-    return CudaDevice(**options)
+    return CudaDevice(options)
 
 
 def _split(address: bytes) -> dict[str, str]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ from .arena import PINNED_SEGMENT_BYTES
 from .channel import Channel
 from .cuda_arena import GpuArena, GpuSegment, settle
 from .cuda_channel import CudaChannel
+from .device import DeviceOptions
 from .errors import NotSupported, PeerLost, RegistrationError
 from .region import Region, RemoteRegion
 from .shm import ShmDevice
@@ -51,10 +51,10 @@ class CudaDevice(ShmDevice):
     kind = "cuda"
     channel_type = CudaChannel
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, options: DeviceOptions) -> None:
         if why := why_not():
             raise NotSupported(why, device="cuda", hint="open shm, or auto, which is shm here")
-        super().__init__(**options)
+        super().__init__(options)
 
     def _attach(self) -> None:
         arena = self.memory.gpu

@@ -13,28 +13,141 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
-from .arena import Pool, Segment
+from .arena import Pool
 from .auth import check_secret
 from .channel import Channel
 from .ended import nobody
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
 from .heartbeat import MIN_TIMEOUT_S, Looks
 from .identity import uid_of
-from .memory import Memory
+from .memory import Listener, Memory
 from .notify import Poller
 from .region import Region, RemoteRegion, local_bytes
+from .tls_options import TlsOptions
+from .tls_options import check as check_tls
 from .user_secret import user_secret
 
 OnConnect = Callable[[Channel], bytes]
+Tell = Callable[[Channel], None]
 _CLOSE_TIMEOUT_S = 1.0
 _FORKED, _FORK_HINT = "a device cannot be used in a forked child", "fork first, or use spawn"
 _REASONS = 100
 
 
-class Device(abc.ABC):
+def check_require(require: str) -> None:
+    """``ValueError`` for what cannot be required."""
+    if require not in ("", "rdma"):
+        raise ValueError(f"require is 'rdma' or empty, got {require!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How to open a device, whatever its kind.
+
+    ``secret``: at least 16 random bytes that both ends must share; without it only processes of this user on this host are let
+    in (``user_secret``). ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of what this host
+    has. ``on_connect``: called with every channel that a peer opens, before the peer can use it; returns the hello to answer
+    with. Without it use ``Device.accept``. ``peer_timeout``: seconds after which a peer that shows no sign of running, or that
+    the network cut off, is lost; 0: never. ``memory``: what the device stands on, to share it with other devices (then without
+    ``arena_limit``). ``require``: ``"rdma"``: no peer may be reached over tcp. ``tls``: what leaves this host is encrypted, or
+    refused."""
+
+    secret: bytes = b""
+    arena_limit: int | None = None
+    on_connect: OnConnect | None = None
+    peer_timeout: float = 10.0
+    memory: Memory | None = None
+    require: str = ""
+    tls: bool | TlsOptions = False
+
+    def __post_init__(self) -> None:
+        check_require(self.require)
+        check_tls(self.tls)
+        if self.peer_timeout and self.peer_timeout < MIN_TIMEOUT_S:
+            raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {self.peer_timeout}")
+        if self.secret:
+            check_secret(self.secret)
+
+
+class Door:
+    """Which peers a device lets in, and whom it tells that one came or was lost. Thread-safe."""
+
+    def __init__(self, device: str, on_connect: OnConnect | None) -> None:
+        """``device``: its name, for errors."""
+        self._device = device
+        self.greet: OnConnect = on_connect or _no_hello
+        """The answer to the hello of a peer whose channel is being made."""
+        self._keep = on_connect is None
+        self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._whole: tuple[Tell, Tell] | None = None  # whom else to tell that a channel came, or was lost
+        self._refusals: set[str] = set()
+        self._lock = threading.RLock()
+
+    def know(self, channel: Channel, uid: int, key: bytes) -> None:
+        """The other end of a new channel has proved to hold this key. ``AuthenticationError`` if it gives another's uid."""
+        if uid != uid_of(key):
+            raise AuthenticationError("the peer shows the uid of another one", device=self._device, status="PROTOCOL")
+        channel.peer_key = key
+
+    def refused(self, sock: socket.socket, error: BaseException) -> None:
+        """A peer that came was not let in: say so, once for each reason."""
+        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
+            return
+        self._refusals.add(error.message)
+        where = "a peer that has hung up"
+        with contextlib.suppress(OSError):
+            where = "{}:{}".format(*sock.getpeername())
+        text = f"{error.message} ({error.hint})" if error.hint else error.message
+        logging.getLogger("rdmarpc").warning("%s refused a connection from %s: %s", self._device, where, text)
+
+    def welcomed(self, channel: Channel) -> None:
+        """The handshake of a channel that a peer opened is complete."""
+        with self._lock:
+            whole = self._whole
+            if whole is None:
+                self.arrived(channel)
+                return
+        whole[0](channel)
+
+    def arrived(self, channel: Channel) -> None:
+        """A channel is there for ``accept``."""
+        if self._keep:
+            self._accepted.put(channel)
+
+    def accept(self, timeout: float | None) -> Channel:
+        """See ``Device.accept``."""
+        try:
+            return self._accepted.get(timeout=timeout)
+        except queue.Empty:
+            raise TransferTimeout(f"no peer connected within {timeout} s", device=self._device) from None
+
+    def lost(self, channel: Channel, on_lost: Tell) -> None:
+        """A channel broke: tell ``on_lost`` of it, or the device of which ours is a part."""
+        try:
+            (on_lost if self._whole is None else self._whole[1])(channel)
+        except BaseException:
+            # The thread that calls serves all channels: it must survive.
+            logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
+
+    def join(self, arrived: Tell, lost: Tell) -> None:
+        """Belong to a device that is a part of another one: from now on ``arrived`` and ``lost`` are told of our channels,
+        also of those that came meanwhile."""
+        with self._lock:
+            self._whole = arrived, lost
+            while not self._accepted.empty():
+                arrived(self._accepted.get())
+
+    def close(self) -> None:
+        """Let go of those who are told: they may refer to the device."""
+        self.greet, self._whole = _no_hello, None
+
+
+class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     """Owns its channels; ``close`` ends them in the right order and is idempotent. Stands on a ``Memory``: one that it was
     given, or one of its own, which ends with it.
 
@@ -45,43 +158,24 @@ class Device(abc.ABC):
     port = 0
     """Address of what whoever waits on this device has to poll (``verbs_kernels``); 0: nothing."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        secret: bytes,
-        arena_limit: int | None,
-        on_connect: OnConnect | None,
-        peer_timeout: float,
-        memory: Memory | None,
-        shared: bool = False,
-    ) -> None:
-        """``arena_limit`` and ``shared`` are those of a memory of our own, where no ``memory`` is given. The device attaches
-        itself to it (``Memory.attach``) before it lets peers in."""
-        if peer_timeout and peer_timeout < MIN_TIMEOUT_S:
-            raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {peer_timeout}")
+    def __init__(self, name: str, options: DeviceOptions, *, shared: bool = False) -> None:
+        """``shared``: whether a memory of our own is such as other processes can map. The device attaches itself to the memory
+        (``Memory.attach``) before it lets peers in."""
         self.name = name
-        self._looks = Looks(peer_timeout)
-        if secret:
-            check_secret(secret)
-        self.given = bool(secret)
+        self._looks = Looks(options.peer_timeout)
+        self.given = bool(options.secret)
         """Whether peers elsewhere can have our secret. Else it is that of this user on this host."""
-        self.secret = secret or user_secret()[0]
-        self._own_memory = memory is None
-        self.memory = memory or Memory(arena_limit, shared=shared)
+        self.secret = options.secret or user_secret()[0]
+        self._own_memory = options.memory is None
+        self.memory = options.memory or Memory(options.arena_limit, shared=shared)
         # The memory's, at hand for what is hot.
         self.uid, self.epoch, self.arena = self.memory.uid, self.memory.epoch, self.memory.arena
         self.bells, self.regions = self.memory.bells, self.memory.regions
-        self.on_lost: Callable[[Channel], None] = nobody
+        self.on_lost: Tell = nobody
         """Called once for every channel that broke, from a thread of the device. Must not block."""
-        self._on_connect: OnConnect = on_connect or _no_hello
-        self._keep_accepted = on_connect is None
-        self._whole: Device | None = None
-        """The device that this one is a part of."""
-        self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self.door = Door(name, options.on_connect)
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._refusals: set[str] = set()
         self._past = (0, 0)  # posts and bytes of channels that ended
         self.pid = os.getpid()
         """The process that opened it: in another one it is of no use."""
@@ -155,10 +249,7 @@ class Device(abc.ABC):
 
     def accept(self, *, timeout: float | None = None) -> Channel:
         """The next channel that a peer opened; for devices without ``on_connect``."""
-        try:
-            return self._accepted.get(timeout=timeout)
-        except queue.Empty:
-            raise TransferTimeout(f"no peer connected within {timeout} s", device=self.name) from None
+        return self.door.accept(timeout)
 
     def poller(self) -> Poller:
         """A new poller for notifications of this device's channels."""
@@ -204,10 +295,8 @@ class Device(abc.ABC):
         if self._own_memory:
             self.memory.close()
         # Nobody calls these any more. Whoever they belong to refers to us.
-        self._on_connect, self.on_lost, self._whole = _no_hello, nobody, None
-
-    def __enter__(self) -> Device:
-        return self
+        self.on_lost = nobody
+        self.door.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -225,58 +314,9 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def _shut(self) -> None: ...
 
-    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:  # noqa: B027
-        """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
-        Raises ``RegistrationError`` where it cannot be."""
-
-    def pin(self) -> None:  # noqa: B027
+    def pin(self) -> None:
         """Register the first memory that all peers may read now, where that takes long, rather than with the first tensor.
         Raises ``RegistrationError`` where nothing can be registered."""
-
-    def forget_segment(self, segment: Segment) -> None:  # noqa: B027
-        """A segment is about to be unmapped. The channel of the one peer that could reach it has ended."""
-
-    def announce_segment(self, segment: Segment) -> None:  # noqa: B027
-        """Tell the connected peers that ``segment.pool`` admits of a segment, from the thread that allocates. Raises
-        ``RegistrationError`` where it cannot be: then there is no such segment. May name one that ``Memory.attach`` or
-        ``registered`` has named already."""
-
-    def _know(self, channel: Channel, uid: int, key: bytes) -> None:
-        """The other end of a new channel has proved to hold this key. ``AuthenticationError`` if it gives another's uid."""
-        if uid != uid_of(key):
-            raise AuthenticationError("the peer shows the uid of another one", device=self.name, status="PROTOCOL")
-        channel.peer_key = key
-
-    def _refused(self, sock: socket.socket, error: BaseException) -> None:
-        """A peer that came was not let in: say so, once for each reason."""
-        if not isinstance(error, AuthenticationError) or error.message in self._refusals or len(self._refusals) > _REASONS:
-            return
-        self._refusals.add(error.message)
-        where = "a peer that has hung up"
-        with contextlib.suppress(OSError):
-            where = "{}:{}".format(*sock.getpeername())
-        text = f"{error.message} ({error.hint})" if error.hint else error.message
-        logging.getLogger("rdmarpc").warning("%s refused a connection from %s: %s", self.name, where, text)
-
-    def _welcomed(self, channel: Channel) -> None:
-        """The handshake of a channel that a peer opened is complete."""
-        with self._lock:
-            whole = self._whole
-            if whole is None:
-                self._arrived(channel)
-                return
-        whole._arrived(channel)
-
-    def _arrived(self, channel: Channel) -> None:
-        if self._keep_accepted:
-            self._accepted.put(channel)
-
-    def _join(self, whole: Device) -> None:
-        """Be a part of another device: from now on it tells of our channels, also of those that came meanwhile."""
-        with self._lock:
-            self._whole = whole
-            while not self._accepted.empty():
-                whole._arrived(self._accepted.get())
 
     def _give_back(self) -> None:
         """In the constructor of a device that does not open: let go of what ours has set up."""
@@ -284,16 +324,6 @@ class Device(abc.ABC):
         self.memory.detach(self)
         if self._own_memory:
             self.memory.close()
-
-    def _tell_lost(self, channel: Channel) -> None:
-        try:
-            (self._whole or self)._gone(channel)
-        except BaseException:
-            # The thread that calls serves all channels: it must survive.
-            logging.getLogger("rdmarpc").exception("on_lost failed for %r", channel)
-
-    def _gone(self, channel: Channel) -> None:
-        self.on_lost(channel)
 
     def _retire(self, channel: Channel) -> None:
         """An ended channel lives on in the totals only."""
@@ -345,4 +375,4 @@ def host_id() -> str:
     return hashlib.sha256(f"{boot}/{namespace}".encode()).hexdigest()[:16]
 
 
-__all__ = ["Device", "OnConnect", "host_id"]
+__all__ = ["Device", "DeviceOptions", "Door", "OnConnect", "check_require", "host_id"]

@@ -41,15 +41,17 @@ NOWHERE = Registered(0, 0, 0, None)
 class Announcer(Protocol):
     """What tells the peers of one device of foreign regions."""
 
-    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
-        """Tell every connected peer of one (0 bytes: it is gone; returns when no copy on it is under way). Raises
-        ``RegistrationError`` where it cannot be."""
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None: ...
 
 
-class Listener(Announcer, Protocol):
-    """What a memory tells a device on it."""
+class Listener:
+    """What a memory tells a device on it. A device that has something to do then says so."""
 
     closed: bool
+
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        """Tell every connected peer of a foreign region (0 bytes: it is gone; returns when no copy on it is under way).
+        Raises ``RegistrationError`` where it cannot be."""
 
     def announce_segment(self, segment: Segment) -> None:
         """Tell the connected peers that ``segment.pool`` admits of a segment, from the thread that allocates. Raises

@@ -25,18 +25,17 @@ import torch
 from . import auth, kernels
 from .arena import Pool, Segment
 from .channel import Channel
-from .device import Device, OnConnect, host_id
+from .device import Device, DeviceOptions, host_id
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .guard import Guard, broken_by
 from .handed import credentials, received
 from .handshakes import EXPECTED, HANDSHAKE_S, reach
 from .heartbeat import Heart
 from .mapping import mapped, memfd
-from .memory import Memory
 from .records import BELL_BYTES, BELLS
 from .region import LENT, RemoteRegion, local_bytes
 from .service import Service
-from .shm_channel import BROKEN, REGION, SILENT, ShmChannel
+from .shm_channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
 from .shm_inbox import INBOX_BYTES, Inboxes
 
 _SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
@@ -48,6 +47,41 @@ def _same_user(sock: socket.socket) -> bool:
     return credentials(sock)[1] == os.geteuid()
 
 
+@contextlib.contextmanager
+def _new_inbox() -> Iterator[tuple[mmap.mmap, int]]:
+    """Memory for an inbox, and its descriptor, which is closed when the peer has one."""
+    inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
+    try:
+        yield inbox, fd
+    finally:
+        os.close(fd)
+
+
+def _dial(uid: str, timeout: float) -> socket.socket:
+    """To the listener of that device. ``NotSupported`` if another user listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                sock.connect(f"\0rdmarpc-{uid}")
+                break
+            except BlockingIOError:  # too many are waiting to be accepted
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(_QUEUE_PAUSE_S)
+        if not _same_user(sock):
+            why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
+            raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
+        return sock
+    except ConnectionRefusedError:
+        sock.close()
+        raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
 class ShmDevice(Device):
     """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
     allows that."""
@@ -55,26 +89,10 @@ class ShmDevice(Device):
     kind = "shm"
     channel_type: type[ShmChannel] = ShmChannel
 
-    def __init__(
-        self,
-        *,
-        secret: bytes = b"",
-        arena_limit: int | None = None,
-        on_connect: OnConnect | None = None,
-        peer_timeout: float = 10.0,
-        memory: Memory | None = None,
-    ) -> None:
-        if memory is not None and not memory.shared:
+    def __init__(self, options: DeviceOptions) -> None:
+        if options.memory is not None and not options.memory.shared:
             raise ValueError("shm needs memory that peers can map: Memory(shared=True)")
-        super().__init__(
-            self.kind,
-            secret=secret,
-            arena_limit=arena_limit,
-            on_connect=on_connect,
-            peer_timeout=peer_timeout,
-            memory=memory,
-            shared=True,
-        )
+        super().__init__(self.kind, options, shared=True)
         self._probe = np.ones(1, np.int64)
         self._guard = Guard(f"rdmarpc-{self.kind}")
         with contextlib.ExitStack() as undo:
@@ -144,12 +162,12 @@ class ShmDevice(Device):
         deadline = time.monotonic() + timeout
         uid = peer.decode("ascii", "replace").split(":")[2]
         try:
-            sock, key = reach(partial(self._dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:
-                with self._service.handshakes.limited(sock, deadline), self._inbox() as (inbox, fd):
+                with self._service.handshakes.limited(sock, deadline), _new_inbox() as (inbox, fd):
                     self._send_setup(sock, fd, hello)
                     channel = self._receive_setup(sock, inbox)
-                self._know(channel, channel.peer_memory.uid, key)
+                self.door.know(channel, channel.peer_memory.uid, key)
                 channel.own_pool = pool
                 self._adopt(channel)
             except BaseException:
@@ -163,30 +181,6 @@ class ShmDevice(Device):
             raise
         return channel
 
-    def _dial(self, uid: str, timeout: float) -> socket.socket:
-        """To the listener of that device. ``NotSupported`` if another user listens there."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        deadline = time.monotonic() + timeout
-        try:
-            while True:
-                try:
-                    sock.connect(f"\0rdmarpc-{uid}")
-                    break
-                except BlockingIOError:  # too many are waiting to be accepted
-                    if time.monotonic() > deadline:
-                        raise TimeoutError from None
-                    time.sleep(_QUEUE_PAUSE_S)
-            if not _same_user(sock):
-                why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
-                raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
-            return sock
-        except ConnectionRefusedError:
-            sock.close()
-            raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
-        except BaseException:
-            sock.close()
-            raise
-
     def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
         with self._service.handshakes.limited(sock, deadline):
             return sock, auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
@@ -199,15 +193,15 @@ class ShmDevice(Device):
             with handshakes.limited(sock, deadline):
                 key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
             handshakes.proven(sock)
-            with self._inbox() as (inbox, fd):
+            with _new_inbox() as (inbox, fd):
                 with handshakes.limited(sock, deadline):
                     channel = self._receive_setup(sock, inbox)
-                self._know(channel, channel.peer_memory.uid, key)
+                self.door.know(channel, channel.peer_memory.uid, key)
                 # on_connect may publish the channel: what other threads send on it waits until the answer is out.
                 with channel.sending:
-                    self._send_setup(sock, fd, self._on_connect(channel))
+                    self._send_setup(sock, fd, self.door.greet(channel))
             self._adopt(channel)
-            self._welcomed(channel)
+            self.door.welcomed(channel)
         except BaseException as error:
             if channel is not None:  # which on_connect may have published
                 why = f"the connection broke as it was made: {error}"
@@ -215,15 +209,6 @@ class ShmDevice(Device):
             sock.close()
             if not isinstance(error, EXPECTED):
                 raise
-
-    @contextlib.contextmanager
-    def _inbox(self) -> Iterator[tuple[mmap.mmap, int]]:
-        """Memory for an inbox, and its descriptor, which is closed when the peer has one."""
-        inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
-        try:
-            yield inbox, fd
-        finally:
-            os.close(fd)
 
     def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:
@@ -249,7 +234,7 @@ class ShmDevice(Device):
             self._channels.add(channel)
             segments, foreign = self.memory.registered(channel.own_pool)
             for segment in segments.values():
-                channel.admit(segment)
+                _admit(channel, segment)
             for number, region in foreign.items():
                 channel.send(REGION, number, region.key, region.address, region.nbytes)
             self._introduce(channel)
@@ -268,25 +253,20 @@ class ShmDevice(Device):
         for channel in self._shm_channels():
             if segment.pool.admits(channel.own_pool, write=False):
                 try:
-                    channel.admit(segment)
+                    _admit(channel, segment)
                 except PeerLost as error:
                     channel.lose(error)
 
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
         for channel in self._shm_channels():
-            if nbytes:
-                self._tell(channel, REGION, number, key, address, nbytes)
-            else:
-                try:
+            try:
+                if nbytes:
+                    channel.send(REGION, number, key, address, nbytes)
+                else:
                     channel.withdraw(number)
-                except PeerLost:
-                    continue
-
-    def _tell(self, channel: ShmChannel, *message: int) -> None:
-        try:
-            channel.send(*message)
-        except PeerLost as error:
-            channel.lose(error)
+            except PeerLost as error:
+                if nbytes:
+                    channel.lose(error)
 
     # -- on the service thread
 
@@ -318,7 +298,7 @@ class ShmDevice(Device):
         with self._lock:
             told, channel.told = channel.told, True
         if channel.broke and not told:
-            self._tell_lost(channel)
+            self.door.lost(channel, self.on_lost)
 
     def forget(self, channel: ShmChannel) -> None:
         """Stop watching a channel that has ended, and close its socket."""
@@ -338,3 +318,9 @@ class ShmDevice(Device):
     def _shut(self) -> None:
         self._service.stop()
         self._heart.stop()
+
+
+def _admit(channel: ShmChannel, segment: Segment) -> None:
+    """Tell the peer of a segment that it may reach."""
+    kind = LANDING if segment.pool.admits(channel.own_pool, write=True) else SEGMENT
+    channel.send(kind, segment.number, segment.key, 0, segment.nbytes, segment.fd)

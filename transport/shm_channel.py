@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 
 from . import kernels
-from .arena import Segment
 from .channel import DONE, Channel, Local, Pair, Parent, Transfer, Window, Work, check_notify, sort_pair
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from .handed import credentials, received
@@ -92,11 +91,6 @@ class ShmChannel(Channel):
         self.broke = self.told = False
         self._single = WorkRequest(inboxes, None, ())
         self.requests.add(self._single)
-
-    def admit(self, segment: Segment) -> None:
-        """Tell the peer of a segment that it may reach."""
-        kind = LANDING if segment.pool.admits(self.own_pool, write=True) else SEGMENT
-        self.send(kind, segment.number, segment.key, 0, segment.nbytes, segment.fd)
 
     # -- copies
 

@@ -18,18 +18,16 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from .arena import Pool
 from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
-from .device import Device, OnConnect
+from .device import Device, DeviceOptions
 from .errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
-from .memory import Memory
 from .region import RemoteRegion, local_bytes
-from .tls_options import TlsOptions
 from .verbs import VerbsDevice
 from .verbs_channel import VerbsChannel
 
@@ -46,30 +44,22 @@ class StripedDevice(Device):
     def __init__(
         self,
         places: Sequence[str],
-        *,
-        secret: bytes = b"",
-        arena_limit: int | None = None,
-        on_connect: OnConnect | None = None,
-        peer_timeout: float = 10.0,
-        memory: Memory | None = None,
-        tls: bool | TlsOptions = False,
+        options: DeviceOptions,
     ) -> None:
-        super().__init__(
-            "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
-        )
+        super().__init__("verbs", options)
         self._sides: dict[int, dict[int, VerbsChannel]] = {}  # of connections that are being made, by token
         self._striped: dict[VerbsChannel, StripedChannel] = {}
         self.rails: list[VerbsDevice] = []
-        options: dict[str, Any] = {"secret": secret, "peer_timeout": peer_timeout, "memory": self.memory, "tls": tls}
+        each = replace(options, memory=self.memory, arena_limit=None, on_connect=self._met)
         try:
             for place in places:
-                self.rails.append(VerbsDevice(place, on_connect=self._met, **options))
+                self.rails.append(VerbsDevice(place, each))
         except BaseException:
             self.close()
             raise
         self.port = self.rails[0].port
         for rail in self.rails:
-            rail._join(self)
+            rail.door.join(self._arrived, self._gone)
 
     @property
     def address(self) -> bytes:
@@ -129,7 +119,7 @@ class StripedDevice(Device):
         if sorted(sides) != list(range(1, len(self.rails))):
             raise PeerLost("the channels of the other ports are not there", device="verbs", status="PROTOCOL")
         striped = self._bind(channel, [sides[at] for at in sorted(sides)], channel.peer_hello[_HELLO.size :])
-        return self._on_connect(striped)
+        return self.door.greet(striped)
 
     def _bind(self, main: VerbsChannel, sides: Sequence[VerbsChannel], hello: bytes) -> StripedChannel:
         if any(side.peer_key != main.peer_key for side in sides):
@@ -148,7 +138,7 @@ class StripedDevice(Device):
     def _arrived(self, channel: Channel) -> None:
         striped = self._striped.get(channel)  # type: ignore[call-overload]
         if striped is not None and striped.rails[0] is channel:
-            super()._arrived(striped)
+            self.door.arrived(striped)
 
     def _gone(self, channel: Channel) -> None:
         striped = self._striped.get(channel)  # type: ignore[call-overload]
@@ -156,7 +146,7 @@ class StripedDevice(Device):
             with self._lock:
                 self._sides = {t: sides for t, sides in self._sides.items() if channel not in sides.values()}
         elif channel.error is not None and self._lose(striped, channel.error):
-            super()._gone(striped)
+            self.on_lost(striped)
 
     def _lose(self, striped: StripedChannel, error: RdmaError) -> bool:
         """One of its channels is lost: so are the others. ``False`` if it had ended before."""

@@ -21,19 +21,17 @@ import torch
 from . import auth, kernels
 from .arena import Pool
 from .channel import Channel
-from .device import Device, OnConnect
+from .device import Device, DeviceOptions
 from .errors import NotSupported, PeerLost, RdmaError, TransferTimeout
 from .guard import Guard, broken_by
 from .handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from .heartbeat import Heart
-from .memory import Memory
 from .region import RemoteRegion, local_bytes
 from .tcp_channel import TcpChannel
 from .tcp_loop import Loop
 from .tcp_place import interface_address, routed_address, split_place
 from .tcp_wire import BEAT, HEADER
 from .tls import authenticated, prepare
-from .tls_options import TlsOptions
 
 _SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
 _MAX_HELLO = 64 << 10
@@ -48,21 +46,9 @@ class TcpDevice(Device):
     without a secret cannot listen anywhere else than on loopback.
     """
 
-    def __init__(
-        self,
-        place: str = "",
-        *,
-        secret: bytes = b"",
-        arena_limit: int | None = None,
-        on_connect: OnConnect | None = None,
-        peer_timeout: float = 10.0,
-        memory: Memory | None = None,
-        tls: bool | TlsOptions = False,
-    ) -> None:
-        super().__init__(
-            "tcp", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
-        )
-        self._tls = prepare(tls, self.secret, "tcp")
+    def __init__(self, place: str, options: DeviceOptions) -> None:
+        super().__init__("tcp", options)
+        self._tls = prepare(options.tls, self.secret, "tcp")
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back)
             listener = undo.enter_context(self._listen(place))
@@ -158,7 +144,7 @@ class TcpDevice(Device):
                 with self._loop.handshakes.limited(sock, deadline):
                     self._send_setup(sock, hello)
                     channel = self._receive_setup(sock)
-                self._know(channel, channel.peer_uid, key)
+                self.door.know(channel, channel.peer_uid, key)
                 channel.own_pool = pool
                 if not self._adopt(channel):
                     raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
@@ -191,20 +177,23 @@ class TcpDevice(Device):
             self._loop.handshakes.proven(came)
             with self._loop.handshakes.limited(sock, deadline):
                 channel = self._receive_setup(sock)
-            self._know(channel, channel.peer_uid, key)
+            self.door.know(channel, channel.peer_uid, key)
             # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
-            self._send_setup(sock, self._on_connect(channel))
+            self._send_setup(sock, self.door.greet(channel))
             adopted = self._adopt(channel)
             if adopted:
-                self._welcomed(channel)
+                self.door.welcomed(channel)
         except EXPECTED as error:
-            self._refused(sock, error)
+            self.door.refused(sock, error)
         finally:
             if not adopted:
                 sock.close()
             broken = PeerLost("the connection broke as it was made", device="tcp")
             if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
                 self._tell_lost(channel)
+
+    def _tell_lost(self, channel: TcpChannel) -> None:
+        self.door.lost(channel, self.on_lost)
 
     def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
         if len(hello) > _MAX_HELLO:

@@ -29,17 +29,16 @@ from . import cuda_driver, kernels, verbs_choice, verbs_control, verbs_endpoint,
 from .arena import PINNED_SEGMENT_BYTES, READ, Pool, Segment
 from .channel import Channel
 from .cuda_arena import GpuArena
-from .device import Device, OnConnect
+from .device import Device, DeviceOptions
 from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, TransferTimeout
 from .guard import Guard, broken_by
 from .handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from .heartbeat import Heart
-from .memory import Memory
 from .notify import Poller
 from .region import Region, local_bytes
 from .service import Service
 from .tls import authenticated, prepare
-from .tls_options import TlsOptions, permit_rdma
+from .tls_options import permit_rdma
 from .verbs_block import LANES, PortBlock
 from .verbs_channel import VerbsChannel
 from .verbs_control import MESSAGE, ControlStream, Setup
@@ -64,26 +63,19 @@ class VerbsDevice(Device):
 
     def __init__(
         self,
-        place: str = "",
+        place: str,
+        options: DeviceOptions,
         *,
-        secret: bytes = b"",
-        arena_limit: int | None = None,
-        on_connect: OnConnect | None = None,
-        peer_timeout: float = 10.0,
-        memory: Memory | None = None,
-        tls: bool | TlsOptions = False,
         qps: int = 1,
     ) -> None:
         if not 1 <= qps <= verbs_control.MAX_QPS:
             raise ValueError(f"qps is from 1 to {verbs_control.MAX_QPS}, got {qps}")
-        permit_rdma(tls)
+        permit_rdma(options.tls)
         self._at = verbs_ports.choose(verbs_choice.choose(), place)
         self._context = self._at.context
         self.max_msg_sz = self._at.port.max_msg_sz
-        super().__init__(
-            "verbs", secret=secret, arena_limit=arena_limit, on_connect=on_connect, peer_timeout=peer_timeout, memory=memory
-        )
-        self._tls = prepare(tls, self.secret, "verbs")
+        super().__init__("verbs", options)
+        self._tls = prepare(options.tls, self.secret, "verbs")
         self.arena.segment_bytes = min(self.arena.segment_bytes, PINNED_SEGMENT_BYTES)
         self._mrs: dict[int, MemoryRegion] = {}
         self.gpu_kind = cuda_driver.kind()
@@ -100,7 +92,7 @@ class VerbsDevice(Device):
             self._open_queues(undo, qps)
             for segment in self.memory.attach(self):
                 self.announce_segment(segment)
-            host = self._at.address if secret else "127.0.0.1"
+            host = self._at.address if self.given else "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = undo.enter_context(socket.create_server((host, 0), family=family, backlog=128))
             shown, port = f"[{host}]" if ":" in host else host, listener.getsockname()[1]
@@ -318,7 +310,7 @@ class VerbsDevice(Device):
                 verbs_control.send_setup(sock, ours)
                 theirs = verbs_control.receive_setup(sock)
                 channel = self._channel(sock, qps, ours, theirs)
-                self._know(channel, theirs.uid, key)
+                self.door.know(channel, theirs.uid, key)
                 channel.own_pool = pool
                 channel.prove(max(deadline - time.monotonic(), 0.001))
                 verbs_control.send_hello(sock, hello)
@@ -351,21 +343,21 @@ class VerbsDevice(Device):
                     verbs_control.send_refusal(sock, error.message)
                     raise
                 channel = self._channel(sock, qps, ours, theirs)
-                self._know(channel, theirs.uid, key)
+                self.door.know(channel, theirs.uid, key)
                 verbs_control.send_setup(sock, ours)
                 channel.peer_hello = verbs_control.receive_hello(sock)
             channel.known = True
             # on_connect may publish the channel: what other threads send waits until the answer is out.
             with channel.stream.lock:
-                verbs_control.send_hello(sock, self._on_connect(channel))
+                verbs_control.send_hello(sock, self.door.greet(channel))
             self._adopt(channel, theirs)
-            self._welcomed(channel)
+            self.door.welcomed(channel)
         except BaseException as error:
-            self._refused(sock, error)
+            self.door.refused(sock, error)
             if channel is not None:
                 broken = PeerLost(f"the connection broke as it was made: {error}", peer=channel.peer, device="verbs")
                 if channel.lose(broken) and channel.known:
-                    self._tell_lost(channel)
+                    self.door.lost(channel, self.on_lost)
             else:
                 for qp in qps:
                     qp.close()
@@ -518,7 +510,7 @@ class VerbsDevice(Device):
         if channel.error is None and channel.known:
             channel.say_broken()
         if channel.lose(error) and channel.known:
-            self._tell_lost(channel)
+            self.door.lost(channel, self.on_lost)
 
     def break_off(self, channel: VerbsChannel, error: BaseException, doing: str) -> None:
         """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""

@@ -16,7 +16,7 @@ import torch
 from test_verbs import deaf
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 
-from rdmarpc import doctor
+from rdmarpc import doctor, transport
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion, verbs_sysfs
 from rdmarpc.transport.auto import AutoDevice
 
@@ -247,5 +247,5 @@ def open_with_little_memlock(state: State) -> tuple[str, bytes, str]:
     data[0] &= ~(1 << 14)  # CAP_IPC_LOCK
     assert libc.capset(header, data) == 0
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
-    with AutoDevice() as auto:
+    with transport.open_device("auto") as auto:
         return auto.refused["verbs"].why, auto.address, "\n".join(f"{found.text} {found.hint}" for found in doctor.host())

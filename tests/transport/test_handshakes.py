@@ -176,7 +176,7 @@ def refuse_everybody(state: State) -> None:
     def refuse(channel: Channel) -> bytes:
         raise RdmaError("no second worker of this name")
 
-    state.device._on_connect = refuse
+    state.device.door.greet = refuse
 
 
 def settle(count: Callable[[], int], wanted: int) -> int:

@@ -228,8 +228,8 @@ def test_a_thread_for_a_handshake_that_does_not_start(hub: Hub, monkeypatch: pyt
 @pytest.mark.parametrize("error", [ZeroDivisionError("nobody expected this"), SystemExit(1)])
 def test_welcoming(kind: str, open_device: Open, error: BaseException) -> None:
     hub = Hub(kind, open_device)
-    kept = hub.device._on_connect
-    hub.device._on_connect = Raises(kept, error=error)
+    kept = hub.device.door.greet
+    hub.device.door.greet = Raises(kept, error=error)
     with pytest.raises((PeerLost, RdmaError)):
         hub.others[0].connect(hub.device.address, timeout=2.0)
     hub.goes_on()

@@ -1,0 +1,159 @@
+"""The kinds of devices that there are, and those that other packages bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from .auto import AutoDevice
+from .device import Device, DeviceOptions
+from .errors import NotSupported
+from .shm import ShmDevice
+from .tcp import TcpDevice
+
+GROUP = "rdmarpc.devices"
+"""The entry points by which packages bring devices."""
+Factory = Callable[..., Device]
+"""Called with what stands behind ``KIND://`` (empty: nothing), the ``DeviceOptions``, and options of that kind by name."""
+_OPTIONS = {field.name for field in fields(DeviceOptions)}
+
+
+def open_device(name: str = "shm", **options: Any) -> Device:
+    """Open a device: a way to reach the memory of other processes.
+
+    ``name``: ``"shm"`` (this host), ``"cuda"`` (as ``shm``, and the memory of GPUs besides), ``"tcp"`` / ``"tcp://ADDRESS"``
+    (any host; listens on that local address), ``"verbs"`` / ``"verbs://mlx5_0:1"`` (RDMA by that port;
+    ``"verbs://mlx5_0,mlx5_1"``: by several, large copies are parted over them), or ``"auto"`` / ``"auto://ADDRESS"``: all of
+    them on one arena, each peer by the fastest that reaches it; there ``tcp`` listens on ``ADDRESS``. ``ADDRESS`` may be an
+    interface name and may end in ``:PORT``; without one ``tcp`` listens on the address of the default route, or without a
+    secret on loopback.
+
+    ``options``: those of ``DeviceOptions``, and those of that kind alone. ``require="rdma"``: to reach a peer over ``tcp`` is
+    ``NotSupported``; the text says what would have to be put right. ``tls``: ``True`` or ``TlsOptions``: what goes over
+    ``tcp`` is encrypted, and so is the control stream of ``verbs``; what RDMA carries is not, so ``verbs`` is refused unless
+    ``TlsOptions.rdma_in_clear``. Nothing of ``shm`` and ``cuda`` is sent.
+
+    Raises ``NotSupported`` for a kind that there is not, or that cannot be had on this host, and says why.
+
+    Two processes, of which one writes into the other's memory::
+
+        device = open_device("shm", secret=secret)  # worker b
+        landing = device.empty((1024,), dtype=torch.float32, writable=True)
+        send_to_a(device.address, device.export(landing))  # by any way you like: bytes, no code
+        channel = device.accept(timeout=5.0)
+        channel.expect(20).wait(timeout=5.0)  # now the data is in ``landing``
+
+        device = open_device("shm", secret=secret)  # worker a
+        address, descriptor = receive_from_b()
+        channel = device.connect(address, timeout=5.0)
+        source = device.empty((1024,), dtype=torch.float32).fill_(1.0)
+        transfer = channel.prepare([(RemoteRegion.load(descriptor), source)], notify=20)  # everything is checked here
+        transfer.post().wait(timeout=5.0)  # and may be posted again and again
+
+    **A device of your own.** A package brings one by an entry point of the group ``rdmarpc.devices``, here in its
+    ``pyproject.toml``::
+
+        [project.entry-points."rdmarpc.devices"]
+        myfabric = "mypackage.devices:open_myfabric"
+
+    The name is the kind: ``open_device("myfabric://PLACE")`` imports ``mypackage.devices`` and calls
+    ``open_myfabric("PLACE", options)`` with the ``DeviceOptions``, and by name with each option that is not among them. It
+    returns a ``Device``::
+
+        class MyDevice(Device):
+            def __init__(self, place: str, options: DeviceOptions) -> None:
+                super().__init__("myfabric", options)  # ``self.memory``: the arena, and the table of regions
+                self._listen(place)  # may raise NotSupported, with a hint
+                self.memory.attach(self)  # from now on we hear of new segments and regions (``memory.Listener``)
+
+            @property
+            def address(self) -> bytes: ...  # b"myfabric:...": what a peer needs to connect to us
+
+            def connect(self, peer, *, hello=b"", timeout=5.0, pool=None) -> Channel: ...
+
+            def explain(self) -> str: ...  # for people
+
+            def _shut(self) -> None: ...  # stop listening; the channels are closed already
+
+            def _forked(self) -> None: ...  # close the child's copies of our sockets
+
+        def open_myfabric(place: str, options: DeviceOptions) -> Device:
+            return MyDevice(place, options)
+
+    The device authenticates each peer (``auth.authenticate``), checks who it is (``door.know``), answers its hello
+    (``door.greet``), and says that it is there (``door.welcomed``) or is lost (``door.lost``). Channels (``Channel``) resolve
+    descriptors, copy, and count notifications in records whose layout is that of ``kernels``. The contract is the docstring of
+    ``channel``; ``tests/transport/test_contract.py`` holds it against devices of any kind. Often a subclass of one of ours is
+    all that is needed. The names of our kinds are taken.
+    """
+    kind, _, place = name.partition("://")
+    common = {key: options.pop(key) for key in _OPTIONS & options.keys()}
+    return _factory(kind, name)(place, DeviceOptions(**common), **options)
+
+
+def kinds() -> dict[str, str]:
+    """The kinds of devices by name, and the package that brings each. None of them is imported."""
+    return {**{point.name: _package(point) for point in entry_points(group=GROUP)}, **dict.fromkeys(_KINDS, "rdmarpc")}
+
+
+def _factory(kind: str, name: str) -> Factory:
+    if kind in _KINDS:
+        return _KINDS[kind]
+    for point in entry_points(group=GROUP, name=kind):
+        try:
+            found: Factory = point.load()
+        except Exception as error:
+            why = f"the device {kind!r} of {_package(point)} cannot be loaded: {error}"
+            raise NotSupported(why, device=kind, hint=f"entry point {point.value} of {GROUP}") from error
+        return found
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> NotSupported:
+    hint = "one of auto, shm, cuda, verbs, tcp, verbs://NIC:PORT, auto://ADDRESS[:PORT], tcp://ADDRESS[:PORT]"
+    others = [f"{kind} (of {package})" for kind, package in kinds().items() if kind not in _KINDS]
+    return NotSupported(f"no device {name!r}", hint=", ".join([hint, *others]))
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _shm(place: str, options: DeviceOptions) -> Device:
+    if place:
+        raise _unknown(f"shm://{place}")
+    return ShmDevice(options)
+
+
+def _cuda(place: str, options: DeviceOptions) -> Device:
+    if place:
+        raise _unknown(f"cuda://{place}")
+    from .cuda import CudaDevice  # compiles more kernels
+
+    return CudaDevice(options)
+
+
+def _tcp(place: str, options: DeviceOptions) -> Device:
+    if options.require:
+        raise NotSupported("require='rdma', and tcp is none", device="tcp", hint="open auto, verbs or shm")
+    return TcpDevice(place, options)
+
+
+def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
+    # These need libibverbs.
+    if "," in place:
+        from .stripes import StripedDevice
+
+        return StripedDevice(place.split(","), options, **own)
+    from .verbs import VerbsDevice
+
+    return VerbsDevice(place, options, **own)
+
+
+def _auto(place: str, options: DeviceOptions) -> Device:
+    return AutoDevice(place, options)
+
+
+_KINDS: dict[str, Factory] = {"shm": _shm, "cuda": _cuda, "tcp": _tcp, "verbs": _verbs, "auto": _auto}
