@@ -82,7 +82,8 @@ class Door:
         self._device = device
         self.greet: OnConnect = on_connect or _no_hello
         """The answer to the hello of a peer whose channel is being made."""
-        self._keep = on_connect is None
+        self.keep = on_connect is None
+        """Whether channels that come are kept for ``accept``."""
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._whole: tuple[Tell, Tell] | None = None  # whom else to tell that a channel came, or was lost
         self._refusals: set[str] = set()
@@ -116,7 +117,7 @@ class Door:
 
     def arrived(self, channel: Channel) -> None:
         """A channel is there for ``accept``."""
-        if self._keep:
+        if self.keep:
             self._accepted.put(channel)
 
     def accept(self, timeout: float | None) -> Channel:

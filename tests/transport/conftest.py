@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transport_peer import ENCRYPTED, Across, Pair, Peer, accept
 
 from rdmarpc import transport
 from rdmarpc.transport import Device
+from rdmarpc.transport.kinds import GROUP
 
 KINDS = ("shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma))
 
@@ -23,12 +25,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return  # a test's own
     if "kind" in metafunc.fixturenames and not hasattr(metafunc.module, "kind"):
         slow = metafunc.function.__name__ == "test_more_than_a_gibibyte"  # all that it shows holds without encryption
+        outside = ["outside"] if metafunc.module.__name__ == "test_contract" else []
         encrypted = ["tcp+tls"] if metafunc.module.__name__ in WHOLE and not slow else []
-        metafunc.parametrize("kind", [*KINDS, *encrypted], indirect=True)
+        metafunc.parametrize("kind", [*KINDS, *outside, *encrypted], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder where a package is installed that brings devices (``outside_device``), on ``sys.path``."""
+    folder = tmp_path_factory.mktemp("outside")
+    about = folder / "outside_device-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-device\nVersion: 1.0\n")
+    points = {"outside": "outside_device:open_outside", "broken": "no_such_module:open", "shm": "outside_device:open_outside"}
+    lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
 
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
+    """That a test is run for; what it takes is there."""
+    if request.param == "outside":
+        request.getfixturevalue("outside")
     return request.param.partition("+")[0]
 
 

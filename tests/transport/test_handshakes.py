@@ -244,5 +244,5 @@ def test_connections_that_are_broken_off_leave_no_descriptor(
     for _ in range(TURNS):
         break_off()
     assert settle(open_descriptors, before) <= before
-    device._keep_accepted = True
+    device.door.keep = True
     works(caller, device)

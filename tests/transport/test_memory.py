@@ -10,7 +10,7 @@ import pytest
 import torch
 from transport_peer import C, S, all_are, filled
 
-from rdmarpc.transport import Device, RdmaError, RegistrationError, RemoteAccessError, RemoteRegion, TcpDevice
+from rdmarpc.transport import Device, DeviceOptions, RdmaError, RegistrationError, RemoteAccessError, RemoteRegion, TcpDevice
 from rdmarpc.transport.arena import SEGMENT_BYTES, Segment
 from rdmarpc.transport.memory import Memory
 
@@ -90,7 +90,7 @@ def test_a_device_that_cannot_register_is_an_error_and_nothing_stays(memory: Mem
     shm, peer = open_device("shm", memory=memory), open_device("shm")
     before = filled(shm, 1000, 0)
     channel = peer.connect(shm.address)
-    with Refusing(memory=memory) as refusing:
+    with Refusing("", DeviceOptions(memory=memory)) as refusing:
         with pytest.raises(RegistrationError, match="no more may be pinned"):
             shm.empty(SEGMENT_BYTES, dtype=torch.uint8)
         with pytest.raises(RegistrationError, match="no more may be pinned"):
