@@ -304,7 +304,7 @@ class Links:
             if number != mine and (number in self.by_worker or (number in self._connecting and mine < number)):
                 return _HELLO.pack(_CROSSING_MAGIC, mine)
             if number == mine:
-                channel.own(self._own_pool)
+                channel.own_pool = self._own_pool
             link = Link(self._device, channel, number, channel.pool)
             link.peer_inbox = channel.peer_hello[_HELLO.size :]
             self._enter(link, record, serve_only=number == mine)

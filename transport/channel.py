@@ -175,11 +175,12 @@ class Channel(abc.ABC):
         """The one that made it."""
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
-        self._notifiers: dict[int, Transfer] = {}
+        self.notifiers: dict[int, Transfer] = {}
+        """Bare notifications, as they were prepared. After the end the device clears this: they refer to us."""
         self._next_number = FIRST_FREE_NOTIFY
         self._numbers_lock = threading.Lock()
         self.own_pool: Pool | None = None
-        """``pool``, if there is one."""
+        """``pool``, if there is one. May be set as long as there is none: in ``on_connect``."""
 
     # -- memory of ours that the peer may write
 
@@ -191,10 +192,6 @@ class Channel(abc.ABC):
             if self.own_pool is None:
                 self.own_pool = self.device.memory.pool()
             return self.own_pool
-
-    def own(self, pool: Pool) -> None:
-        """Have ``pool`` be this one, before there is another: in ``on_connect``."""
-        self.own_pool = pool
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As ``Device.empty``, in ``pool``."""
@@ -292,17 +289,14 @@ class Channel(abc.ABC):
 
     def notify(self, imm: int) -> None:
         """Send one notification without data."""
-        self._notifier(imm).post()
+        self.notifier(imm).post()
 
-    def _notifier(self, imm: int) -> Transfer:
-        found = self._notifiers.get(imm)
+    def notifier(self, imm: int) -> Transfer:
+        """What ``notify`` posts."""
+        found = self.notifiers.get(imm)
         if found is None:
-            found = self._notifiers[imm] = self.prepare([], notify=imm)
+            found = self.notifiers[imm] = self.prepare([], notify=imm)
         return found
-
-    def forget_notifiers(self) -> None:
-        """After the end, by the device: they refer to us."""
-        self._notifiers.clear()
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
         """Send one notification when what the caller's current stream of that GPU has been given so far is done; returns at

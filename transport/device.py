@@ -330,7 +330,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         """An ended channel lives on in the totals only."""
         if channel.own_pool is not None:
             channel.own_pool.close()
-        channel.forget_notifiers()
+        channel.notifiers.clear()
         with self._lock:
             if channel in self._channels:
                 self._channels.discard(channel)

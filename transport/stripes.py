@@ -125,7 +125,7 @@ class StripedDevice(Device):
         if any(side.peer_key != main.peer_key for side in sides):
             raise AuthenticationError("the channels of one connection are of several peers", device="verbs", status="PROTOCOL")
         striped = StripedChannel(self, [main, *sides], hello)
-        striped.own(main.pool)
+        striped.own_pool = main.pool
         with self._lock:
             self._striped.update(dict.fromkeys(striped.rails, striped))
             self._channels.add(striped)

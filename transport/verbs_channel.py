@@ -205,7 +205,7 @@ class VerbsChannel(Channel):
         if not self.gpus or place.type != self.local.gpu_kind:
             raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
         index = torch.accelerator.current_device_index() if place.index is None else place.index
-        post = self._notifier(imm).post
+        post = self.notifier(imm).post
         return self.behind((index,), post) or post()
 
     def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
