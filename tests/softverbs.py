@@ -68,21 +68,21 @@ def play(library: str) -> None:
     global played
     played = True
     from rdmarpc.transport import gpudirect, verbs_native
-    from rdmarpc.transport.verbs_ibverbs import IbverbsContext
-    from rdmarpc.transport.verbs_pyverbs import PyverbsContext
+    from rdmarpc.transport.verbs_ibverbs import Ibverbs
+    from rdmarpc.transport.verbs_pyverbs import Pyverbs
 
     real, ours = verbs_native.library(), ctypes.CDLL(library, use_errno=True)
     ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
     ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
     ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
 
-    def new_dma_buf_region(self: Any, fd: int, offset: int, nbytes: int, access: int) -> Any:
+    def new_dma_buf_region(self: Any, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
         try:
-            return verbs_native.DmaBufMR(ours, self.pd_address, nbytes, access, fd, offset)
+            return verbs_native.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
         except OSError as error:
             error.error_code = error.errno  # type: ignore[attr-defined]  # as pyverbs names it
             raise
 
-    for context in (IbverbsContext, PyverbsContext):
-        context.new_dma_buf_region = new_dma_buf_region  # type: ignore[method-assign]
+    for package in (Ibverbs, Pyverbs):
+        package.new_dma_buf_region = new_dma_buf_region  # type: ignore[method-assign]
     gpudirect.pci_path = lambda device: PATH

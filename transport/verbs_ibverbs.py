@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import HOP_LIMIT, LINK_LAYERS, DmaBufMR, NativeContext, fork_init, release
+from .verbs_native import HOP_LIMIT, LINK_LAYERS, DmaBufMR, NativeContext, Package, fork_init, library, release
 from .verbs_provider import Context, Provider, Route
 
 
@@ -35,11 +35,11 @@ class IbverbsProvider(Provider):
     def open(self, name: str) -> Context:
         for device in self._list():
             if device.name == name:
-                return IbverbsContext(self.package, device)
+                return NativeContext(Ibverbs(self.package, device))
         raise NotSupported("libibverbs has no such device", device=name)
 
 
-class IbverbsContext(NativeContext):
+class Ibverbs(Package):
     # The package does not say; adapters have as much in both directions.
     renamed: ClassVar = {"max_qp_init_rd_atom": "max_qp_rd_atom"}
 
@@ -71,25 +71,25 @@ class IbverbsContext(NativeContext):
     def new_context(self) -> Any:
         return self.found.open()
 
-    def new_domain(self) -> Any:
-        return self.native.alloc_pd()
+    def new_domain(self, native: Any) -> Any:
+        return native.alloc_pd()
 
-    def new_region(self, address: int, nbytes: int, access: int) -> Any:
-        return self.pd.reg_mr(address, nbytes, access)
+    def new_region(self, pd: Any, address: int, nbytes: int, access: int) -> Any:
+        return pd.reg_mr(address, nbytes, access)
 
-    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
-        return DmaBufMR(self.lib, self.pd_address, nbytes, access, fd, offset)
+    def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        return DmaBufMR(library(), pd_address, nbytes, access, fd, offset)
 
-    def new_channel(self) -> Any:
-        return self.native.create_comp_channel()
+    def new_channel(self, native: Any) -> Any:
+        return native.create_comp_channel()
 
-    def new_queue(self, depth: int, channel: Any) -> Any:
-        return self.native.create_cq(depth, channel)
+    def new_queue(self, native: Any, depth: int, channel: Any) -> Any:
+        return native.create_cq(depth, channel)
 
-    def new_shared_queue(self, depth: int) -> Any:
-        return self.pd.create_srq(depth, 1)
+    def new_shared_queue(self, pd: Any, depth: int) -> Any:
+        return pd.create_srq(depth, 1)
 
-    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
         wanted = self.package.QPInitAttr(
             send_cq=cq,
             recv_cq=cq,
@@ -100,6 +100,6 @@ class IbverbsContext(NativeContext):
             max_recv_sge=0,
             max_inline_data=max_inline,
         )
-        pair = self.pd.create_qp(wanted)
+        pair = pd.create_qp(wanted)
         granted = pair.query()[1]
         return pair, granted.max_send_wr, granted.max_inline_data

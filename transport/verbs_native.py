@@ -275,7 +275,7 @@ class NativeQueuePair(_Owner, QueuePair):
         """Set these fields of ``ibv_qp_attr`` (``qp_state`` is one of them), and the address vector."""
         with self.context.lock:
             native = self.owned()
-            self.context.call(verb, lambda: self.context.modify(native, fields, route))
+            self.context.call(verb, lambda: self.context.package.modify(native, fields, route))
 
     def connect(self, route: Route) -> None:
         self.modify(
@@ -304,29 +304,16 @@ class NativeQueuePair(_Owner, QueuePair):
                 self.modify("ibv_modify_qp to ERR", qp_state=at.QPS_ERR)
 
 
-class NativeContext(Context):
-    """The part of a context that is the same for every package; what makes and changes objects is each package's own."""
+class Package(abc.ABC):
+    """What makes and changes native objects of one device, each Python package in its own way. ``native`` is the package's
+    context, ``pd`` its protection domain. What the package raises goes through."""
 
-    lib: ctypes.CDLL
-    pd_address: int
     renamed: ClassVar[Mapping[str, str]]
     """Attributes of a device that the package calls otherwise than verbs do."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.native: Any = self._attempt("ibv_open_device", self.new_context)
-        self.lock = threading.RLock()
-        self.children: list[Any] = []
-        self.lib = library()
-        self.pid = os.getpid()
-        self.address = find(self.native, "ibv_context", lambda p: is_context(p, name, self.native))
-        self.async_fd = half(self.address + at.CONTEXT_ASYNC_FD)
-        os.set_blocking(self.async_fd, False)
-        self.pd = self.call("ibv_alloc_pd", self.new_domain)
-        self.pd_address = find(self.pd, "ibv_pd", lambda p: word(p + at.PD_CONTEXT) == self.address)
-        _open.add(self)
-
-    # -- what the packages do in their own ways
+        """Of the device."""
 
     @abc.abstractmethod
     def errno_of(self, error: Exception) -> int | None:
@@ -344,27 +331,46 @@ class NativeContext(Context):
     def new_context(self) -> Any: ...
 
     @abc.abstractmethod
-    def new_domain(self) -> Any: ...
+    def new_domain(self, native: Any) -> Any: ...
 
     @abc.abstractmethod
-    def new_region(self, address: int, nbytes: int, access: int) -> Any: ...
+    def new_region(self, pd: Any, address: int, nbytes: int, access: int) -> Any: ...
 
     @abc.abstractmethod
-    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
-        """As ``DmaBufMR``, of which the package may have one of its own."""
+    def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
+        """As ``DmaBufMR``, of which the package may have one of its own. ``pd_address``: of the ``ibv_pd``."""
 
     @abc.abstractmethod
-    def new_channel(self) -> Any: ...
+    def new_channel(self, native: Any) -> Any: ...
 
     @abc.abstractmethod
-    def new_queue(self, depth: int, channel: Any) -> Any: ...
+    def new_queue(self, native: Any, depth: int, channel: Any) -> Any: ...
 
     @abc.abstractmethod
-    def new_shared_queue(self, depth: int) -> Any: ...
+    def new_shared_queue(self, pd: Any, depth: int) -> Any: ...
 
     @abc.abstractmethod
-    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
         """The object, and the depth and bytes inline that were granted."""
+
+
+class NativeContext(Context):
+    """The part of a context that is the same for every package."""
+
+    def __init__(self, package: Package) -> None:
+        name = self.name = package.name
+        self.package = package
+        self.native: Any = self._attempt("ibv_open_device", package.new_context)
+        self.lock = threading.RLock()
+        self.children: list[Any] = []
+        self.lib = library()
+        self.pid = os.getpid()
+        self.address = find(self.native, "ibv_context", lambda p: is_context(p, name, self.native))
+        self.async_fd = half(self.address + at.CONTEXT_ASYNC_FD)
+        os.set_blocking(self.async_fd, False)
+        self.pd = self.call("ibv_alloc_pd", lambda: package.new_domain(self.native))
+        self.pd_address = find(self.pd, "ibv_pd", lambda p: word(p + at.PD_CONTEXT) == self.address)
+        _open.add(self)
 
     # -- the seam
 
@@ -378,7 +384,7 @@ class NativeContext(Context):
         try:
             return make()
         except Exception as error:
-            code = self.errno_of(error)
+            code = self.package.errno_of(error)
             if code is None:
                 raise
             if code <= 0:
@@ -388,7 +394,7 @@ class NativeContext(Context):
     def device(self) -> DeviceAttr:
         attr = self.call("ibv_query_device", lambda: self.native.query_device())
         names = (field.name for field in dataclasses.fields(DeviceAttr))
-        return DeviceAttr(**{name: getattr(attr, self.renamed.get(name, name)) for name in names})
+        return DeviceAttr(**{name: getattr(attr, self.package.renamed.get(name, name)) for name in names})
 
     def port(self, number: int) -> PortAttr:
         attr = self.call("ibv_query_port", lambda: self.native.query_port(number))
@@ -401,7 +407,7 @@ class NativeContext(Context):
             max_msg_sz=attr.max_msg_sz,
             gid_tbl_len=attr.gid_tbl_len,
             gbit_per_s=gbit_per_s(attr.active_width, attr.active_speed),
-            global_only=self.global_only(attr),
+            global_only=self.package.global_only(attr),
         )
 
     def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
@@ -409,13 +415,14 @@ class NativeContext(Context):
         if not device_memory and (peek(address, 1) is None or peek(address + nbytes - 1, 1) is None):
             raise registration_failure(self.name, nbytes, "EFAULT", self.device(), mapped=False)
         try:
-            native = self.call("ibv_reg_mr", lambda: self.new_region(address, nbytes, _ACCESS[access]))
+            native = self.call("ibv_reg_mr", lambda: self.package.new_region(self.pd, address, nbytes, _ACCESS[access]))
         except RdmaError as error:
             raise registration_failure(self.name, nbytes, error.status, self.device(), mapped=True) from error
         return self.add(NativeMemoryRegion, native, address)
 
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        native = self.call("ibv_reg_dmabuf_mr", lambda: self.new_dma_buf_region(fd, offset, nbytes, _ACCESS[REMOTE_WRITE]))
+        place, access = (self.pd, self.pd_address), _ACCESS[REMOTE_WRITE]
+        native = self.call("ibv_reg_dmabuf_mr", lambda: self.package.new_dma_buf_region(*place, fd, offset, nbytes, access))
         return self.add(NativeMemoryRegion, native, offset)
 
     def dma_buf_status(self) -> str:
@@ -426,12 +433,13 @@ class NativeContext(Context):
         return ""
 
     def completion_queue(self, depth: int) -> CompletionQueue:
-        channel = self.call("ibv_create_comp_channel", self.new_channel)
-        queue = self.call("ibv_create_cq", lambda: self.new_queue(depth, channel))
+        channel = self.call("ibv_create_comp_channel", lambda: self.package.new_channel(self.native))
+        queue = self.call("ibv_create_cq", lambda: self.package.new_queue(self.native, depth, channel))
         return self.add(NativeCompletionQueue, queue, channel)
 
     def shared_receive_queue(self, depth: int) -> SharedReceiveQueue:
-        return self.add(NativeSharedReceiveQueue, self.call("ibv_create_srq", lambda: self.new_shared_queue(depth)), depth)
+        queue = self.call("ibv_create_srq", lambda: self.package.new_shared_queue(self.pd, depth))
+        return self.add(NativeSharedReceiveQueue, queue, depth)
 
     def queue_pair(
         self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
@@ -439,7 +447,7 @@ class NativeContext(Context):
         assert isinstance(cq, NativeCompletionQueue) and isinstance(srq, NativeSharedReceiveQueue)
         queues = cq.owned(), srq.owned()
         while True:
-            make = functools.partial(self.new_queue_pair, *queues, depth, max_sge, max_inline)
+            make = functools.partial(self.package.new_queue_pair, self.pd, *queues, depth, max_sge, max_inline)
             try:
                 native, granted, inline = self.call("ibv_create_qp", make)
                 break

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from . import verbs_layout as at
 from .errors import NotSupported
-from .verbs_native import HOP_LIMIT, NativeContext, fork_init, release
+from .verbs_native import HOP_LIMIT, NativeContext, Package, fork_init, release
 from .verbs_provider import Context, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
@@ -94,10 +94,10 @@ class PyverbsProvider(Provider):
             return []
 
     def open(self, name: str) -> Context:
-        return PyverbsContext(name)
+        return NativeContext(Pyverbs(name))
 
 
-class PyverbsContext(NativeContext):
+class Pyverbs(Package):
     renamed: ClassVar = {"fw_ver": "fw_version"}
 
     def __init__(self, name: str) -> None:
@@ -133,28 +133,28 @@ class PyverbsContext(NativeContext):
     def new_context(self) -> Any:
         return self.dev.Context(name=self.name)
 
-    def new_domain(self) -> Any:
-        return self.pds.PD(self.native)
+    def new_domain(self, native: Any) -> Any:
+        return self.pds.PD(native)
 
-    def new_region(self, address: int, nbytes: int, access: int) -> Any:
-        return self.mr.MR(self.pd, nbytes, access, address=address)
+    def new_region(self, pd: Any, address: int, nbytes: int, access: int) -> Any:
+        return self.mr.MR(pd, nbytes, access, address=address)
 
-    def new_dma_buf_region(self, fd: int, offset: int, nbytes: int, access: int) -> Any:
+    def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
         if not hasattr(self.mr, "DmaBufMR"):
             raise NotSupported("this pyverbs has no DmaBufMR", device=self.name, status="ENOSYS", hint="rdma-core 34 or newer")
-        return self.mr.DmaBufMR(self.pd, nbytes, access, dmabuf=fd, offset=offset)
+        return self.mr.DmaBufMR(pd, nbytes, access, dmabuf=fd, offset=offset)
 
-    def new_channel(self) -> Any:
-        return self.cq.CompChannel(self.native)
+    def new_channel(self, native: Any) -> Any:
+        return self.cq.CompChannel(native)
 
-    def new_queue(self, depth: int, channel: Any) -> Any:
-        return self.cq.CQ(self.native, depth, None, channel, 0)
+    def new_queue(self, native: Any, depth: int, channel: Any) -> Any:
+        return self.cq.CQ(native, depth, None, channel, 0)
 
-    def new_shared_queue(self, depth: int) -> Any:
-        return self.srq.SRQ(self.pd, self.srq.SrqInitAttr(self.srq.SrqAttr(max_wr=depth, max_sge=1)))
+    def new_shared_queue(self, pd: Any, depth: int) -> Any:
+        return self.srq.SRQ(pd, self.srq.SrqInitAttr(self.srq.SrqAttr(max_wr=depth, max_sge=1)))
 
-    def new_queue_pair(self, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
+    def new_queue_pair(self, pd: Any, cq: Any, srq: Any, depth: int, max_sge: int, max_inline: int) -> tuple[Any, int, int]:
         cap = self.qp.QPCap(max_send_wr=depth, max_recv_wr=0, max_send_sge=max_sge, max_recv_sge=0, max_inline_data=max_inline)
         wanted = self.qp.QPInitAttr(qp_type=at.QPT_RC, scq=cq, rcq=cq, srq=srq, cap=cap, sq_sig_all=0)
-        pair = self.qp.QP(self.pd, wanted)
+        pair = self.qp.QP(pd, wanted)
         return pair, wanted.max_send_wr, wanted.max_inline_data
