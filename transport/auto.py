@@ -146,10 +146,10 @@ class AutoDevice(Device):
         return found
 
     def arrived(self) -> None:
-        """See ``VerbsDevice``."""
+        """See ``Registrations`` of ``verbs``."""
         verbs: Any = self.devices.get("verbs")
         if verbs is not None:
-            verbs.arrived()
+            verbs.local.arrived()
 
     def poller(self) -> Poller:
         if "verbs" not in self.devices:

@@ -152,7 +152,7 @@ class StripedDevice(Device):
         """One of its channels is lost: so are the others. ``False`` if it had ended before."""
         ended = striped.end(error)
         for channel in striped.rails:
-            channel.lose(error)
+            channel.end(error)
         return ended
 
     def forget(self, striped: StripedChannel) -> None:
@@ -190,18 +190,15 @@ class StripedChannel(Channel):
 
     # -- copies
 
-    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        return self._prepare(pairs, notify, once=False)
-
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
-        return self._prepare([(dst, src)], notify, once=True).post()
+        return self.prepare([(dst, src)], notify=notify, once=True).post()
 
-    def _prepare(self, pairs: Sequence[Pair], notify: int | None, *, once: bool) -> Transfer:
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None, once: bool = False) -> Transfer:
         self.check()
         check_notify(notify)
         sides = [sort_pair(dst, src) for dst, src in pairs]
         if sum(remote.nbytes for remote, _, _ in sides) < STRIPE_MIN:
-            return self.rails[0]._prepare(pairs, notify, once=once)
+            return self.rails[0].prepare(pairs, notify=notify, once=once)
         return StripedTransfer(self, sides, notify, once=once)
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
@@ -310,7 +307,7 @@ class StripedTransfer(Transfer):
             for (remote, tensor, write), bounds in zip(sides, self._bounds):
                 far, near = remote[bounds[number]], _bytes(tensor)[bounds[number]]
                 pairs.append((far, near) if write else (near, far))
-            self._parts.append(rail._prepare(pairs, None, once=once))
+            self._parts.append(rail.prepare(pairs, once=once))
 
     def post(self) -> Work:
         works = [part.post() for part in self._parts]

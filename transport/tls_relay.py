@@ -94,7 +94,9 @@ def _seal(at: int, function: int, buffer: int, nbytes: int) -> int:
 
 @compiled(i64(i64))
 def relay(at: int) -> int:
-    """Until both directions have ended. ``at``: the words of a ``Relay``."""
+    """Until both directions have ended. ``at``: the words of a ``Relay``.
+
+    Longer than a screen: one loop over a dozen local variables, which compiled functions could share only through memory."""
     tcp, local = types.int32(_word(at, _TCP)), types.int32(_word(at, _LOCAL))
     sending, hearing, gone = _OPEN, _OPEN, False
     out_at, out_left, in_at, in_left = 0, 0, 0, 0

@@ -1,34 +1,26 @@
 """The connection between two processes over a reliable connected queue pair and a control stream.
 
-What the peer has registered is announced on the stream, so descriptors are checked here, before anything is posted: a wrong
-key, range or life is an error of one call. What the hardware refuses nevertheless ends the channel, as every work completion
-error does (the queue pair is in the error state then).
-
-There is one queue pair, or several (*lanes*, option ``qps``). What has no notification of its own, and what is small, goes to
-the first, in the order in which it is posted: layers above announce such writes by a later message. Large copies that
-announce themselves take the others in turn, and nothing small waits behind them.
+What the hardware refuses, past the checks of ``Places``, ends the channel, as every work completion error does (the queue pair
+is in the error state then).
 
 No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped
 by the device from then on, whoever sends them and however long they were on their way."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from . import kernels, verbs_control, verbs_kernels
-from . import verbs_layout as at
-from .channel import Channel, Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from .channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
 from .device import Device
-from .errors import NotSupported, PeerLost, RdmaError, RemoteAccessError, fresh, kept
+from .errors import NotSupported, PeerLost, RdmaError, fresh, kept
+from .guard import Guard, broken_by
 from .heartbeat import goodbye
 from .mapping import anonymous
 from .notify import Expectation
@@ -37,35 +29,37 @@ from .records import MAX_NOTIFY, RECORD_BYTES
 from .region import RemoteRegion
 from .verbs_control import ControlStream, Message, Setup
 from .verbs_gpu import FlushedExpectation
-from .verbs_lane import Lane
+from .verbs_lane import Lane, Probe
+from .verbs_places import Places
 from .verbs_provider import QueuePair
-from .verbs_status import error_of
-from .verbs_transfer import Chain, Held, Place, VerbsTransfer, VerbsWindow
-from .verbs_transfer import Local as LocalMemory
+from .verbs_registrations import Registrations
+from .verbs_transfer import Leftovers, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
     from .verbs_behind import Later  # a kernel stands behind it, which only who has a GPU needs
 
-_NO_PATH = "is UDP port 4791 open between the hosts, are both in one routed RoCE or InfiniBand network? try ib_write_bw"
-_LARGE = 256 << 10
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
 
 class Owner(Protocol):
     """The device, as its channels need it."""
 
+    guard: Guard
     max_msg_sz: int
     post_send: int
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None: ...
 
-    def break_off(self, channel: VerbsChannel, error: BaseException, doing: str) -> None: ...
+    def forget(self, channel: VerbsChannel) -> None:
+        """It has ended: its stream is watched no more."""
+
+
+class Watching(Protocol):
+    """What takes completions of all channels (``verbs_watch``)."""
+
+    def drop(self, qp_num: int) -> None: ...
 
     def wake(self) -> None: ...
-
-    def forget(self, channel: VerbsChannel) -> None: ...
-
-    def drop_lane(self, qp_num: int) -> None: ...
 
 
 class VerbsChannel(Channel):
@@ -76,14 +70,14 @@ class VerbsChannel(Channel):
         self,
         device: Device,
         owner: Owner,
-        local: LocalMemory,
+        watch: Watching,
+        local: Registrations,
         stream: ControlStream,
-        qps: Sequence[QueuePair],
+        qp: QueuePair,
         peer: Setup,
     ) -> None:
         super().__init__(device)
-        self._owner, self.local = owner, local
-        self.stream = stream
+        self._owner, self._watch, self.local, self.stream = owner, watch, local, stream
         self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
         self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
         self.known = False
@@ -91,53 +85,42 @@ class VerbsChannel(Channel):
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
-        posting = owner.post_send
-        self.lanes = [Lane(qp, device.port, self._records, posting, stream.peer) for qp in qps]
-        self._turns = itertools.count()
-        self._places: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
-        self._foreign: dict[int, weakref.WeakSet[VerbsTransfer]] = {}  # regions that may go, and what was prepared for them
-        self._table_lock = threading.Lock()
+        self.lane = Lane(qp, device.port, self._records, owner.post_send, stream.peer)
+        self.probe = Probe(self.lane)
         self._questions = Questions()
-        self._left: deque[tuple[Lane, int, Held]] = deque()  # filled by finalizers: append only
+        self.places = Places(stream.peer, (peer.uid, peer.epoch), self._questions, stream.send)
+        self.leftovers = Leftovers(self.lane, local.arena)
         self.gpus = bool(local.gpu_kind)
         self.later: set[Later] = set()
         """What waits for a GPU (``verbs_behind``)."""
-        self._keepalive = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
         self._end_lock = threading.Lock()
         self._released = False
-        self.silence = 0.0
+        self._silence = 0.0
 
     # -- copies
 
-    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        return self._prepare(pairs, notify, once=False)
-
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
-        return self._prepare([(dst, src)], notify, once=True).post()
+        return self.prepare([(dst, src)], notify=notify, once=True).post()
 
-    def _prepare(self, pairs: Sequence[Pair], imm: int | None, *, once: bool) -> VerbsTransfer:
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None, once: bool = False) -> VerbsTransfer:
+        """``once``: it is posted once, so memory that is not registered is rather staged."""
         self.check()
-        check_notify(imm)
+        check_notify(notify)
         sides = []
         for dst, src in pairs:
             remote, tensor, write = sort_pair(dst, src, self.local.gpu_kind)
-            sides.append((remote, self.resolve(remote, write=write), tensor, write))
-        self.sweep()
-        transfer = VerbsTransfer(self, sides, imm, once=once)
-        with self._table_lock:
-            for remote, *_ in sides:
-                if (users := self._foreign.get(remote.region)) is not None:
-                    users.add(transfer)
-                elif remote.nbytes and remote.region not in self._places:
-                    raise self.refused(f"region {remote.region} is not registered (any more)")
+            sides.append((remote, self.places.resolve(remote, self, write=write), tensor, write))
+        self.leftovers.sweep()
+        transfer = VerbsTransfer(self, sides, notify, once=once)
+        self.places.use(transfer, (remote for remote, *_ in sides))
         return transfer
 
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
         self.check()
         check_notify(notify)
         remote, local, _ = sort_pair(remote, local)
-        place = self.resolve(remote, write=True)
-        if remote.region in self._foreign:
+        place = self.places.resolve(remote, self, write=True)
+        if not self.places.stays(remote):
             raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
         return VerbsWindow(self, remote, place, local, notify)
 
@@ -148,47 +131,11 @@ class VerbsChannel(Channel):
     def expect(self, imm: int, count: int = 1) -> Expectation:
         return FlushedExpectation(self, imm, count, self.count(imm), self.local.arrived)
 
-    def resolve(self, remote: RemoteRegion, *, write: bool) -> Place:
-        """Where a remote range is. ``RemoteAccessError``."""
-        if remote.nbytes == 0:
-            return 0, 0
-        known = remote.resolved
-        if known is not None and known[0] is self and (known[2] or not write):
-            return known[1]  # type: ignore[return-value]
-        if remote.owner != self.peer_uid or remote.epoch != self.peer_epoch:
-            raise self.refused("the descriptor was exported by another device, or in an earlier life of this one")
-        entry = self._places.get(remote.region)
-        if entry is None:
-            # Announcements leave before any descriptor that names them, so one that is missing is on its way, and needs nothing
-            # of the peer any more. They are ordered: after the answer we know all that the descriptor's owner knew.
-            ask, number = self._questions.ask, self._questions.number()
-            ask(self, self.stream.send, verbs_control.SYNC, number, lambda: remote.region in self._places)
-            entry = self._places.get(remote.region)
-        if entry is None:
-            raise self.refused(f"region {remote.region} is not registered (any more)")
-        address, nbytes, key, rkey, writable = entry
-        if write and not writable:
-            raise self.refused(f"region {remote.region} may only be read")
-        if key != remote.key:
-            raise self.refused(f"wrong key for region {remote.region}")
-        if remote.offset + remote.nbytes > nbytes:
-            raise self.refused(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
-        place = address + remote.offset, rkey
-        if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
-            remote.resolved = (self, place, write)  # type: ignore[assignment]
-        return place
-
-    def lane_for(self, imm: int | None, nbytes: int) -> Lane:
-        """Where copies of so many bytes and that notification travel."""
-        if imm is None or nbytes < _LARGE or len(self.lanes) == 1:
-            return self.lanes[0]
-        return self.lanes[1 + next(self._turns) % (len(self.lanes) - 1)]
-
-    def make_room(self, lane: Lane, why: int, count: int) -> None:
+    def make_room(self, why: int, count: int) -> None:
         """After a post that was not taken: return when it may be tried again, or raise."""
         if why == verbs_kernels.FULL:
             self.device.count("send_queue_full")
-            lane.wait_for_room(count)
+            self.lane.wait_for_room(count)
             if self.error is not None:
                 raise fresh(self.error)
         elif why == verbs_kernels.REFUSED:
@@ -219,54 +166,10 @@ class VerbsChannel(Channel):
             later.leave(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         if deadline is not None:
             timeout = max(deadline - time.monotonic(), 0.0)
-        for lane, seq in [(lane, lane.posted) for lane in self.lanes]:
-            lane.wait(seq, timeout)
-            if lane.reached < seq:
-                raise self.ended()
-
-    def leave(self, lane: Lane, held: Held) -> None:
-        """A transfer died: what it held goes when nothing of it is under way. Runs in finalizers: takes no lock."""
-        self._left.append((lane, lane.posted, held))
-
-    def sweep(self) -> None:
-        """Give back what transfers left behind and nothing reads any more. Any thread."""
-        while self._left:
-            try:
-                lane, seq, held = self._left.popleft()
-            except IndexError:
-                return
-            if not self._released and lane.reached < seq:
-                self._left.appendleft((lane, seq, held))
-                return
-            for block in held.blocks:
-                self.device.arena.free(block)
-            for region in held.regions:
-                region.close()
-
-    def prove(self, timeout: float) -> None:
-        """RDMA packets go to the peer and back on every queue pair: a WRITE of no bytes, which only its adapter has to
-        acknowledge. ``NotSupported`` if they do not, after about two seconds; ``TransferTimeout``."""
-        deadline = time.monotonic() + timeout
-        for lane in self.lanes:
-            seq = verbs_kernels.post(lane.address, self._keepalive.address)
-            if seq <= 0:
-                raise self.ended()
-            lane.count_not()
-            lane.wait(seq, max(deadline - time.monotonic(), 0.0))
-            if lane.reached < seq:
-                error = self.failure() or self.ended()
-                why = f"no RDMA packet comes back from {self.peer}: {error.message}"
-                raise NotSupported(why, peer=self.peer, device="verbs", status=error.status, hint=_NO_PATH)
-
-    def keep_alive(self) -> None:
-        """Nothing came for a while: have the peer's adapter acknowledge a WRITE of no bytes, or the retries run out."""
-        lane = self.lanes[0]
-        idle = not lane.seen() and lane.posted == lane.reached
-        if idle and verbs_kernels.post(lane.address, self._keepalive.address) > 0:
-            lane.count_not()
-
-    def refused(self, why: str) -> RemoteAccessError:
-        return RemoteAccessError(why, peer=self.peer, device="verbs", status="REM_ACCESS_ERR")
+        seq = self.lane.posted
+        self.lane.wait(seq, timeout)
+        if self.lane.reached < seq:
+            raise self.ended()
 
     def check(self) -> None:
         super().check()
@@ -274,8 +177,20 @@ class VerbsChannel(Channel):
             raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
 
     def totals(self) -> tuple[int, int]:
-        posts, nbytes = zip(*(lane.stats for lane in self.lanes))
-        return sum(posts), sum(nbytes)
+        return self.lane.stats
+
+    # -- for the device
+
+    def tend(self) -> None:
+        """Twice a second, from the thread that watches completions."""
+        self.leftovers.sweep()
+        self.probe.keep_alive()
+
+    def look(self, seconds: float) -> float:
+        """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (service thread)."""
+        self._silence = 0.0 if self.stream.heard else self._silence + seconds
+        self.stream.heard = False
+        return self._silence
 
     # -- control messages
 
@@ -287,12 +202,7 @@ class VerbsChannel(Channel):
         """Handle one control message (device's service thread). Raises ``PeerLost`` for a goodbye."""
         kind, number = message.kind, message.number
         if kind in (verbs_control.SEGMENT, verbs_control.LANDING, verbs_control.REGION):
-            writable = kind != verbs_control.SEGMENT
-            with self._table_lock:
-                self._places[number] = (message.address, message.nbytes, message.key, message.rkey, writable)
-                if kind == verbs_control.REGION:
-                    self._foreign[number] = weakref.WeakSet()
-            self._questions.news()
+            self.places.announce(message)
         elif kind == verbs_control.GONE:
             # Waits for what is under way there: not on the thread that serves all channels.
             threading.Thread(target=self._give_up_region, args=(number,), name="rdmarpc-revoke", daemon=True).start()
@@ -305,13 +215,9 @@ class VerbsChannel(Channel):
             raise PeerLost(why, peer=self.peer, device="verbs", status=status)
 
     def _give_up_region(self, number: int) -> None:
-        with self._table_lock:
-            self._places.pop(number, None)
-            users = list(self._foreign.pop(number, ()))
-        under_way = [(user.lane, user.revoke(f"region {number} is not registered (any more)")) for user in users]
+        seq = self.places.withdraw(number)
         try:
-            for lane, seq in under_way:
-                lane.wait(seq, _DRAIN_TIMEOUT_S)
+            self.lane.wait(seq, _DRAIN_TIMEOUT_S)
             self.stream.send(verbs_control.GONE_ACK, number)
         except RdmaError:
             pass  # no answer: the owner's wait says so, and deregisters all the same
@@ -324,34 +230,42 @@ class VerbsChannel(Channel):
         """Why nothing is posted any more, to be raised. The device's thread finds out a moment after the kernels did."""
         limit = time.monotonic() + 1.0
         while self.error is None and time.monotonic() < limit:
-            self._owner.wake()
+            self._watch.wake()
             time.sleep(0.001)
         if self.error is not None:
             return fresh(self.error)
         return PeerLost("the connection broke", peer=self.peer, device="verbs", status="BROKEN")
 
-    def failure(self) -> RdmaError | None:
-        """The first work completion error, by name; ``None`` if there was none."""
-        for status, vendor in (lane.status for lane in self.lanes):
-            if status:
-                return error_of(status, peer=self.peer, vendor_err=vendor)
-        return None
-
-    def end(self, error: RdmaError) -> bool:
-        """Make every use of this channel fail with ``error`` from now on. ``False`` if it had ended before."""
+    def end(self, error: RdmaError, goodbye: int | None = None) -> bool:
+        """Make every use of this channel fail with ``error`` from now on, and destroy its queue pair: nothing of the peer lands
+        after the return. ``goodbye``: what the peer is told. ``False`` if it had ended before."""
         with self._end_lock:
-            if self.error is not None:
-                return False
-            self.error = kept(error)
-        for lane in self.lanes:
-            lane.end()
-        self._questions.news()
-        return True
+            ends = self.error is None
+            if ends:
+                self.error = kept(error)
+        if ends:
+            self.lane.end()
+            self._questions.news()
+            if goodbye is not None:
+                self.stream.goodbye(goodbye)
+        self._release()
+        return ends
+
+    def _release(self) -> None:
+        with self._end_lock:
+            if self._released:
+                return
+            self._released = self.leftovers.ended = True
+        self._owner.forget(self)
+        self.lane.qp.error()
+        self._watch.drop(self.lane.qp.qp_num)
+        self.lane.qp.close()
+        self.stream.close()
+        self.leftovers.sweep()
 
     def forked(self, error: RdmaError) -> None:
         super().forked(error)
-        for lane in self.lanes:
-            kernels.store(lane.address + 8 * verbs_kernels.LANE_CLOSED, verbs_kernels.SHUT)
+        self.lane.shut()
 
     def lost(self, error: RdmaError) -> None:
         """It broke: end it, and tell whoever listens, once."""
@@ -359,57 +273,22 @@ class VerbsChannel(Channel):
 
     def break_off(self, error: BaseException, doing: str) -> None:
         """Something that nobody expected went wrong with it: it ends, with a named error, and nothing else does."""
-        self._owner.break_off(self, error, doing)
-
-    def lose(self, error: RdmaError) -> bool:
-        """``end`` and ``release``, not because somebody here wanted it. ``False`` if it had ended before."""
-        ended = self.end(error)
-        self.release()
-        return ended
-
-    def say_given_up(self) -> None:
-        """A peer that does not run will be lost here. Should it ever run again, it finds our goodbye."""
-        self._say_goodbye(verbs_control.SILENT, 0.0)
-
-    def say_broken(self) -> None:
-        """The queue pair failed, or the stream did: then nobody hears this."""
-        self._say_goodbye(verbs_control.BROKEN, 0.0)
-
-    def _say_goodbye(self, why: int, patience: float | None = None) -> None:
-        try:
-            self.stream.send(verbs_control.BYE, why, patience=patience)
-        except PeerLost:
-            pass  # it finds the end of the stream
-
-    def release(self) -> None:
-        """Destroy the queue pairs: from here on nothing of the peer lands. Idempotent."""
-        with self._end_lock:
-            if self._released:
-                return
-            self._released = True
-        self._owner.forget(self)
-        for lane in self.lanes:
-            lane.qp.error()
-            self._owner.drop_lane(lane.qp.qp_num)
-            lane.qp.close()
-        self.stream.close()
-        self.sweep()
+        if not isinstance(error, RdmaError):
+            self._owner.guard.note(error, doing)
+        self.lost(broken_by(error, doing, peer=self.peer, device="verbs"))
 
     def abort(self, timeout: float = 5.0) -> None:
         if os.getpid() != self.device.pid:
             return
         self.end(PeerLost("the channel was aborted", peer=self.peer, device="verbs", status="ABORTED"))
-        self.release()
 
     def close(self) -> None:
         if os.getpid() != self.device.pid:
             return
         deadline = self.device.close_deadline()
         while self.error is None and time.monotonic() < deadline:
-            if not self.later and all(lane.posted <= lane.reached for lane in self.lanes):
+            if not self.later and self.lane.posted <= self.lane.reached:
                 break
             kernels.progress(self.port)
             time.sleep(0.0005)
-        if self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED")):
-            self._say_goodbye(verbs_control.CLOSED)
-        self.release()
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED"), verbs_control.CLOSED)

@@ -38,7 +38,6 @@ _SETUP = struct.Struct(f"<QIII{Endpoint.SIZE}sI")
 _LENGTH = struct.Struct("<I")
 _QUEUE_PAIR = struct.Struct("<II")
 MAX_HELLO = 64 << 10
-MAX_QPS = 16
 _SEND_TIMEOUT_S = 5.0
 
 
@@ -51,13 +50,14 @@ class Setup(NamedTuple):
     patience_ms: int
     max_msg_sz: int
     endpoint: bytes
-    queue_pairs: tuple[tuple[int, int], ...]
-    """(qp_num, first packet sequence number) of each."""
+    qp_num: int
+    psn: int
+    """First packet sequence number."""
 
 
 def send_setup(sock: socket.socket, setup: Setup) -> None:
-    *fields, queue_pairs = setup
-    sock.sendall(_SETUP.pack(*fields, len(queue_pairs)) + b"".join(_QUEUE_PAIR.pack(*pair) for pair in queue_pairs))
+    *fields, qp_num, psn = setup
+    sock.sendall(_SETUP.pack(*fields, 1) + _QUEUE_PAIR.pack(qp_num, psn))
 
 
 def send_refusal(sock: socket.socket, why: str) -> None:
@@ -72,10 +72,10 @@ def receive_setup(sock: socket.socket) -> Setup:
     if not count:
         why = receive_hello(sock).decode("utf-8", "replace")
         raise NotSupported(f"the peer refused: {why}", device="verbs", status="REFUSED")
-    if count > MAX_QPS:
+    if count != 1:
         raise PeerLost("the peer sent a malformed setup", device="verbs", status="PROTOCOL")
-    pairs = tuple(_QUEUE_PAIR.iter_unpack(auth.receive_exactly(sock, count * _QUEUE_PAIR.size)))
-    return Setup(uid, epoch, patience_ms, max_msg_sz, endpoint, pairs)
+    qp_num, psn = _QUEUE_PAIR.unpack(auth.receive_exactly(sock, _QUEUE_PAIR.size))
+    return Setup(uid, epoch, patience_ms, max_msg_sz, endpoint, qp_num, psn)
 
 
 def send_hello(sock: socket.socket, hello: bytes) -> None:
@@ -133,6 +133,14 @@ class ControlStream:
                 self._send_all(data, _SEND_TIMEOUT_S if patience is None else patience)
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}", peer=self.peer, device="verbs", status="BROKEN") from None
+
+    def goodbye(self, why: int, patience: float | None = None) -> None:
+        """The channel ended: ``CLOSED``, ``SILENT`` or ``BROKEN``. Where nobody hears it, the peer finds the end of the
+        stream."""
+        try:
+            self.send(BYE, why, patience=patience)
+        except PeerLost:
+            pass
 
     def _send_all(self, data: bytes, patience: float) -> None:
         deadline = time.monotonic() + patience

@@ -12,74 +12,46 @@ the posting thread's current stream had been given is done (``verbs_behind``).""
 
 from __future__ import annotations
 
-import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from . import kernels, verbs_kernels
 from . import verbs_layout as at
 from .arena import Arena, Block
 from .channel import DONE, Pair, Transfer, Window, Work
-from .errors import RdmaError, fresh
+from .errors import RdmaError, RemoteAccessError, fresh
 from .region import RemoteRegion, local_bytes
-from .verbs_gpu import GpuMemory
-from .verbs_lane import Lane
+from .verbs_lane import Chain, Lane
+from .verbs_places import Place
 from .verbs_provider import MemoryRegion
+from .verbs_registrations import Registrations
 
-Place = tuple[int, int]
-"""Address and rkey of remote memory."""
 STAGED_MAX = 64 << 20
 """Bytes up to which other memory is staged rather than registered for one post."""
 _PATIENCE_NS = 1_000_000
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_REQUEST = struct.Struct("<QQQiIIIQI")
-_ELEMENT = struct.Struct("<QII")
-
-
-class Local(Protocol):
-    """Our memory, as the adapter reaches it."""
-
-    arena: Arena
-    gpu_kind: str
-
-    @property
-    def gpu(self) -> GpuMemory: ...
-
-    def lkey(self, address: int, nbytes: int) -> int | None: ...
-
-    def register_local(self, address: int, nbytes: int) -> MemoryRegion: ...
-
-    def arrived(self) -> None: ...
-
-    def count(self, name: str) -> None: ...
-
-    def count_staged(self, nbytes: int) -> None: ...
 
 
 class Poster(Protocol):
     """The channel, as what is posted on it needs it."""
 
-    local: Local
+    lane: Lane
+    local: Registrations
+    leftovers: Leftovers
     max_msg_sz: int
 
-    def lane_for(self, imm: int | None, nbytes: int) -> Lane: ...
-
-    def make_room(self, lane: Lane, why: int, count: int) -> None: ...
-
-    def leave(self, lane: Lane, held: Held) -> None: ...
+    def make_room(self, why: int, count: int) -> None: ...
 
     def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None: ...
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer: ...
 
     def notify(self, imm: int) -> None: ...
-
-    def refused(self, why: str) -> RdmaError: ...
 
     def ended(self) -> RdmaError: ...
 
@@ -134,48 +106,46 @@ class GpuReadWork(VerbsWork):
                 self._transfer = None
 
 
-class Chain:
-    """Work requests in memory, linked, the last one signalled. ``requests``: (opcode, flags, address, lkey, remote address,
-    rkey, bytes, imm)."""
-
-    __slots__ = ("_elements", "_memory", "address", "count", "nbytes", "words")
-
-    def __init__(self, requests: Sequence[tuple[int, int, int, int, int, int, int, int]]) -> None:
-        self.count = len(requests)
-        self._memory = np.zeros(self.count * at.SEND_WR_BYTES, np.uint8)
-        self._elements = np.zeros(max(self.count, 1) * at.SGE_BYTES, np.uint8)
-        first, first_element = self._memory.ctypes.data, self._elements.ctypes.data
-        memory, elements = memoryview(self._memory), memoryview(self._elements)
-        self.nbytes = 0
-        for index, (opcode, flags, address, lkey, remote, rkey, nbytes, imm) in enumerate(requests):
-            last = index == self.count - 1
-            here = index * at.SEND_WR_BYTES
-            following = 0 if last else first + here + at.SEND_WR_BYTES
-            element = first_element + index * at.SGE_BYTES
-            flags |= at.SEND_SIGNALED if last else 0
-            order = int.from_bytes(imm.to_bytes(4, "little"), "big")
-            _REQUEST.pack_into(memory, here, 0, following, element, int(nbytes > 0), opcode, flags, order, remote, rkey)
-            _ELEMENT.pack_into(elements, index * at.SGE_BYTES, address, nbytes, lkey)
-            self.nbytes += nbytes
-        self.words = np.zeros(verbs_kernels.CHAIN_WORDS, np.int64)
-        self.words[:] = first, first + (self.count - 1) * at.SEND_WR_BYTES, self.count, self.nbytes
-        self.address = self.words.ctypes.data
-
-    def point(self, index: int, address: int, lkey: int) -> None:
-        """Have request ``index`` take its local bytes from there."""
-        here = index * at.SGE_BYTES
-        self._elements[here : here + 8].view(np.uint64)[0] = address
-        self._elements[here + at.SGE_LKEY : here + at.SGE_LKEY + 4].view(np.uint32)[0] = lkey
-
-
 class Held:
-    """What a transfer has besides its tensors. It outlives it until nothing of it is under way (``VerbsChannel.sweep``)."""
+    """What a transfer has besides its tensors, which outlives it (``Leftovers``)."""
 
     __slots__ = ("blocks", "regions")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.regions: list[MemoryRegion] = []
+
+
+class Leftovers:
+    """What transfers of one channel have left behind that are no more. It is given back when nothing of it is under way."""
+
+    def __init__(self, lane: Lane, arena: Arena) -> None:
+        self._lane, self._arena = lane, arena
+        self._left: deque[tuple[int, Held]] = deque()  # filled by finalizers: append only
+        self.ended = False
+        """Nothing is under way any more."""
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def leave(self, held: Held) -> None:
+        """A transfer died. Runs in finalizers: takes no lock."""
+        self._left.append((self._lane.posted, held))
+
+    def sweep(self) -> None:
+        """Give back what nothing reads any more. Any thread."""
+        while self._left:
+            try:
+                seq, held = self._left.popleft()
+            except IndexError:
+                return
+            if not self.ended and self._lane.reached < seq:
+                self._left.appendleft((seq, held))
+                return
+            for block in held.blocks:
+                self._arena.free(block)
+            for region in held.regions:
+                region.close()
 
 
 class _Piece:
@@ -196,7 +166,7 @@ class _Piece:
 
 
 class VerbsTransfer(Transfer):
-    __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_pieces", "_staging", "lane", "nbytes", "revoked")
+    __slots__ = ("__weakref__", "_chains", "_channel", "_gpus", "_held", "_lane", "_pieces", "_staging", "nbytes", "revoked")
 
     def __init__(
         self,
@@ -215,13 +185,13 @@ class VerbsTransfer(Transfer):
         self._pieces = [_Piece(*side) for side in sides]
         live = [piece for piece in self._pieces if piece.remote.nbytes]
         self.nbytes = sum(piece.remote.nbytes for piece in live)
-        self.lane = channel.lane_for(imm, self.nbytes)
+        self._lane = channel.lane
         for piece in live:
             self._bind(piece, stage=once)
         self._build(live, imm)
 
     def _build(self, live: list[_Piece], imm: int | None) -> None:
-        limit, most = self._channel.max_msg_sz, self.lane.chain_max
+        limit, most = self._channel.max_msg_sz, self._lane.chain_max
         requests: list[tuple[int, int, int, int, int, int, int, int]] = []
         owners: list[tuple[_Piece, int]] = []
         for piece in live:
@@ -263,7 +233,7 @@ class VerbsTransfer(Transfer):
         elif stage and piece.write and nbytes <= STAGED_MAX:
             self._stage(piece, nbytes)
         else:
-            piece.registered = local.register_local(address, nbytes)
+            piece.registered = local.local(address, nbytes)
             self._hold().regions.append(piece.registered)
             piece.source = address, piece.registered.lkey
 
@@ -283,7 +253,7 @@ class VerbsTransfer(Transfer):
     def _hold(self) -> Held:
         if self._held is None:
             self._held = Held()
-            weakref.finalize(self, self._channel.leave, self.lane, self._held).atexit = False
+            weakref.finalize(self, self._channel.leftovers.leave, self._held).atexit = False
         return self._held
 
     def _let_go(self, piece: _Piece) -> None:
@@ -334,12 +304,12 @@ class VerbsTransfer(Transfer):
 
     def _post(self) -> Work:
         channel = self._channel
-        lane, seq = self.lane, 0
+        lane, seq = self._lane, 0
         for chain in self._chains:
             while (seq := verbs_kernels.post(lane.address, chain.address)) <= 0:
                 if seq == verbs_kernels.REVOKED:
-                    raise channel.refused(self.revoked)
-                channel.make_room(lane, seq, chain.count)
+                    raise RemoteAccessError(self.revoked, peer=self._lane.peer, device="verbs", status="REM_ACCESS_ERR")
+                channel.make_room(seq, chain.count)
         if not self._chains:
             return DONE
         if any(not piece.write for piece in self._gpus):
@@ -366,7 +336,7 @@ class VerbsTransfer(Transfer):
     def revoke(self, why: str) -> int:
         """Some of its remote memory is gone: it is never posted again. Returns what has to be completed until all is quiet."""
         self.revoked = why
-        return max((verbs_kernels.revoke(self.lane.address, chain.address) for chain in self._chains), default=0)
+        return max((verbs_kernels.revoke(self._lane.address, chain.address) for chain in self._chains), default=0)
 
 
 class VerbsWindow(Window):
@@ -382,7 +352,7 @@ class VerbsWindow(Window):
         lkey = channel.local.lkey(self._local, nbytes)
         if nbytes and lkey is None:
             raise ValueError("the local side of a window is arena memory")
-        self._lane = channel.lane_for(None, 0)
+        self._lane = channel.lane
         self._chain = Chain(
             [(at.WR_RDMA_WRITE_WITH_IMM, 0, self._local, lkey or 0, self._remote, place[1], max(nbytes, 1), imm)]
         )
@@ -411,7 +381,7 @@ class VerbsWindow(Window):
                 if seq > 0:
                     return False
                 if seq != verbs_kernels.FULL:
-                    channel.make_room(lane, seq, 1)  # raises
+                    channel.make_room(seq, 1)  # raises
                 if limit:
                     # The adapter takes microseconds for what is before us, unless the peer has no receives left.
                     channel.local.count("send_queue_full")

@@ -176,7 +176,7 @@ def _over_a_socket(read: Callable[[socket.socket], Any]) -> Callable[[bytes], An
 def _setup() -> bytes:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        verbs_control.send_setup(ours, verbs_control.Setup(1, 2, 3000, 1 << 20, b"e" * 8, ((1, 2), (3, 4))))
+        verbs_control.send_setup(ours, verbs_control.Setup(1, 2, 3000, 1 << 20, b"e" * 8, 1, 2))
         return theirs.recv(4096)
 
 

@@ -27,8 +27,8 @@ THREADS = {
     "transport/service.py _run": "guarded for each peer, and as a whole",
     "transport/tcp_loop.py _serve": "guarded for each peer, and as a whole",
     "transport/heartbeat.py _run": "a kernel, which raises nothing",
-    "transport/verbs.py _complete": "guarded for each peer, and as a whole",
-    "transport/verbs.py _settle": "one peer; ends its channel",
+    "transport/verbs_watch.py _complete": "guarded for each peer, and as a whole",
+    "transport/verbs_watch.py _settle": "one peer; ends its channel",
     "transport/verbs_channel.py _give_up_region": "one region; breaks the channel off",
     "transport/verbs_behind.py _serve": "guarded; what waits for that GPU fails",
     "transport/verbs_gpu.py _tend": "guarded",
@@ -270,14 +270,14 @@ def test_telling_of_a_loss(kind: str, open_device: Open, error: BaseException) -
 def test_looking_at_completions(open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub("verbs", open_device)
     device: Any = hub.device
-    fails = Raises(device._look_for_failures, times=2)
-    monkeypatch.setattr(device, "_look_for_failures", fails)
+    fails = Raises(device._watch._look_for_failures, times=2)
+    monkeypatch.setattr(device._watch, "_look_for_failures", fails)
     for _ in range(2):
-        device.wake()
+        device._watch.wake()
         time.sleep(0.2)
     comes(lambda: not fails.left)
     bad: Any = hub.ours[0]
-    monkeypatch.setattr(bad, "keep_alive", Raises(bad.keep_alive))
+    monkeypatch.setattr(bad, "tend", Raises(bad.tend))
     comes(lambda: hub.lost == [bad])
     assert isinstance(bad.error.__cause__, ZeroDivisionError)
     hub.goes_on()

@@ -18,21 +18,15 @@ pytestmark = pytest.mark.rdma
 T = 20.0
 
 
-@pytest.fixture(params=[1, 3], ids=["one", "three"])
-def qps(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
 @pytest.fixture
-def pair(qps: int, open_device: Callable[..., Device]) -> Iterator[Pair]:
-    a, b = open_device("verbs", qps=qps, arena_limit=32 << 20), open_device("verbs", arena_limit=32 << 20)
+def pair(open_device: Callable[..., Device]) -> Iterator[Pair]:
+    a, b = open_device("verbs", arena_limit=32 << 20), open_device("verbs", arena_limit=32 << 20)
     ab = a.connect(b.address)
     yield Pair(a, b, ab, b.accept(timeout=T))
 
 
-def test_many_posts_over_every_queue_pair(pair: Pair, qps: int) -> None:
+def test_many_posts(pair: Pair) -> None:
     """More than the send queue holds, small and large by turns, and copies that a later message announces."""
-    assert len(pair.ab.lanes) == len(pair.ba.lanes) == qps
     ours, theirs = filled(pair.a, 1 << 20, 0), filled(pair.b, 1 << 20, 0)
     ours.copy_(torch.arange(1 << 20) % 251)
     remote = pair.remote(theirs)
@@ -95,7 +89,7 @@ def test_memory_outside_the_arena_is_registered_or_staged_and_let_go(open_device
     del transfer
     gc.collect()
     ab.prepare([])  # sweeps
-    assert not ab._left
+    assert not len(ab.leftovers)
     a.empty(1)  # takes back what was freed
     assert a.counters()["arena_used"] == before["arena_used"]
 
@@ -111,8 +105,8 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
     ours, theirs, others = filled(a, 1000, C), filled(b, 1000, S), filled(c, 1000, S)
     remote = RemoteRegion.load(b.export(theirs))
     ab.memcpy(ours, remote).wait(T)
-    for number, (address, nbytes, key, rkey, writable) in list(ab._places.items()):
-        ab._places[number] = (address, nbytes, key, rkey ^ 0x5A00, writable)
+    for number, (address, nbytes, key, rkey, writable) in list(ab.places.known.items()):
+        ab.places.known[number] = (address, nbytes, key, rkey ^ 0x5A00, writable)
     remote = RemoteRegion.load(b.export(theirs))
     with pytest.raises(RemoteAccessError, match="REM_ACCESS_ERR") as caught:
         ab.memcpy(remote, ours, notify=1).wait(T)
@@ -129,13 +123,14 @@ def test_what_the_adapter_refuses_ends_that_channel_only(open_device: Callable[.
 
 def deaf(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue pairs are others than it says: no packet arrives there, as behind a firewall."""
-    made = device._queue_pairs
+    pairing: Any = device._pairing  # type: ignore[attr-defined]
+    made = pairing.offer
 
-    def wrong(count: int) -> Any:
-        qps, setup = made(count)
-        return qps, setup._replace(queue_pairs=tuple((0xABCDE, psn) for _, psn in setup.queue_pairs))
+    def wrong(patience_s: float) -> Any:
+        qp, setup = made(patience_s)
+        return qp, setup._replace(qp_num=0xABCDE)
 
-    monkeypatch.setattr(device, "_queue_pairs", wrong)
+    monkeypatch.setattr(pairing, "offer", wrong)
 
 
 def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(
@@ -151,7 +146,7 @@ def test_a_path_that_carries_nothing_is_found_before_anybody_hears_of_it(
         with pytest.raises(TransferTimeout):
             b.accept(timeout=0.2)
     with monkeypatch.context() as patch:
-        patch.setattr(b, "_sends", 1 << 30)  # more than its completion queue has room for
+        patch.setattr(b._queues, "room", 0)
         with pytest.raises(NotSupported, match=r"the peer refused: the completion queue .* has room for 0 queue pairs"):
             a.connect(b.address, timeout=T)
     a.connect(b.address, timeout=T).notify(3)

@@ -1,18 +1,65 @@
-"""The port block: what the compiled loops (``verbs_kernels``) know of a ``verbs`` device, laid out as ``PORT_*`` there."""
+"""The queues that all queue pairs of a ``verbs`` device share, and its port block: what the compiled loops (``verbs_kernels``)
+know of the device, laid out as ``PORT_*`` there."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 
 import numpy as np
 
-from . import verbs_kernels
+from . import kernels, verbs_kernels
 from . import verbs_layout as at
-from .verbs_provider import CompletionQueue, Context, SharedReceiveQueue
+from .verbs_provider import CompletionQueue, Context, DeviceAttr, QueuePair, SharedReceiveQueue
 
 LANES = 1 << 13
 """Queue pairs that a device can have."""
 _RECEIVE_CHAIN = 64
+_RECEIVES, _SENDS, _COMPLETIONS, _INLINE = 4096, 256, 1 << 16, 220
+
+
+class Queues:
+    """One completion queue and one shared receive queue. Whoever has made a queue pair closes it before the queues."""
+
+    def __init__(self, context: Context, limits: DeviceAttr, bells: int) -> None:
+        self._context = context
+        with contextlib.ExitStack() as undo:
+            self._cq = context.completion_queue(min(_COMPLETIONS, limits.max_cqe))
+            undo.callback(self._cq.close)
+            self._srq = context.shared_receive_queue(min(_RECEIVES, limits.max_srq_wr))
+            undo.callback(self._srq.close)
+            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._woken)
+            self._block = PortBlock(context, self._cq, self._srq, bells=bells, woken=self._woken)
+            undo.pop_all()
+        self.sends, self.receives = min(_SENDS, limits.max_qp_wr), self._srq.depth
+        """Work requests that a queue pair holds, and receive requests that all of them have together."""
+        self.room = min((self._cq.depth - self._srq.depth) // self.sends, LANES)
+        """Queue pairs whose completions there is room for."""
+        self.port, self.post_send = self._block.address, self._block.post_send
+        kernels.progress(self.port)
+
+    def pair(self, port: int) -> QueuePair:
+        """A new queue pair on that port."""
+        return self._context.queue_pair(self._cq, self._srq, port=port, depth=self.sends, max_sge=1, max_inline=_INLINE)
+
+    def wait(self, limit_ns: int) -> bool:
+        """Serve the completion channel for so long. Whether somebody woke us, or something failed."""
+        if not verbs_kernels.serve(self.port, limit_ns):
+            return False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
+        return True
+
+    def wake(self) -> None:
+        """Have ``wait`` return."""
+        os.eventfd_write(self._woken, 1)
+
+    def close(self) -> None:
+        self._srq.close()
+        self._cq.close()
+        os.close(self._woken)
 
 
 class PortBlock:
