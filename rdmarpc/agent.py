@@ -83,7 +83,7 @@ class Agent:
 
         # The group, and the device by which its workers are reached.
         self.group = Group(name, rank, world_size, options)
-        self.me = self.group.me
+        self.me, self.name = self.group.me, self.group.me.name
         self.device = _open_device(self.group, options, self._on_connect)
         undo.callback(self.device.close)
         self.device.pin()
@@ -124,22 +124,9 @@ class Agent:
         self.callee: Callee = Callee(self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
         resume = partial(holding.resume, self.callee)
-        self.reading = Reading(self.links, self.progress, self.device.name, resume, self._takes())
+        self.reading = Reading(self.links, self.progress, self.device.name, resume, _takes(self))
         self.progress.start(self.reading.read)
         self.caller.timeouts.on_tick = self._look_after
-
-    def _takes(self) -> dict[int, Handler]:
-        """Who takes which kind of frames."""
-        callee, rrefs, contexts, jobs = self.callee, self.rrefs, self.contexts, self.progress.jobs
-        return {
-            REQUEST: callee.accept,
-            RESPONSE: self.caller.answer,
-            ERROR: self.caller.answer,
-            RELEASE: lambda link, frame: callee.release(link, frame.call),
-            FORGO: callee.forgo,
-            REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
-            ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
-        }
 
     def _open_gpus(self) -> None:
         gpu.current = gpu_streams.current = None
@@ -162,10 +149,6 @@ class Agent:
         self.links.at_once = gpu.current.let_go
 
     # -- for the layers above
-
-    @property
-    def name(self) -> str:
-        return self.me.name
 
     def worker_names(self) -> list[str]:
         """All workers, in rank order."""
@@ -432,6 +415,20 @@ class Agent:
             link.lost = link.lost or error
             link.explained.set()
             self.caller.lost(link, error)
+
+
+def _takes(agent: Agent) -> dict[int, Handler]:
+    """Who takes which kind of frames."""
+    callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.progress.jobs
+    return {
+        REQUEST: callee.accept,
+        RESPONSE: agent.caller.answer,
+        ERROR: agent.caller.answer,
+        RELEASE: lambda link, frame: callee.release(link, frame.call),
+        FORGO: callee.forgo,
+        REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
+        ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
+    }
 
 
 def _use(options: RpcBackendOptions) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
-import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -49,11 +47,11 @@ from .link import MAX_BODY, Link
 from .observer import Serving
 from .post import Post
 from .progress import Progress
+from .promises import Promises
 from .rref_context import RRefContext
 from .rref_forks import Fork
 from .tensors import (
     NOTHING,
-    Landing,
     Outgoing,
     describe,
     describe_all,
@@ -64,7 +62,7 @@ from .tensors import (
     unpack,
     unpack_lone,
 )
-from .transport import ArenaFull, Device, PeerLost, RdmaError, RemoteRegion
+from .transport import Device, PeerLost, RdmaError, RemoteRegion
 from .transport.arena import Block
 from .unsent import take_back
 from .worker_info import WorkerInfo
@@ -102,7 +100,7 @@ class Answering:
 
 
 class Callee:
-    """Thread-safe. Grants at most a quarter of the arena's limit ahead of calls."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -121,11 +119,8 @@ class Callee:
         self.running: dict[int, Answering] = {}
         """By thread: the requests that are served this moment."""
         self._functions: dict[bytes, Any] = {}
-        self._landings: dict[tuple[Link, int], Landing] = {}
-        self._granted = 0
-        self._grants = itertools.count(1)
+        self.promises = Promises(device.arena)
         self._sources: dict[tuple[Link, int], Kept] = {}
-        self._lock = threading.Lock()
         self.dropped = 0
         """Answers that came too late for a peer that was lost."""
         self.handovers = Handovers(device)
@@ -159,13 +154,13 @@ class Callee:
     def forgo(self, link: Link, frame: Frame) -> None:
         """The peer gives back landing places it will not use."""
         for (grant,) in struct.iter_unpack("<Q", frame.body):
-            if self._take_landing(link, grant) is None:
+            if self.promises.take(link, grant) is None:
                 self.refused_grants += 1
 
     def lost(self, link: Link) -> list[Any]:
         """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
         found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
-        found += [self._take_landing(link, grant) for owner, grant in list(self._landings) if owner is link]
+        found += self.promises.forget(link)
         self.handovers.sweep()
         return found
 
@@ -173,17 +168,6 @@ class Callee:
     def settled(self) -> bool:
         """Whether no peer has still to fetch a result from our memory."""
         return not self._sources
-
-    def granted_bytes(self) -> dict[Link, int]:
-        """What the landing places take that peers hold of us."""
-        found: dict[Link, int] = {}
-        for (owner, _), landing in list(self._landings.items()):
-            found[owner] = found.get(owner, 0) + sum(landing.sizes)
-        return found
-
-    def granted(self, link: Link) -> int:
-        """How many landing places this peer holds of us."""
-        return sum(owner is link for owner, _ in list(self._landings))
 
     # -- running a request
 
@@ -336,7 +320,7 @@ class Callee:
 
     def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytes) -> list[torch.Tensor]:
         link, request = answering.link, answering.request
-        landing = self._take_landing(link, grant) if grant else None
+        landing = self.promises.take(link, grant) if grant else None
         ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
         if request is not None and request.runs is not None:
             ahead = request.take()
@@ -373,7 +357,7 @@ class Callee:
 
     def _reply(self, answering: Answering, answer: list[Any]) -> None:
         """``answer`` holds the result, and nothing else here does: once it is packed it dies, and what the arguments lay in is
-        what ``_grant`` promises next. Memory that one writes again and again is many times faster than memory that goes round.
+        what is promised next. Memory that one writes again and again is many times faster than memory that goes round.
         """
         observer = self.observer
         if observer is None:
@@ -409,7 +393,7 @@ class Callee:
                     message = context.send(link.worker, carried)
                 del carried
             result = None
-            grant, places = self._grant(link, sizes) if sizes else (0, b"")
+            grant, places = self.promises.give(link, sizes) if sizes else (0, b"")
             if grant or message:
                 flags |= HEAD
                 payload = response_payload(Head(grant, places, message), payload)
@@ -494,30 +478,6 @@ class Callee:
         except PeerLost:
             self.dropped += 1
             self.release(link, call)
-
-    # -- landing places
-
-    def _grant(self, link: Link, sizes: tuple[int, ...]) -> tuple[int, bytes]:
-        """Promise fresh memory for the next call of this signature; (0, b"") when enough has been promised."""
-        total = sum(sizes)
-        if not total or self._granted + total > self.device.arena.limit // 4:
-            return 0, b""
-        try:
-            landing = Landing(link.channel, sizes)
-        except ArenaFull:
-            return 0, b""
-        number = next(self._grants)
-        with self._lock:
-            self._landings[link, number] = landing
-            self._granted += total
-        return number, landing.places
-
-    def _take_landing(self, link: Link, number: int) -> Landing | None:
-        with self._lock:
-            landing = self._landings.pop((link, number), None)
-            if landing is not None:
-                self._granted -= sum(landing.sizes)
-        return landing
 
 
 def _within(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

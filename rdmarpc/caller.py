@@ -47,7 +47,7 @@ from .observer import Calling
 from .post import Post
 from .progress import Progress
 from .rref_context import RRefContext
-from .tensors import NOTHING, Landing, Outgoing, describe_all, pack, pack_lone, size_classes
+from .tensors import NOTHING, Landing, Memory, Outgoing, describe_all, pack, pack_lone, size_classes
 from .timeouts import Timeouts
 from .transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
 from .unsent import take_back
@@ -100,6 +100,33 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _new_pickled = tuple.__new__
+
+
+def _place(
+    device: Device, memory: Memory, pending: Pending, label: bytes | str, tensors: list[torch.Tensor]
+) -> tuple[Outgoing, int]:
+    """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
+    link = pending.link
+    described = describe_all(tensors, device)
+    sizes = described.sizes
+    granted = link.grants.take(size_classes(sizes)) if sizes else None
+    places = granted[1] if granted else None
+    out = pack(described, device, link.channel, places, memory, pending.deadline)
+    pending.key, pending.keep = (label, sizes), out.lent
+    return out, granted[0] if granted else 0
+
+
+def _expect(pending: Pending) -> bytes:
+    """Landing places for the result of a call, whose function's results are known by size."""
+    link = pending.link
+    sizes = link.grants.result_sizes.get(pending.key)
+    if not sizes:  # another thread was faster
+        return b""
+    try:
+        pending.landing = Landing(link.channel, sizes)
+    except ArenaFull:
+        return b""  # the result finds a place when it is here
+    return pending.landing.places
 
 
 class Caller:
@@ -167,16 +194,11 @@ class Caller:
             pending.deadline = now + timeout
         else:
             pending.since = now
-        if flags & CONTROL:
-            pending.control = True
+        pending.control, pending.key = bool(flags & CONTROL), (label, ())
         try:
-            out, grant = self._place(pending, label, tensors) if tensors else (NOTHING, 0)
-            if out.lent:
-                flags |= READS
-            if not tensors:
-                pending.key = (label, ())
-            places = self._expect(pending) if pending.key in link.grants.result_sizes else b""
-            lends = not flags & FLAT and serialize.lends(payload)
+            out, grant = _place(self.device, self.post.memory, pending, label, tensors) if tensors else (NOTHING, 0)
+            flags |= READS if out.lent else 0
+            places = _expect(pending) if pending.key in link.grants.result_sizes else b""
             if grant or places or flags & REMOTE or context is not None:
                 if flags & REMOTE:
                     pending.rref = rref
@@ -187,7 +209,7 @@ class Caller:
                 payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
                 flags |= HEAD
             if future:
-                self._promise(pending, lends, now)
+                self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
             self.pending[call] = pending
             if lone is not None:
                 if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
@@ -206,29 +228,6 @@ class Caller:
             raise
         return pending
 
-    def _place(self, pending: Pending, label: bytes | str, tensors: list[torch.Tensor]) -> tuple[Outgoing, int]:
-        """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
-        link = pending.link
-        described = describe_all(tensors, self.device)
-        sizes = described.sizes
-        granted = link.grants.take(size_classes(sizes)) if sizes else None
-        places = granted[1] if granted else None
-        out = pack(described, self.device, link.channel, places, self.post.memory, pending.deadline)
-        pending.key, pending.keep = (label, sizes), out.lent
-        return out, granted[0] if granted else 0
-
-    def _expect(self, pending: Pending) -> bytes:
-        """Landing places for the result of a call, whose function's results are known by size."""
-        link = pending.link
-        sizes = link.grants.result_sizes.get(pending.key)
-        if not sizes:  # another thread was faster
-            return b""
-        try:
-            pending.landing = Landing(link.channel, sizes)
-        except ArenaFull:
-            return b""  # the result finds a place when it is here
-        return pending.landing.places
-
     def _promise(self, pending: Pending, lends: bool, now: float) -> None:
         """A future of the call, which begins ``now``. ``lends``: it lends memory of GPUs."""
         streams = gpu_streams.current
@@ -243,17 +242,14 @@ class Caller:
     def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
         link = pending.link
         if link.full and not flags & CONTROL:
-            self._await_room(pending)
+            # The peer has not read for a while, and as many requests are queued for it as may be.
+            room = self.progress.wait_for(Room(link), pending.deadline)
+            if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
+                raise pending.timed_out()
         dropped = None
         if not flags & FLAT:
             dropped = partial(take_back, self.rrefs, link.worker, REQUEST, flags, payload)
         self.post.send(link, REQUEST, pending.call, flags, out, name, payload, pending, dropped)
-
-    def _await_room(self, pending: Pending) -> None:
-        """The peer has not read for a while, and as many requests are queued for it as may be."""
-        room = self.progress.wait_for(Room(pending.link), pending.deadline)
-        if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
-            raise pending.timed_out()
 
     def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
         self.pending.pop(pending.call, None)
@@ -267,24 +263,18 @@ class Caller:
         answers count by the link that they come by. What nobody waits for any more has no effect.
 
         Where a READ takes a thread of the peer's, an answer that has to be READ leaves its call where it is till it is here."""
-        pending = self.pending.get(frame.call)
-        if pending is not None:
-            if pending.link is not link:
-                self._refuse_answer()
-            if frame.flags & AWAY and link.channel.reads_take_peer:
-                self._begin_reading(pending, frame)
-                return
-            if self.pending.pop(frame.call, None) is not None:
-                self._answer(pending, frame)
-                return
-        late = self.expired.get(frame.call)
-        if late is not None:
-            if late.link is not link:
-                self._refuse_answer()
-            if frame.flags & AWAY and link.channel.reads_take_peer:
-                self._begin_reading(late, frame)
-            elif self.expired.pop(frame.call, None) is not None:
-                self.progress.jobs.append(partial(self._bury, late, frame))
+        pending = self.pending.get(frame.call) or self.expired.get(frame.call)
+        if pending is None:
+            return
+        if pending.link is not link:
+            self.refused += 1
+            raise NotTheirs("it answered a call that was made to another worker")
+        if frame.flags & AWAY and link.channel.reads_take_peer:
+            self._begin_reading(pending, frame)
+        elif self.pending.pop(frame.call, None) is not None:
+            self._answer(pending, frame)
+        elif self.expired.pop(frame.call, None) is not None:
+            self.progress.jobs.append(partial(self._bury, pending, frame))
 
     def _begin_reading(self, pending: Pending, frame: Frame) -> None:
         if not pending.arriving:  # a call is answered once
@@ -306,10 +296,6 @@ class Caller:
         pending.expired = True
         self.expired[pending.call] = pending
         fetch.run_on(partial(self._arrived, pending, fetch))
-
-    def _refuse_answer(self) -> None:
-        self.refused += 1
-        raise NotTheirs("it answered a call that was made to another worker")
 
     def _answer(self, pending: Pending, answer: Answer) -> None:
         future = pending.future

@@ -78,7 +78,7 @@ def _link(agent: Agent, link: Link) -> dict[str, int]:
         "posts": posts,
         "bytes": nbytes,
         "grants_held": len(link.grants),
-        "grants_given": agent.callee.granted(link),
+        "grants_given": agent.callee.promises.count(link),
         "ring_used": link._written - link._credit,
         "ring_bytes": RING_BYTES,
         "queued": link.waiting + link.answering,

@@ -9,14 +9,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
-from . import agent as _agent
-from . import constants
-from .agent import Agent
+from . import constants, here
 
 _Key = tuple[tuple[str, ...], int]
+
+
+class Worker(here.Agent, Protocol):
+    """A member."""
+
+    @property
+    def rpc_timeout(self) -> float: ...
+
+    def worker_names(self) -> list[str]:
+        """All workers, in rank order."""
+
+
+_current: Callable[[], Worker] = here.current
 
 
 class Meeting:
@@ -61,17 +72,17 @@ class Meetings:
             self._held.pop(key, None)
 
 
-_held: weakref.WeakKeyDictionary[Agent, Meetings] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[Worker, Meetings] = weakref.WeakKeyDictionary()
 
 
-def _meetings(agent: Agent) -> Meetings:
+def _meetings(agent: Worker) -> Meetings:
     return _held.setdefault(agent, Meetings())
 
 
 def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: float = constants.UNSET_RPC_TIMEOUT) -> Any:
     """``{name: value}`` of all workers (or of ``worker_names``, each of which has to call). ``timeout`` in seconds limits the
     wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises ``RuntimeError``."""
-    agent = _agent.current()
+    agent = _current()
     names = tuple(sorted(set(agent.worker_names() if worker_names is None else worker_names)))
     unset = timeout == constants.UNSET_RPC_TIMEOUT
     limit = agent.rpc_timeout if unset else timeout
@@ -94,7 +105,7 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
         meetings.end(key)
 
 
-def _hand_out_all(agent: Agent, key: _Key, meeting: Meeting, limit: float) -> None:
+def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
     sent = {name: agent.call_async(agent.resolve(name), _hand_out, (key, meeting.objects), None, limit) for name in key[0][1:]}
     errors: dict[str, Exception] = {}
     for name, future in sent.items():
@@ -115,8 +126,8 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 
 def _bring(key: _Key, name: str, value: Any) -> None:
-    _meetings(_agent.current()).bring(key, name, value)
+    _meetings(_current()).bring(key, name, value)
 
 
 def _hand_out(key: _Key, objects: dict[str, Any]) -> None:
-    _meetings(_agent.current()).hand_out(key, objects)
+    _meetings(_current()).hand_out(key, objects)

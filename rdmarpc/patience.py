@@ -111,7 +111,7 @@ class Patience:
         """Bytes of the arena by who holds them, as far as is known here."""
         agent = self._agent
         held: dict[str, int] = {}
-        for link, nbytes in agent.callee.granted_bytes().items():
+        for link, nbytes in agent.callee.promises.held().items():
             held[f"granted to {link.name} for calls to come"] = nbytes
         for link in list(agent.links.rows.values()):
             held[f"lent to {link.name}, which has not read its results"] = link.lent

@@ -173,7 +173,7 @@ def left():
         "rrefs": rpc.counters()["rrefs"],
         "grad": int(weight.grad is not None),
     }
-    return {name: count for name, count in tables.items() if count}, me.device.arena.used - me.callee._granted
+    return {name: count for name, count in tables.items() if count}, me.device.arena.used - me.callee.promises.nbytes
 
 
 def many_late(rank):

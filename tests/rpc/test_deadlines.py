@@ -79,7 +79,7 @@ def lent() -> int:
 def used() -> int:
     me = agent.current()
     me.device.arena.sweep()
-    return me.device.arena.used - me.callee._granted
+    return me.device.arena.used - me.callee.promises.nbytes
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -30,7 +30,7 @@ def reveal():
     """All that an attacker could learn of the victim's memory. The last one is its to read."""
     me = agent.current()
     [link] = [link for link in me.links.rows.values() if link.name == "worker2"]
-    places = [landing.places for (owner, _), landing in me.callee._landings.items() if owner is link]
+    places = [landing.places for (owner, _), landing in me.callee.promises.landings.items() if owner is link]
     assert places
     return [link.inbox, *places, me.device.export(_kept["parameter"])]
 

@@ -99,7 +99,7 @@ def many_signatures(rank):
 
 
 def promised():
-    return len(agent.current().callee._landings)
+    return len(agent.current().callee.promises.landings)
 
 
 def test_unused_grants_are_given_back():
