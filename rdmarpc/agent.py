@@ -70,10 +70,9 @@ class Agent:
         self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
     ) -> None:
         """``undo`` takes what is to be done, the last first, if something of this raises."""
-        self.since = time.monotonic()
+        self.since, self.guard = time.monotonic(), Guard("rdmarpc")
         self.options, self.rpc_timeout = options, options.rpc_timeout
         _use(options)
-        self.guard = Guard("rdmarpc")
         self.ready = threading.Event()  # peers may connect before we are complete
         self._at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []

@@ -187,6 +187,30 @@ class Links:
             link = self._new_link(number)
             self._connecting.add(number)
         limit = time.monotonic() + self._patience
+        other = self._connect(link, record)
+        if other is not None:
+            return other
+        channel = link.channel
+        known = channel.peer_key.hex() == record.key
+        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
+            self._take_leave(link, record)
+        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
+            return self._await_theirs(link, record, limit)
+        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+            self._supersede(record)
+            with self._lock:
+                self._connecting.discard(number)
+                if number not in self.lost:
+                    self._enter(link, record, serve_only=False)
+                    return link
+        with self._lock:
+            self._connecting.discard(number)
+        channel.close()
+        raise fresh(self.lost.get(number) or _unreachable(record, "another one listens there now"))
+
+    def _connect(self, link: Link, record: Record) -> Link | None:
+        """Give a new link its channel; or another one, by which the peer has connected to us meanwhile."""
+        number = record.number
         try:
             channel = self._device.connect(
                 record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
@@ -219,22 +243,7 @@ class Links:
                 raise broken_by(error, "connecting", peer=record.name, device=self._device.name) from error
             raise
         link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
-        known = channel.peer_key.hex() == record.key
-        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
-            self._take_leave(link, record)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
-            return self._await_theirs(link, record, limit)
-        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
-            self._supersede(record)
-            with self._lock:
-                self._connecting.discard(number)
-                if number not in self.lost:
-                    self._enter(link, record, serve_only=False)
-                    return link
-        with self._lock:
-            self._connecting.discard(number)
-        channel.close()
-        raise fresh(self.lost.get(number) or _unreachable(record, "another one listens there now"))
+        return None
 
     def _silent(self, record: Record) -> PeerLost:
         """An attempt to connect took too long. With the lock held."""
