@@ -30,15 +30,15 @@ Medians = dict[tuple[str, int, str], float]
 
 def port_facts() -> dict[str, Any]:
     """The port that the device chooses, and how it is reached. Ends the program where there is none."""
-    from rdmarpc.transport import verbs_choice, verbs_ports, verbs_sysfs
     from rdmarpc.transport.errors import RdmaError
+    from rdmarpc.transport.nic import choice, ports, sysfs
 
     try:
-        provider = verbs_choice.choose().name
+        provider = choice.choose().name
     except RdmaError as error:
         raise SystemExit(f"error: {error}") from None
-    for found in verbs_ports.rank(verbs_sysfs.survey())[0]:
-        if (gid := verbs_ports.pick_gid(found)[0]) is not None:
+    for found in ports.rank(sysfs.survey())[0]:
+        if (gid := ports.pick_gid(found)[0]) is not None:
             return {"port": found.name, "gid_index": gid.index, "interface": gid.netdev, "provider": provider}
     raise SystemExit("error: no RDMA port can be used here; `rdmarpc doctor` says why")
 

@@ -10,7 +10,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from numba import njit
 from numba.types import int64
 
-from rdmarpc.transport import kernels
+from rdmarpc.transport.words import kernels
 
 FLAGS = 4096
 """Bytes in front of the landing place, for the flags."""

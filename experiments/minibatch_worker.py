@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc.transport.kernels import copy, copy_past_caches
+from rdmarpc.transport.words.kernels import copy, copy_past_caches
 
 from .floor import address_of
 from .measure import Samples, per_iteration

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import Device, NotSupported, RdmaError, RemoteRegion
-from ..transport.arena import SLOTS
+from ..transport.memory.arena import SLOTS
 from .header import HEADER_BYTES, Header
 from .layout import dense, strides
 from .place import Edge

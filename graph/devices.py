@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..transport import NotSupported
-from ..transport.cuda_driver import count, kind, same_device
+from ..transport.gpu.driver import count, kind, same_device
 
 CPU = torch.device("cpu")
 

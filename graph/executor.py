@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..transport import ArenaFull, PeerLost, RdmaError, bare
-from ..transport.cuda_driver import driver
+from ..transport.gpu.driver import driver
 from .command import DISCARD, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
 from .header import NONE, Header, MicroBatch

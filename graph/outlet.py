@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import NotSupported, RdmaError, RemoteRegion
-from ..transport.sole import STORAGE_USES, storage_uses
+from ..transport.memory.sole import STORAGE_USES, storage_uses
 from . import observer, staging
 from .devices import find
 from .header import HEADER_BYTES, NONE, SHARED, Header

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
-from ..transport.guard import broken_by
+from ..transport.peers.guard import broken_by
 from .bundle import Bundle, BundleInlet, BundleOutlet, Room
 from .command import WorkerError
 from .header import STAGED, Header

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import RdmaError
-from ..transport.arena import SLOTS
+from ..transport.memory.arena import SLOTS
 from . import staging
 from .devices import find
 from .header import HEADER_BYTES, NONE, SHARED, Header

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport import ArenaFull
-from ..transport.cuda_driver import driver
+from ..transport.gpu.driver import driver
 
 if TYPE_CHECKING:
     from ..transport import Device

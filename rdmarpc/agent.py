@@ -39,17 +39,9 @@ from .rref_context import RRefContext
 from .rref_forks import Fork
 from .rref_store import LOCAL_BITS
 from .termination import Termination
-from .transport import (
-    Channel,
-    Device,
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    TransferTimeout,
-    cuda_driver,
-    open_device,
-)
-from .transport.guard import Guard
+from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout, open_device
+from .transport.gpu import driver
+from .transport.peers.guard import Guard
 from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -129,7 +121,7 @@ class Agent:
 
     def _open_gpus(self) -> None:
         gpu.current = gpu_streams.current = None
-        if not cuda_driver.count():
+        if not driver.count():
             return
         group = self.group
 
@@ -439,7 +431,7 @@ def _use(options: RpcBackendOptions) -> None:
 
 def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[[Channel], bytes]) -> Device:
     secret, kind = group.begin(options)
-    if kind == "shm" and cuda_driver.count():
+    if kind == "shm" and driver.count():
         kind = "cuda"  # which is that, and GPU memory besides
     return open_device(
         kind,

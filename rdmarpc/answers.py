@@ -32,7 +32,7 @@ from .post import tell
 from .rref_context import RRefContext
 from .tensors import HANDED, Memory, load_places, size_classes, unpack, unpack_lone
 from .transport import ArenaFull, RdmaError, RemoteRegion, TransferTimeout, fresh
-from .transport.ended import nobody
+from .transport.peers.ended import nobody
 
 
 class Answers:

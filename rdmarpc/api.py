@@ -27,7 +27,7 @@ from .gather import _barrier as _barrier
 from .options import BackendType, RpcBackendOptions
 from .rref import RRef, over
 from .transport import PeerLost, RdmaError
-from .transport.guard import hint_for, need_descriptors
+from .transport.peers.guard import hint_for, need_descriptors
 from .worker_info import WorkerInfo
 
 _DESCRIPTORS = 32

@@ -63,7 +63,7 @@ from .tensors import (
     unpack_lone,
 )
 from .transport import Device, PeerLost, RdmaError, RemoteRegion
-from .transport.arena import Block
+from .transport.memory.arena import Block
 from .unsent import take_back
 from .worker_info import WorkerInfo
 

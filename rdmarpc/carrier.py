@@ -9,8 +9,8 @@ from .frames import CONTROL, REFERENCES
 from .links import Links
 from .rref_context import RRefContext
 from .transport import PeerLost, RdmaError
-from .transport.ended import nobody
-from .transport.guard import Guard, broken_by
+from .transport.peers.ended import nobody
+from .transport.peers.guard import Guard, broken_by
 
 
 class Carrier:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .transport import cuda_driver
+from .transport.gpu import driver
 
 NO_WAY = (
     "this tensor cannot travel: it is on {device}, and {why}. Move it to the CPU, or say where it goes with "
@@ -25,7 +25,7 @@ DeviceMap = dict[torch.device, torch.device]
 
 
 def _gpu_type() -> str:
-    return cuda_driver.kind() or "cuda"
+    return driver.kind() or "cuda"
 
 
 def _device(given: DeviceLike) -> torch.device:
@@ -83,7 +83,7 @@ class Plan:
 
 def dump(maps: Mapping[str, DeviceMap], devices: list[torch.device]) -> str:
     """This worker's plan as text; empty for one that has neither maps nor GPUs."""
-    gpus = cuda_driver.count()
+    gpus = driver.count()
     if not maps and not devices and not gpus:
         return ""
     texts = {to: [(str(source), str(target)) for source, target in pairs.items()] for to, pairs in maps.items()}

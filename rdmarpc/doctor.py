@@ -16,10 +16,13 @@ from pathlib import Path
 
 from . import host_facts
 from .host_facts import LIMITS, MISSING, OK, Finding
-from .transport import AutoDevice, RdmaError, host_id, open_device, openssl, verbs_choice, verbs_ports
-from .transport.arena import default_limit
-from .transport.tcp_place import routed_address
-from .transport.verbs_sysfs import Found, survey
+from .transport import AutoDevice, RdmaError, host_id, open_device
+from .transport.memory.arena import default_limit
+from .transport.nic import choice
+from .transport.nic import ports as verbs_ports
+from .transport.nic.sysfs import Found, survey
+from .transport.peers.address import routed_address
+from .transport.tls import openssl
 
 _CONNECT_TIMEOUT_S = 3.0
 _WIDTH = 100
@@ -49,7 +52,7 @@ def ports(found: list[Found]) -> list[Finding]:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = verbs_ports.choose(verbs_choice.choose())
+        port = verbs_ports.choose(choice.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()

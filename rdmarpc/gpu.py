@@ -29,10 +29,11 @@ from . import layout
 from .device_maps import Targets
 from .gpu_streams import Streams
 from .incoming import landed_on_gpu
-from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, cuda_driver
-from .transport.cuda_ipc import Exports, Imports, imports_of
-from .transport.cuda_slots import Borrowed, Lent
-from .transport.guard import Guard
+from .transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
+from .transport.gpu import driver
+from .transport.gpu.ipc import Exports, Imports, imports_of
+from .transport.gpu.slots import Borrowed, Lent
+from .transport.peers.guard import Guard
 
 _GROUP = struct.Struct("<QIIHHH")  # sender, slot, generation, index at the sender, index at the receiver, tensors
 _TENSOR = struct.Struct("<QQQ64sI")  # number of the segment, its base, offset, handle, bytes of the description that follows
@@ -140,7 +141,7 @@ class Gpus:
         return None if peer.why_not else place
 
     def _where(self, tensor: torch.Tensor) -> tuple[int, int, bytes]:
-        with cuda_driver.driver().on(tensor.device.index):  # this thread may have called no GPU so far
+        with driver.driver().on(tensor.device.index):  # this thread may have called no GPU so far
             return self._exports.find(tensor.data_ptr())
 
     def _peer(self, worker: int) -> _Peer:
@@ -200,7 +201,7 @@ class Gpus:
         flat = self._device.empty(value.numel(), dtype=value.dtype)
         dense = layout.span(value.shape, value.stride()) == value.numel() > 0
         staged = flat.as_strided(value.shape, value.stride()) if dense else flat.view(value.shape)
-        with cuda_driver.driver().relaxed():
+        with driver.driver().relaxed():
             staged.copy_(value)
         self._device.count_staged(value.nbytes)
         return staged
@@ -271,7 +272,7 @@ class Gpus:
         borrowed = peer.borrowed
         if borrowed is None:
             raise PeerLost("GPU memory came from a worker that is lost, or had not asked whether it can be reached")
-        cuda, found = cuda_driver.driver(), []
+        cuda, found = driver.driver(), []
         over = partial(borrowed.is_done, slot, generation)
         try:
             _not_captured()
@@ -289,7 +290,7 @@ class Gpus:
                         if sender != self._me:
                             assert peer.imports is not None
                             base = peer.imports.base(number, handle, target, over)
-                        stream = cuda_driver.current_stream(target)
+                        stream = driver.current_stream(target)
                         cuda.call("cuMemcpyAsync", run.data_ptr(), base + offset, what.nbytes, stream)
                     found.append(layout.rebuilt(run, what))
             finally:
@@ -386,7 +387,7 @@ class Gpus:
 
 
 def _not_captured() -> None:
-    if cuda_driver.capturing():
+    if driver.capturing():
         raise NotSupported(
             "this thread captures a CUDA graph: no tensor on a GPU can be sent or received meanwhile",
             device="cuda",
@@ -419,6 +420,6 @@ def _from_host(staged: torch.Tensor, target: torch.device, requires_grad: bool) 
         gpus = _gpus()
         gpus.streams.use(target.index)
         gpus._device.count_staged(staged.nbytes)
-        with cuda_driver.driver().relaxed():
+        with driver.driver().relaxed():
             staged = staged.to(target)
     return staged.requires_grad_() if requires_grad else staged

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from .transport import RdmaError, cuda_driver
-from .transport.cuda_events import Event
+from .transport import RdmaError
+from .transport.gpu import driver
+from .transport.gpu.events import Event
 
 Place = tuple[int, int]
 """A stream: index of its device, the driver's handle."""
@@ -57,8 +58,8 @@ class Streams:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self.kind = cuda_driver.kind()
-        self.devices = [self.device(index) for index in range(cuda_driver.count())]
+        self.kind = driver.kind()
+        self.devices = [self.device(index) for index in range(driver.count())]
         self.expected: set[Any] = set()
         """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
         self.used: set[int] = set()
@@ -90,7 +91,7 @@ class Streams:
     def synchronize(self) -> None:
         """Wait for the current streams of this thread."""
         for index in self.used:
-            with cuda_driver.driver().relaxed():
+            with driver.driver().relaxed():
                 torch.accelerator.current_stream(self.device(index)).synchronize()
 
     def begin(self) -> None:
@@ -121,7 +122,7 @@ class Streams:
         with self._lock:
             others = list(self._ended.items())
         for place, event in others:
-            if cuda_driver.current_stream(place[0]) == place[1]:
+            if driver.current_stream(place[0]) == place[1]:
                 continue
             try:
                 if not event.over():
@@ -145,15 +146,15 @@ class Streams:
                 self._ended[place] = event
 
     def _current(self) -> list[Place]:
-        return [(index, cuda_driver.current_stream(index)) for index in self.used]
+        return [(index, driver.current_stream(index)) for index in self.used]
 
     def _look(self) -> None:
         """For devices that functions have begun to use by themselves. Looking does not begin with one."""
-        if len(self.used) < len(self.devices) and cuda_driver.active():
-            self.used.update(index for index in range(len(self.devices)) if cuda_driver.has_context(index))
+        if len(self.used) < len(self.devices) and driver.active():
+            self.used.update(index for index in range(len(self.devices)) if driver.has_context(index))
 
     def _take(self, index: int, own: _Own) -> None:
-        cuda, before = cuda_driver.driver(), Event(index, cuda_driver.current_stream(index))
+        cuda, before = driver.driver(), Event(index, driver.current_stream(index))
         try:
             stream = _spare[index].popleft()
         except IndexError:
@@ -162,8 +163,8 @@ class Streams:
         if not own.streams:
             cuda.relax()
         own.streams[index] = stream
-        with cuda_driver.same_device():
-            torch.accelerator.set_stream(cuda_driver.as_torch(index, stream))
+        with driver.same_device():
+            torch.accelerator.set_stream(driver.as_torch(index, stream))
         before.follow()
         with self._lock:
             self._made[index, stream] = None

@@ -28,8 +28,8 @@ import torch
 from .gpu_streams import Joint, use_here
 from .grad_pass import Pass
 from .grad_record import ANCHOR, Sent, Source, flagged, received, sent
-from .transport.ended import nobody
-from .transport.sole import KEPT, references
+from .transport.memory.sole import KEPT, references
+from .transport.peers.ended import nobody
 
 WORKER_SHIFT = 48
 _REMEMBERED = 4096

@@ -19,9 +19,10 @@ import threading
 import torch
 
 from .layout import travels
-from .transport import ArenaFull, Channel, Device, RemoteRegion, kernels
-from .transport.arena import Arena, Block
-from .transport.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
+from .transport import ArenaFull, Channel, Device, RemoteRegion
+from .transport.memory.arena import Arena, Block
+from .transport.memory.sole import PASSED, STORAGE, STORAGE_USES, references, storage_uses
+from .transport.words import kernels
 
 _WORDS = 256
 _WORD_BYTES = 8

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .transport import RdmaError, cuda_driver, gpudirect
-from .transport.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
+from .transport import RdmaError
+from .transport.gpu import driver
+from .transport.memory.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
+from .transport.verbs import gpudirect
 
 OK, LIMITS, MISSING = "ok", "limits", "missing"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
@@ -75,7 +77,7 @@ def gpu(root: Path, status_of: Callable[[str], str] = gpudirect.ask) -> list[Fin
     """By which way each RDMA adapter reaches the memory of each GPU, why not by a better one, and what would change that. Asks
     the GPUs' driver, and opens each adapter for a moment (``status_of``: as for ``gpudirect.survey``)."""
     topic, other = "gpu memory", "tensors on them travel between hosts through host memory"
-    if not cuda_driver.kind():
+    if not driver.kind():
         if not (root / "proc/driver/nvidia").exists():
             return [Finding(topic, OK, "no NVIDIA driver here: nothing is needed")]
         return [Finding(topic, LIMITS, "GPUs are here, and torch is built without CUDA", "install a CUDA build of torch")]

@@ -38,8 +38,8 @@ from .fetches import Held
 from .frames import CONTROL, CREDIT, ERROR, REQUEST, WRAP, Frame
 from .grants import Grants
 from .transport import Channel, Device, PeerLost, RdmaError, RemoteRegion, Window, fresh
-from .transport.arena import RINGS, Pool
-from .transport.guard import broken_by
+from .transport.memory.arena import RINGS, Pool
+from .transport.peers.guard import broken_by
 
 RING = 0
 RING_BYTES = 1 << 20

@@ -32,8 +32,8 @@ from .transport import (
     fresh,
     kept,
 )
-from .transport.ended import nobody
-from .transport.guard import Guard, broken_by, hint_for
+from .transport.peers.ended import nobody
+from .transport.peers.guard import Guard, broken_by, hint_for
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"

@@ -20,7 +20,7 @@ from .caller import Caller
 from .links import Links
 from .progress import Progress
 from .transport import ArenaFull, Channel, Device
-from .transport.arena import Arena, size_class
+from .transport.memory.arena import Arena, size_class
 
 DEFAULT_S = 10.0
 _GRACE_S = 1.0

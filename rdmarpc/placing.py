@@ -13,7 +13,7 @@ from torch import nn
 from .graph.devices import CPU
 from .graph.devices import tensors_of as own_tensors
 from .transport import NotSupported
-from .transport.cuda_driver import kind
+from .transport.gpu.driver import kind
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _RANK = re.compile(r"rank:(\d+)")

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from . import words
-from .transport import Poller, kernels
-from .transport.ended import nobody
-from .transport.guard import Guard
+from .transport import Poller
+from .transport.peers.ended import nobody
+from .transport.peers.guard import Guard
+from .transport.words import kernels
 
 _TICK_NS = 200_000
 _IDLE_TICKS = 50

@@ -8,7 +8,7 @@ import threading
 from .link import Link
 from .tensors import Landing
 from .transport import ArenaFull
-from .transport.arena import Arena
+from .transport.memory.arena import Arena
 
 
 class Promises:

@@ -11,7 +11,7 @@ from .link import Link
 from .links import Links
 from .progress import Progress
 from .transport import Poller, RdmaError
-from .transport.guard import Guard, broken_by
+from .transport.peers.guard import Guard, broken_by
 
 Handler = Callable[[Link, Frame], None]
 """Takes a frame, on the thread that reads for everybody: never blocks. ``NotTheirs``, or any other error, ends the link."""

@@ -69,7 +69,7 @@ from .frames import NotTheirs
 from .rref_forks import Fork, Forks, Resume
 from .rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
 from .rref_store import Job, RRefStore, created_on
-from .transport.ended import nobody
+from .transport.peers.ended import nobody
 
 MAX_STRANGERS = 1024
 """Workers of which nothing is known here that one worker may name: such as joined since we looked."""

@@ -18,7 +18,7 @@ import torch
 from . import layout, sharing
 from .layout import Description
 from .transport import Channel, Device, RdmaError, RemoteRegion
-from .transport.arena import Block, size_class
+from .transport.memory.arena import Block, size_class
 
 # The function behind ``ctypes.string_at``, without a Python function in between.
 _string_at = ctypes._string_at  # type: ignore[attr-defined]

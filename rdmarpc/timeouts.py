@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from .future import Pending
-from .transport.ended import nobody
-from .transport.guard import Guard
+from .transport.peers.ended import nobody
+from .transport.peers.guard import Guard
 
 _TICK_S, _IDLE_TICK_S = 0.05, 1.0
 _STOP_S = 1.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .transport import RdmaError
-from .transport.guard import Guard
+from .transport.peers.guard import Guard
 
 if TYPE_CHECKING:
     from .graph.observer import Copy

@@ -11,14 +11,14 @@ The *token* is one word: 0 when nobody polls, else ``8 * thread + state``:
 Invariant: the poller's bell counts one sleeper on behalf of the free token exactly while the token is 0. So a message that
 arrives when nobody polls rings the bell, and wakes a thread that stands by; one that arrives while somebody polls costs the
 sender no system call. ``let_go`` looks at the records after it counted, so nothing is lost in between (invariant 2 of
-``transport.kernels``).
+``transport.words.kernels``).
 """
 
 from __future__ import annotations
 
 from numba.types import int64 as i64
 
-from .transport.atomics import (
+from .transport.words.atomics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     WAKE_ALL,
@@ -32,7 +32,7 @@ from .transport.atomics import (
     sched_yield,
     store_release,
 )
-from .transport.compiled import compiled
+from .transport.words.compiled import compiled
 
 POLLING, HOLDING, RUNNING, WAITER = 0, 1, 2, 4
 

@@ -67,18 +67,19 @@ def play(library: str) -> None:
     """Have the adapters of this process, which cannot preload any more, take dma-bufs by that library."""
     global played
     played = True
-    from rdmarpc.transport import gpudirect, verbs_native
-    from rdmarpc.transport.verbs_ibverbs import Ibverbs
-    from rdmarpc.transport.verbs_pyverbs import Pyverbs
+    from rdmarpc.transport.nic import native
+    from rdmarpc.transport.nic.ibverbs import Ibverbs
+    from rdmarpc.transport.nic.pyverbs import Pyverbs
+    from rdmarpc.transport.verbs import gpudirect
 
-    real, ours = verbs_native.library(), ctypes.CDLL(library, use_errno=True)
+    real, ours = native.library(), ctypes.CDLL(library, use_errno=True)
     ours.ibv_reg_dmabuf_mr.argtypes = real.ibv_reg_dmabuf_mr.argtypes
     ours.ibv_reg_dmabuf_mr.restype = real.ibv_reg_dmabuf_mr.restype
     ours.ibv_dereg_mr = real.ibv_dereg_mr  # type: ignore[misc]
 
     def new_dma_buf_region(self: Any, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
         try:
-            return verbs_native.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
+            return native.DmaBufMR(ours, pd_address, nbytes, access, fd, offset)
         except OSError as error:
             error.error_code = error.errno  # type: ignore[attr-defined]  # as pyverbs names it
             raise

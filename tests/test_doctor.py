@@ -11,7 +11,9 @@ import pytest
 
 from rdmarpc import doctor, host_facts
 from rdmarpc.host_facts import LIMITS, MISSING, OK
-from rdmarpc.transport import NotSupported, open_device, openssl, verbs_sysfs
+from rdmarpc.transport import NotSupported, open_device
+from rdmarpc.transport.nic import sysfs
+from rdmarpc.transport.tls import openssl
 
 GIB = 1 << 30
 INIT_USER = "         0          0 4294967295\n"
@@ -146,7 +148,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
 
 
 def without_rdma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(verbs_sysfs, "ROOT", str(folder / "none"))
+    monkeypatch.setattr(sysfs, "ROOT", str(folder / "none"))
 
 
 def test_the_page_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_rdma_hardware_that_does_not_work(
         tmp_path,
         {"mlx5_0/node_type": "1: CA\n", "mlx5_0/ports/1/state": "1: DOWN\n", "mlx5_0/ports/1/link_layer": "Ethernet\n"},
     )
-    monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
+    monkeypatch.setattr(sysfs, "ROOT", str(tmp_path))
     code, found = report(capsys)
     assert code == 0
     broken = [entry for entry in found["findings"] if entry["topic"] == "rdma"]

@@ -15,7 +15,8 @@ from test_wrap import CASES, train
 
 import rdmarpc as rpc
 from rdmarpc import here
-from rdmarpc.transport import NotSupported, verbs_sysfs
+from rdmarpc.transport import NotSupported
+from rdmarpc.transport.nic import sysfs
 
 from group import Meeting, results, run_group  # isort: skip  (its folder is on the path since test_wrap)
 
@@ -35,7 +36,7 @@ def break_rdma() -> None:
     """From here on this host has RDMA hardware that cannot be used."""
     folder = tempfile.mkdtemp()
     os.makedirs(os.path.join(folder, "mlx5_0", "ports", "1"))
-    verbs_sysfs.ROOT = folder
+    sysfs.ROOT = folder
 
 
 class Log(logging.Handler):

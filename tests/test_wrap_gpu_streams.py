@@ -266,8 +266,8 @@ def test_a_timeline_shows_copies_beside_kernels(tmp_path):
 
 
 def refused(rank: int) -> None:
-    from rdmarpc.transport.cuda_ipc import Imports
     from rdmarpc.transport.errors import RdmaError
+    from rdmarpc.transport.gpu.ipc import Imports
 
     def base(*args: Any) -> int:
         raise RdmaError("no way from here to there", device="cuda", status="CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")

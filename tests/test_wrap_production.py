@@ -15,7 +15,7 @@ import wrap_models as models
 from test_wrap import assert_same_state, both, drive
 
 import rdmarpc as rpc
-from rdmarpc.transport.tcp_channel import TcpChannel
+from rdmarpc.transport.tcp.channel import TcpChannel
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from . import cuda_driver, kernels
-from .auth import check_secret
 from .auto import AutoDevice
 from .channel import DONE, Channel, Mapped, Transfer, Window, Work
 from .device import Device, DeviceOptions, check_require, host_id
@@ -23,15 +21,18 @@ from .errors import (
     fresh,
     kept,
 )
+from .gpu import driver as cuda_driver
 from .kinds import kinds, open_device
 from .notify import Expectation, Poller
-from .records import MAX_NOTIFY
+from .peers.auth import check_secret
+from .peers.user_secret import read_private, user_secret
 from .region import Region, RemoteRegion
-from .shm import ShmDevice
-from .tcp import TcpDevice
-from .tls_options import TlsOptions
-from .tls_options import check as check_tls
-from .user_secret import read_private, user_secret
+from .shm.device import ShmDevice
+from .tcp.device import TcpDevice
+from .tls.options import TlsOptions
+from .tls.options import check as check_tls
+from .words import kernels
+from .words.records import MAX_NOTIFY
 
 __all__ = [
     "DONE",

@@ -27,19 +27,20 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from . import cuda_driver, verbs_sysfs
-from .arena import Pool
 from .channel import Channel
 from .device import Device, DeviceOptions, host_id
 from .errors import NotSupported, RdmaError
-from .guard import hint_for
+from .gpu import driver
+from .memory.arena import Pool
+from .nic import sysfs
 from .notify import Poller
+from .peers.guard import hint_for
 from .region import Region, RemoteRegion
-from .shm import ShmDevice
-from .tcp import TcpDevice
+from .shm.device import ShmDevice
+from .tcp.device import TcpDevice
 
 if TYPE_CHECKING:
-    from .cuda import CudaDevice
+    from .cuda.device import CudaDevice
 
 KINDS = ("shm", "verbs", "tcp")
 """The fastest first."""
@@ -72,7 +73,7 @@ class AutoDevice(Device):
         """By their names: those that could be opened."""
         self.refused: dict[str, Refusal] = {}
         """The others."""
-        self._has_rdma = bool(verbs_sysfs.survey())
+        self._has_rdma = bool(sysfs.survey())
         self._reasons: weakref.WeakKeyDictionary[Channel, str] = weakref.WeakKeyDictionary()  # of those that fell back
         self._told: set[str] = set()
         self._fallbacks = 0
@@ -154,7 +155,7 @@ class AutoDevice(Device):
     def poller(self) -> Poller:
         if "verbs" not in self.devices:
             return super().poller()
-        from .verbs_gpu import FlushedPoller
+        from .verbs.gpu import FlushedPoller
 
         return FlushedPoller(self.memory, self.port, self.arrived)
 
@@ -257,7 +258,7 @@ class AutoDevice(Device):
 
 
 def _open_verbs(options: DeviceOptions) -> Device:
-    from .verbs import VerbsDevice
+    from .verbs.device import VerbsDevice
 
     device = VerbsDevice("", options)
     try:
@@ -270,9 +271,9 @@ def _open_verbs(options: DeviceOptions) -> Device:
 
 def _open_shm(options: DeviceOptions) -> ShmDevice:
     # Neither question touches a GPU, and opening ``cuda`` does not.
-    if not cuda_driver.kind() or not cuda_driver.count():
+    if not driver.kind() or not driver.count():
         return ShmDevice(options)
-    from .cuda import CudaDevice
+    from .cuda.device import CudaDevice
 
     return CudaDevice(options)
 

@@ -36,12 +36,12 @@ from typing import Protocol
 
 import torch
 
-from .arena import Arena, Block, Pool
 from .errors import NotSupported, RdmaError, fresh
-from .memory import Memory
+from .memory.arena import Arena, Block, Pool
+from .memory.memory import Memory
 from .notify import Count, Expectation
-from .records import MAX_NOTIFY
 from .region import Region, RemoteRegion, local_bytes
+from .words.records import MAX_NOTIFY
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
@@ -168,7 +168,7 @@ class Channel(abc.ABC):
     peer_key: bytes
     """The public key whose private half the other end has proved to hold (``identity``)."""
     port = 0
-    """Address of what has to be polled for news of this channel (``verbs_kernels``); 0: nothing."""
+    """Address of what has to be polled for news of this channel (``words/completions``); 0: nothing."""
 
     def __init__(self, device: Parent) -> None:
         self.device = device

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 
 import torch
 
-from .arena import Pool
-from .auth import check_secret
 from .channel import Channel
-from .ended import nobody
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
-from .heartbeat import MIN_TIMEOUT_S, Looks
-from .identity import uid_of
-from .memory import Listener, Memory
+from .memory.arena import Pool
+from .memory.memory import Listener, Memory
 from .notify import Poller
+from .peers.auth import check_secret
+from .peers.ended import nobody
+from .peers.heartbeat import MIN_TIMEOUT_S, Looks
+from .peers.identity import uid_of
+from .peers.user_secret import user_secret
 from .region import Region, RemoteRegion, local_bytes
-from .tls_options import TlsOptions
-from .tls_options import check as check_tls
-from .user_secret import user_secret
+from .tls.options import TlsOptions
+from .tls.options import check as check_tls
 
 OnConnect = Callable[[Channel], bytes]
 Tell = Callable[[Channel], None]
@@ -157,7 +157,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     name: str
     port = 0
-    """Address of what whoever waits on this device has to poll (``verbs_kernels``); 0: nothing."""
+    """Address of what whoever waits on this device has to poll (``words/completions``); 0: nothing."""
 
     def __init__(self, name: str, options: DeviceOptions, *, shared: bool = False) -> None:
         """``shared``: whether a memory of our own is such as other processes can map. The device attaches itself to the memory

@@ -10,8 +10,8 @@ from typing import Any
 from .auto import AutoDevice
 from .device import Device, DeviceOptions
 from .errors import NotSupported
-from .shm import ShmDevice
-from .tcp import TcpDevice
+from .shm.device import ShmDevice
+from .tcp.device import TcpDevice
 
 GROUP = "rdmarpc.devices"
 """The entry points by which packages bring devices."""
@@ -130,7 +130,7 @@ def _shm(place: str, options: DeviceOptions) -> Device:
 def _cuda(place: str, options: DeviceOptions) -> Device:
     if place:
         raise _unknown(f"cuda://{place}")
-    from .cuda import CudaDevice  # compiles more kernels
+    from .cuda.device import CudaDevice  # compiles more kernels
 
     return CudaDevice(options)
 
@@ -144,10 +144,10 @@ def _tcp(place: str, options: DeviceOptions) -> Device:
 def _verbs(place: str, options: DeviceOptions, **own: Any) -> Device:
     # These need libibverbs.
     if "," in place:
-        from .stripes import StripedDevice
+        from .verbs.stripes import StripedDevice
 
         return StripedDevice(place.split(","), options, **own)
-    from .verbs import VerbsDevice
+    from .verbs.device import VerbsDevice
 
     return VerbsDevice(place, options, **own)
 

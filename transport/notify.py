@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from . import kernels, signals
 from .errors import RdmaError, TransferTimeout, fresh
-from .memory import Memory
-from .questions import Asking
-from .records import BELL_BYTES, RECORD_BYTES
+from .memory.memory import Memory
+from .peers.questions import Asking
+from .words import kernels, signals
+from .words.records import BELL_BYTES, RECORD_BYTES
 
 MAX_ROWS = 4096
 

@@ -16,7 +16,8 @@ from rdmarpc.link import RING_BYTES, Link
 from rdmarpc.members import Record
 from rdmarpc.rref_mail import DELETE, FORK, Mail
 from rdmarpc.tensors import load_places
-from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device, verbs_control
+from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
+from rdmarpc.transport.verbs import control
 from rdmarpc.worker_info import WorkerInfo
 
 LIMIT_BYTES = 64 << 20
@@ -176,7 +177,7 @@ def _over_a_socket(read: Callable[[socket.socket], Any]) -> Callable[[bytes], An
 def _setup() -> bytes:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        verbs_control.send_setup(ours, verbs_control.Setup(1, 2, 3000, 1 << 20, b"e" * 8, 1, 2))
+        control.send_setup(ours, control.Setup(1, 2, 3000, 1 << 20, b"e" * 8, 1, 2))
         return theirs.recv(4096)
 
 
@@ -224,8 +225,8 @@ def parsers() -> list[Parser]:
             lambda data: Metadata.read(memoryview(data.ljust(88, b"\0")), 3),
             (RemoteAccessError,),
         ),
-        Parser("verbs_control.receive_setup", [_setup()], _over_a_socket(verbs_control.receive_setup), (RdmaError,)),
-        Parser("verbs_control.receive_hello", [b"\5\0\0\0hello"], _over_a_socket(verbs_control.receive_hello), (RdmaError,)),
+        Parser("verbs_control.receive_setup", [_setup()], _over_a_socket(control.receive_setup), (RdmaError,)),
+        Parser("verbs_control.receive_hello", [b"\5\0\0\0hello"], _over_a_socket(control.receive_hello), (RdmaError,)),
     ]
 
 

@@ -11,8 +11,8 @@ import torch
 
 import rdmarpc as rpc
 from rdmarpc.link import RING
-from rdmarpc.transport.shm_channel import ShmChannel
-from rdmarpc.transport.tcp_channel import TcpChannel
+from rdmarpc.transport.shm.channel import ShmChannel
+from rdmarpc.transport.tcp.channel import TcpChannel
 
 from . import workloads
 from .workloads import Scene, add, double, make, name_of

@@ -20,8 +20,8 @@ from rdmarpc.graph.sizes import FREE
 from rdmarpc.graph.slot import Inlet, Slot, take
 from rdmarpc.graph.station import Arrived, Fittings, Offer, Station
 from rdmarpc.transport import RemoteRegion
-from rdmarpc.transport.arena import Arena, Pool, Segment
 from rdmarpc.transport.channel import Work
+from rdmarpc.transport.memory.arena import Arena, Pool, Segment
 
 SHAPE = (4,)
 

@@ -16,7 +16,7 @@ from rdmarpc.graph.located import Located
 from rdmarpc.graph.place import place
 from rdmarpc.placing import resolve
 from rdmarpc.transport import NotSupported
-from rdmarpc.transport.cuda_driver import kind
+from rdmarpc.transport.gpu.driver import kind
 
 TYPE = kind() or "cuda"
 CPU, ONE, TWO = torch.device("cpu"), torch.device(TYPE, 0), torch.device(TYPE, 1)

@@ -11,7 +11,8 @@ import torch
 
 from rdmarpc import grad_context, handover
 from rdmarpc.grad_context import Context
-from rdmarpc.transport import open_device, sole
+from rdmarpc.transport import open_device
+from rdmarpc.transport.memory import sole
 
 REAL = sys.getrefcount
 WAYS: dict[str, Callable[[object], int]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rdmarpc.transport import Channel, Device, DeviceOptions
-from rdmarpc.transport.arena import Pool
-from rdmarpc.transport.shm import ShmDevice
+from rdmarpc.transport.memory.arena import Pool
+from rdmarpc.transport.shm.device import ShmDevice
 
 
 class OutsideDevice(ShmDevice):

@@ -17,7 +17,7 @@ import torch
 from transport_peer import C, Pair, S, all_are, altered, filled
 
 from rdmarpc.transport import Channel, Device, RemoteAccessError, RemoteRegion
-from rdmarpc.transport import handed as handed_over
+from rdmarpc.transport.peers import handed as handed_over
 
 T = 10.0
 Open = Callable[..., Device]

@@ -15,8 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmarpc.transport import ArenaFull
-from rdmarpc.transport.arena import ALIGN, SEGMENT_BYTES, Arena, Block, Pool, Segment, default_limit, parse_bytes, size_class
-from rdmarpc.transport.mapping import anonymous
+from rdmarpc.transport.memory.arena import (
+    ALIGN,
+    SEGMENT_BYTES,
+    Arena,
+    Block,
+    Pool,
+    Segment,
+    default_limit,
+    parse_bytes,
+    size_class,
+)
+from rdmarpc.transport.memory.mapping import anonymous
 
 MIB = 1 << 20
 

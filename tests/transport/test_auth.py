@@ -11,8 +11,9 @@ import pytest
 from test_strangers import raw_socket
 from transport_peer import works
 
-from rdmarpc.transport import AuthenticationError, Device, PeerLost, RdmaError, TransferTimeout, auth
-from rdmarpc.transport.identity import Identity, _multiply, uid_of
+from rdmarpc.transport import AuthenticationError, Device, PeerLost, RdmaError, TransferTimeout
+from rdmarpc.transport.peers import auth
+from rdmarpc.transport.peers.identity import Identity, _multiply, uid_of
 
 T = 10.0
 SECRET = b"what all of them know"

@@ -17,8 +17,9 @@ from test_verbs import deaf
 from transport_peer import C, Peer, S, State, accept, all_are, filled, write
 
 from rdmarpc import doctor, transport
-from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion, verbs_sysfs
+from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteRegion
 from rdmarpc.transport.auto import AutoDevice
+from rdmarpc.transport.nic import sysfs
 
 T = 10.0
 Open = Callable[..., Device]
@@ -40,7 +41,7 @@ def kind() -> str:
 def broken_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This host has an RDMA device, as far as the kernel says, that no driver opens."""
     (tmp_path / "broken0" / "ports" / "1").mkdir(parents=True)
-    monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
+    monkeypatch.setattr(sysfs, "ROOT", str(tmp_path))
     yield
 
 
@@ -115,7 +116,7 @@ def test_a_fallback_is_told_once_a_peer_and_counted(
 def test_the_peer_is_told_why_we_cannot(open_device: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         (tmp_path / "broken0" / "ports" / "1").mkdir(parents=True)
-        patch.setattr(verbs_sysfs, "ROOT", str(tmp_path))
+        patch.setattr(sysfs, "ROOT", str(tmp_path))
         theirs = open_device("auto")
     assert isinstance(theirs, AutoDevice)
     ours = open_device("auto")

@@ -67,7 +67,7 @@ def place():
     (folder / "tmp").chmod(0o1777)
     (package / "__init__.py").touch()
     for name in _SOURCES:
-        shutil.copy(Path(rdmarpc.transport.__path__[0]) / name, package)
+        shutil.copy(Path(rdmarpc.transport.__path__[0]) / "words" / name, package)
     yield folder
     shutil.rmtree(folder)
 

@@ -325,7 +325,7 @@ def test_foreign_memory_until_it_is_closed(two: Two) -> None:
 
 
 def refuse_handles(state: State) -> bytes:
-    from rdmarpc.transport.cuda_driver import Driver
+    from rdmarpc.transport.gpu.driver import Driver
 
     Driver.ipc_handle = lambda self, base: bytes(64)  # type: ignore[method-assign]
     return make(state, "landing", 1000, "gpu", S)
@@ -430,7 +430,7 @@ def test_without_a_gpu() -> None:
 
 
 def untouched(state: State) -> str:
-    from rdmarpc.transport import cuda_driver
+    from rdmarpc.transport.gpu import driver as cuda_driver
 
     assert not cuda_driver.driver.cache_info().currsize
     tensor_of(state.device, 10, "cpu", 1)
@@ -503,14 +503,14 @@ def test_gpu_memory_is_made_by_several_threads(two: Two) -> None:
 
 
 def number_of_landing(state: State) -> int:
-    from rdmarpc.transport.cuda_driver import driver
+    from rdmarpc.transport.gpu.driver import driver
 
     with driver().on(0):
         return driver().allocation(state.kept["landing"].data_ptr())[2]
 
 
 def mapped(state: State) -> set[int]:
-    from rdmarpc.transport.cuda_ipc import imports_of
+    from rdmarpc.transport.gpu.ipc import imports_of
 
     imports = imports_of(state.channel.peer_memory.uid)  # type: ignore[attr-defined]
     assert imports is state.channel.peer_gpus.imports  # type: ignore[attr-defined]

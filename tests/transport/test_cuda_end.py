@@ -33,13 +33,13 @@ def wait_for_loss(state: State) -> float:
 
 def lanes(state: State, wanted: int) -> int:
     """How many side streams there are; waits some seconds for so many."""
-    from rdmarpc.transport import cuda_lane
+    from rdmarpc.transport.cuda import lane
 
     deadline = time.monotonic() + 4.0
-    while len(cuda_lane._lanes) != wanted and time.monotonic() < deadline:
+    while len(lane._lanes) != wanted and time.monotonic() < deadline:
         time.sleep(0.02)
     assert wanted or state.channel.peer_gpus.imports.close(), "a mapping was left"  # type: ignore[attr-defined]
-    return len(cuda_lane._lanes)
+    return len(lane._lanes)
 
 
 def test_work_under_way_fails_when_the_peer_is_killed(start: Callable[..., Two]) -> None:
@@ -172,7 +172,7 @@ def test_a_copy_that_the_driver_refuses_notifies_nobody(start: Callable[..., Two
 
 def lose_gpu(state: State, remote: bytes) -> str:
     """As if a kernel had failed: from then on the driver answers everything with that, and calls nobody."""
-    from rdmarpc.transport import cuda_driver
+    from rdmarpc.transport.gpu import driver as cuda_driver
 
     there = RemoteRegion.load(remote)
     ours = tensor_of(state.device, there.nbytes, "gpu", C)

@@ -12,7 +12,7 @@ import pytest
 from transport_peer import C, Pair, S, all_are, filled
 
 from rdmarpc.transport import Device, PeerLost, RdmaError
-from rdmarpc.transport.shm_channel import SILENT, SYNC
+from rdmarpc.transport.shm.channel import SILENT, SYNC
 
 T = 10.0
 

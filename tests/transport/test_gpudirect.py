@@ -15,8 +15,11 @@ from softverbs import PATH, compiled
 
 from rdmarpc import host_facts
 from rdmarpc.host_facts import LIMITS, MISSING, OK
-from rdmarpc.transport import RdmaError, cuda_driver, gpudirect, verbs_native
-from rdmarpc.transport.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Adapter, Gpu, Refused
+from rdmarpc.transport import RdmaError
+from rdmarpc.transport.gpu import driver
+from rdmarpc.transport.nic import native
+from rdmarpc.transport.verbs import gpudirect
+from rdmarpc.transport.verbs.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Adapter, Gpu, Refused
 
 GOOD = Gpu(0, "0000:17:00.0", dma_buf=True, pinnable=True, ordering=100, flush_options=1, path=PATH)
 NIC = Adapter("mlx5_0", (*PATH[:2], "0000:18:00.0"), "EBADF")
@@ -139,8 +142,8 @@ class FakeDriver:
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, good: dict[int, int]) -> None:
-    monkeypatch.setattr(cuda_driver, "kind", lambda: "cuda")
-    monkeypatch.setattr(cuda_driver, "driver", lambda: FakeDriver(good))
+    monkeypatch.setattr(driver, "kind", lambda: "cuda")
+    monkeypatch.setattr(driver, "driver", lambda: FakeDriver(good))
 
 
 def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +152,7 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return "EOPNOTSUPP" if name == "rxe0" else "EBADF"
 
     asked: list[str] = []
-    monkeypatch.setattr(cuda_driver, "kind", lambda: "")
+    monkeypatch.setattr(driver, "kind", lambda: "")
     assert [each.state for each in host_facts.gpu(tmp_path, ask)] == [OK]
     tree(tmp_path, {"proc/driver/nvidia/version": ""}, {})
     found = host_facts.gpu(tmp_path, ask)
@@ -181,7 +184,7 @@ def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def broken() -> Any:
         raise RdmaError("cuInit failed: the driver says CUDA_ERROR_NO_DEVICE")
 
-    monkeypatch.setattr(cuda_driver, "driver", broken)
+    monkeypatch.setattr(driver, "driver", broken)
     assert [each.state for each in host_facts.gpu(tmp_path, ask)] == [MISSING]
 
 
@@ -211,9 +214,9 @@ def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: fake if name == "libibverbs.so.1" else real_cdll(name))
     for name in ("ibv_get_async_event", "ibv_ack_async_event"):
         monkeypatch.setattr(fake, name, ctypes.CFUNCTYPE(None)(lambda: None), raising=False)
-    lib = verbs_native.library()
+    lib = native.library()
     big = 1 << 40
-    mr = verbs_native.DmaBufMR(lib, 0xFF00_0000_1000, 5 * big, 7, 31, 3 * big)
+    mr = native.DmaBufMR(lib, 0xFF00_0000_1000, 5 * big, 7, 31, 3 * big)
     said = list((ctypes.c_uint64 * 8).in_dll(fake, "said"))
     assert said[:6] == [0xFF00_0000_1000, 3 * big, 5 * big, 3 * big, 31, 7], "pd, offset, length, iova, fd, access"
     assert (mr.lkey, mr.rkey) == (0xABC, 0xDEF)
@@ -221,10 +224,10 @@ def test_the_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ctypes.c_int.in_dll(fake, "closed").value == 1
     ctypes.c_int.in_dll(fake, "refusal").value = errno.EOPNOTSUPP
     with pytest.raises(OSError) as raised:
-        verbs_native.DmaBufMR(lib, 1, 4096, 7, -1, 0)
+        native.DmaBufMR(lib, 1, 4096, 7, -1, 0)
     assert raised.value.errno == errno.EOPNOTSUPP
     with pytest.raises(OSError):
         mr.close()
     with pytest.raises(OSError) as raised:
-        verbs_native.DmaBufMR(ctypes.CDLL(None), 1, 4096, 7, -1, 0)
+        native.DmaBufMR(ctypes.CDLL(None), 1, 4096, 7, -1, 0)
     assert raised.value.errno == errno.ENOSYS, "a libibverbs from before rdma-core 34"

@@ -14,9 +14,9 @@ import pytest
 from transport_peer import Peer, State, accept, make, works
 
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
-from rdmarpc.transport.arena import Segment
-from rdmarpc.transport.handed import received
-from rdmarpc.transport.mapping import mapped, memfd
+from rdmarpc.transport.memory.arena import Segment
+from rdmarpc.transport.memory.mapping import mapped, memfd
+from rdmarpc.transport.peers.handed import received
 
 T = 10.0
 Open = Callable[..., Device]

@@ -17,8 +17,8 @@ from test_strangers import SESAME, raw_socket
 from transport_peer import Peer, State, works
 
 from rdmarpc.transport import AuthenticationError, Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout
-from rdmarpc.transport import handshakes as of_handshakes
-from rdmarpc.transport import shm as of_shm
+from rdmarpc.transport.peers import handshakes as of_handshakes
+from rdmarpc.transport.shm import device as of_shm
 
 T = 10.0
 Open = Callable[..., Device]

@@ -16,9 +16,10 @@ import time
 import numpy as np
 import pytest
 
-from rdmarpc.transport import kernels, open_device
-from rdmarpc.transport.heartbeat import Heart, Looks
-from rdmarpc.transport.pulse import FREE, Pulse
+from rdmarpc.transport import open_device
+from rdmarpc.transport.peers.heartbeat import Heart, Looks
+from rdmarpc.transport.peers.pulse import FREE, Pulse
+from rdmarpc.transport.words import kernels
 
 _FRAME = struct.Struct("<II")  # kind (1 data, 2 beat), bytes that follow
 _BEAT = _FRAME.pack(2, 40) + b"\xbb" * 40

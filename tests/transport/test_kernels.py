@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdmarpc.transport import kernels
+from rdmarpc.transport.words import kernels
 
 _SOURCE = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
 _SIZES = st.sampled_from([0, 1, 31, 32, 33, 255, 256, 257, 4096, 65_537, 200_001]) | st.integers(0, 3000)

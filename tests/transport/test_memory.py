@@ -11,8 +11,8 @@ import torch
 from transport_peer import C, S, all_are, filled
 
 from rdmarpc.transport import Device, DeviceOptions, RdmaError, RegistrationError, RemoteAccessError, RemoteRegion, TcpDevice
-from rdmarpc.transport.arena import SEGMENT_BYTES, Segment
-from rdmarpc.transport.memory import Memory
+from rdmarpc.transport.memory.arena import SEGMENT_BYTES, Segment
+from rdmarpc.transport.memory.memory import Memory
 
 T = 10.0
 KINDS = ("shm", "tcp")

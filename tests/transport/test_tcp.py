@@ -23,7 +23,7 @@ from rdmarpc.transport import (
     RemoteRegion,
     TransferTimeout,
 )
-from rdmarpc.transport.tcp_place import routed_address, split_place
+from rdmarpc.transport.peers.address import routed_address, split_place
 
 T = 10.0
 Open = Callable[..., Device]

@@ -16,26 +16,27 @@ from test_strangers import comes
 from transport_peer import works
 
 import rdmarpc
-from rdmarpc.transport import Channel, Device, PeerLost, RdmaError, guard
+from rdmarpc.transport import Channel, Device, PeerLost, RdmaError
+from rdmarpc.transport.peers import guard
 
 T = 10.0
 Open = Callable[..., Device]
 
 THREADS = {
     # How each thread of the package goes on after an error that nobody expected, or why it need not.
-    "transport/handshakes.py _shake_hands": "one connection; guarded as a whole",
-    "transport/service.py _run": "guarded for each peer, and as a whole",
-    "transport/tcp_loop.py _serve": "guarded for each peer, and as a whole",
-    "transport/heartbeat.py _run": "a kernel, which raises nothing",
-    "transport/verbs_watch.py _complete": "guarded for each peer, and as a whole",
-    "transport/verbs_watch.py _settle": "one peer; ends its channel",
-    "transport/verbs_channel.py _give_up_region": "one region; breaks the channel off",
-    "transport/verbs_behind.py _serve": "guarded; what waits for that GPU fails",
-    "transport/verbs_gpu.py _tend": "guarded",
-    "transport/stripes.py _announce": "guarded; breaks the channel off",
-    "transport/cuda.py _watch": "guarded for each peer",
-    "transport/cuda_channel.py _forget": "one region; breaks the channel off",
-    "transport/cuda_lane.py _linger": "what is left of one channel that has ended",
+    "transport/peers/handshakes.py _shake_hands": "one connection; guarded as a whole",
+    "transport/peers/service.py _run": "guarded for each peer, and as a whole",
+    "transport/tcp/loop.py _serve": "guarded for each peer, and as a whole",
+    "transport/peers/heartbeat.py _run": "a kernel, which raises nothing",
+    "transport/verbs/watch.py _complete": "guarded for each peer, and as a whole",
+    "transport/verbs/watch.py _settle": "one peer; ends its channel",
+    "transport/verbs/channel.py _give_up_region": "one region; breaks the channel off",
+    "transport/gpu/behind.py _serve": "guarded; what waits for that GPU fails",
+    "transport/verbs/gpu.py _tend": "guarded",
+    "transport/verbs/stripes.py _announce": "guarded; breaks the channel off",
+    "transport/cuda/device.py _watch": "guarded for each peer",
+    "transport/cuda/channel.py _forget": "one region; breaks the channel off",
+    "transport/cuda/lane.py _linger": "what is left of one channel that has ended",
     "rdmarpc/progress.py _pool": "guarded for each message and each job",
     "rdmarpc/progress.py _watch": "guarded",
     "rdmarpc/progress.py _run_rest": "guarded for each job",
@@ -48,7 +49,7 @@ THREADS = {
     "rdmarpc/link.py _open": "one peer's ring; the link is refused then",
     "rdmarpc/links.py _run_apart": "guarded for each loss",
     "rdmarpc/serving.py meet": "one server, for each worker; it ends then",
-    "transport/tls_relay.py _run": "one stream, in a kernel; the stream ends with it",
+    "transport/tls/relay.py _run": "one stream, in a kernel; the stream ends with it",
 }
 
 
@@ -57,11 +58,11 @@ def test_every_thread_of_the_package_is_known_here() -> None:
     root = Path(rdmarpc.__file__).parent
     found = set()
     for folder, base in (("rdmarpc", root), ("transport", root.parent / "transport"), ("graph", root.parent / "graph")):
-        for path in (path for path in base.glob("*.py") if "Thread(" in path.read_text()):
+        for path in (path for path in base.rglob("*.py") if "Thread(" in path.read_text()):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread"):
                     target = next(ast.unparse(word.value) for word in node.keywords if word.arg == "target")
-                    found.add(f"{folder}/{path.name} {target.rpartition('.')[2]}")
+                    found.add(f"{folder}/{path.relative_to(base)} {target.rpartition('.')[2]}")
     assert found == THREADS.keys()
 
 

@@ -30,7 +30,7 @@ from rdmarpc.transport import (
     TlsOptions,
     TransferTimeout,
 )
-from rdmarpc.transport.tls_handshake import Tls
+from rdmarpc.transport.tls.handshake import Tls
 
 T = 10.0
 SECRET = ENCRYPTED["secret"]

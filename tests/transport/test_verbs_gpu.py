@@ -29,17 +29,17 @@ from rdmarpc.transport import (
     RemoteAccessError,
     RemoteRegion,
     TransferTimeout,
-    cuda_driver,
-    gpudirect,
     open_device,
-    verbs_choice,
-    verbs_gpu,
-    verbs_native,
 )
-from rdmarpc.transport.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Gpu
-from rdmarpc.transport.memory import Memory
-from rdmarpc.transport.verbs_gpu import FlushedExpectation, FlushedPoller, GpuMemory
-from rdmarpc.transport.verbs_provider import REMOTE_WRITE, MemoryRegion
+from rdmarpc.transport.gpu import driver as cuda_driver
+from rdmarpc.transport.memory.memory import Memory
+from rdmarpc.transport.nic import choice
+from rdmarpc.transport.nic import native as verbs_native
+from rdmarpc.transport.nic.provider import REMOTE_WRITE, MemoryRegion
+from rdmarpc.transport.verbs import gpu as verbs_gpu
+from rdmarpc.transport.verbs import gpudirect
+from rdmarpc.transport.verbs.gpu import FlushedExpectation, FlushedPoller, GpuMemory
+from rdmarpc.transport.verbs.gpudirect import DMA_BUF, PEERMEM, STAGED, WAYS, Gpu
 
 # -- registration, in a process with a software GPU
 
@@ -550,7 +550,7 @@ def test_within_auto(helped: softgpu.Process, record_property: Callable[[str, ob
 def test_soft_roce_takes_no_dma_buf() -> None:
     """Through each package: what an adapter without says to a bad descriptor, and to a good one."""
     assert gpudirect.ask("rxe0") == "EOPNOTSUPP"
-    context = verbs_choice.choose().open("rxe0")
+    context = choice.choose().open("rxe0")
     assert isinstance(context, verbs_native.NativeContext)
     fd = os.memfd_create("no dma-buf")
     os.truncate(fd, 1 << 16)

@@ -1,4 +1,4 @@
-"""The numbers of ``verbs_layout`` against the compiler's reading of ``<infiniband/verbs.h>``."""
+"""The numbers of ``words/layout`` against the compiler's reading of ``<infiniband/verbs.h>``."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from rdmarpc.transport import verbs_layout
+from rdmarpc.transport.words import layout
 
 STRUCTS = {
     "DEVICE": "ibv_device",
@@ -44,8 +44,8 @@ NUMBERS = re.compile("(WR|SEND|WC|QPS|QPT|ACCESS)_[A-Z_]+")
 
 
 def constants() -> dict[str, int]:
-    numbers = {name: value for name, value in vars(verbs_layout).items() if isinstance(value, int)}
-    return numbers | {f"QP_ATTR_MASK[{field}]": value for field, value in verbs_layout.QP_ATTR_MASK.items()}
+    numbers = {name: value for name, value in vars(layout).items() if isinstance(value, int)}
+    return numbers | {f"QP_ATTR_MASK[{field}]": value for field, value in layout.QP_ATTR_MASK.items()}
 
 
 def in_c(name: str) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rdmarpc.transport import NotSupported, RdmaError, cma, verbs_choice, verbs_native, verbs_pyverbs
-from rdmarpc.transport.verbs_native import find, half, peek, word
+from rdmarpc.transport import NotSupported, RdmaError
+from rdmarpc.transport.memory import attach
+from rdmarpc.transport.nic import choice, pyverbs
+from rdmarpc.transport.nic import native as verbs_native
+from rdmarpc.transport.nic.native import find, half, peek, word
 
 
 def test_looking_at_memory_that_is_not_there() -> None:
@@ -62,7 +65,7 @@ def test_port_speeds() -> None:
 def test_pyverbs_does_not_decide_about_the_logging_of_the_program() -> None:
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
-        provider = verbs_pyverbs.PyverbsProvider()
+        provider = pyverbs.PyverbsProvider()
     except NotSupported as error:
         pytest.skip(str(error))
     assert logging.root.handlers == handlers and logging.root.level == level
@@ -78,24 +81,24 @@ def test_why_no_package_is_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     built_for_another.mkdir()
     (built_for_another / "__init__.py").touch()
     (built_for_another / "device.cpython-26-x86_64-linux-gnu.so").touch()
-    monkeypatch.setattr(verbs_pyverbs, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(pyverbs, "_FOLDERS", (str(tmp_path),))
     for name in [name for name in sys.modules if name.split(".")[0] in ("pyverbs", "ibverbs")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setitem(sys.modules, "ibverbs", None)
-    monkeypatch.setattr(verbs_choice, "_chosen", None)
+    monkeypatch.setattr(choice, "_chosen", None)
     with pytest.raises(NotSupported) as raised:
-        verbs_choice.choose()
+        choice.choose()
     said = str(raised.value)
     assert "device.cpython-26-x86_64-linux-gnu.so" in said and "ibverbs: " in said
     assert "apt install python3-pyverbs" in said and "pip install ibverbs" in said
     monkeypatch.setenv("RDMARPC_VERBS", "ibverbs")
     with pytest.raises(NotSupported) as raised:
-        verbs_choice.choose()
+        choice.choose()
     assert "pyverbs:" not in raised.value.message
     monkeypatch.setenv("RDMARPC_VERBS", "umad")
     with pytest.raises(NotSupported, match="RDMARPC_VERBS='umad' names no provider"):
-        verbs_choice.choose()
+        choice.choose()
 
 
 def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,18 +107,18 @@ def test_a_package_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: p
     broken.mkdir()
     (broken / "__init__.py").touch()
     for name in ("addr", "cq", "device", "mr", "pd", "qp", "srq"):
-        (broken / f"{name}{verbs_pyverbs.importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF not quite")
+        (broken / f"{name}{pyverbs.importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF not quite")
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "pyverbs"}
     for name in before:
         monkeypatch.delitem(sys.modules, name)
-    reason = verbs_pyverbs._load_from(str(broken))
+    reason = pyverbs._load_from(str(broken))
     assert "addr" in reason
     assert not [name for name in sys.modules if name.split(".")[0] == "pyverbs"], "halves of a package are left behind"
 
 
 def test_where_a_process_may_not_ask_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose seccomp profile forbids the call."""
-    monkeypatch.setattr(cma, "_error", lambda code, pid: NotSupported("not permitted"))
+    monkeypatch.setattr(attach, "_error", lambda code, pid: NotSupported("not permitted"))
     with pytest.raises(NotSupported, match="process_vm_readv") as raised:
         peek(8, 8)
     assert "seccomp" in raised.value.hint

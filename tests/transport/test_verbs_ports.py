@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdmarpc.transport import NotSupported, verbs_ports, verbs_sysfs
-from rdmarpc.transport.verbs_endpoint import as_address
-from rdmarpc.transport.verbs_provider import Gid
-from rdmarpc.transport.verbs_sysfs import Found
+from rdmarpc.transport import NotSupported
+from rdmarpc.transport.nic import ports as verbs_ports
+from rdmarpc.transport.nic import sysfs
+from rdmarpc.transport.nic.endpoint import as_address
+from rdmarpc.transport.nic.provider import Gid
+from rdmarpc.transport.nic.sysfs import Found
 
 
 def gid(index: int, address: str, kind: str = "RoCEv2", netdev: str = "eth0") -> Gid:
@@ -286,10 +288,10 @@ def test_reading_the_kernel_s_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "possible": "0-1",
         },
     )
-    monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path / "infiniband"))
-    monkeypatch.setattr(verbs_sysfs, "NETWORK", str(tmp_path / "net"))
-    monkeypatch.setattr(verbs_sysfs, "NODES", str(tmp_path / "node"))
-    first, down, second, rxe = verbs_sysfs.survey()
+    monkeypatch.setattr(sysfs, "ROOT", str(tmp_path / "infiniband"))
+    monkeypatch.setattr(sysfs, "NETWORK", str(tmp_path / "net"))
+    monkeypatch.setattr(sysfs, "NODES", str(tmp_path / "node"))
+    first, down, second, rxe = sysfs.survey()
     assert (first.name, first.link_layer, first.lid, first.gbit_per_s) == ("mlx5_0:1", "INFINIBAND", 31, 200.0)
     assert first.distance == 21 and first.interfaces == {"ib0": ""}
     assert [(entry.index, entry.kind) for entry in first.gids] == [(0, "IB")]
@@ -302,5 +304,5 @@ def test_reading_the_kernel_s_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert second.gids[2].raw == gid(0, "10.0.0.2").raw and second.gbit_per_s == 2.5
     assert rxe.interfaces == {"lo": "127.0.0.1"} and rxe.gbit_per_s == 0
     assert [port.name for port in verbs_ports.rank([first, down, second, rxe])[0]] == ["mlx5_0:1", "mlx5_1:2"]
-    monkeypatch.setattr(verbs_sysfs, "ROOT", str(tmp_path / "nothing"))
-    assert verbs_sysfs.survey() == []
+    monkeypatch.setattr(sysfs, "ROOT", str(tmp_path / "nothing"))
+    assert sysfs.survey() == []

@@ -18,22 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rdmarpc.transport import (
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    RegistrationError,
-    RemoteAccessError,
-    verbs_choice,
-    verbs_ports,
-    verbs_provider,
-    verbs_status,
-    verbs_sysfs,
-)
-from rdmarpc.transport import verbs_layout as at
-from rdmarpc.transport.verbs_endpoint import route
-from rdmarpc.transport.verbs_native import half, word
-from rdmarpc.transport.verbs_provider import LOCAL, REMOTE_WRITE
+from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
+from rdmarpc.transport.nic import choice, ports, sysfs
+from rdmarpc.transport.nic import provider as verbs_provider
+from rdmarpc.transport.nic import status as verbs_status
+from rdmarpc.transport.nic.endpoint import route
+from rdmarpc.transport.nic.native import half, word
+from rdmarpc.transport.nic.provider import LOCAL, REMOTE_WRITE
+from rdmarpc.transport.words import layout as at
 
 pytestmark = pytest.mark.rdma
 NBYTES = 1 << 20
@@ -44,14 +36,14 @@ PACKAGES = ["pyverbs"] + ["ibverbs"] * (importlib.util.find_spec("ibverbs") is n
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def provider(request: pytest.FixtureRequest) -> verbs_provider.Provider:
-    return verbs_choice._choose(request.param)
+    return choice._choose(request.param)
 
 
 class Loop:
     """Two queue pairs of one process, connected to each other, and what it takes to post and poll without a kernel of ours."""
 
     def __init__(self, provider: verbs_provider.Provider) -> None:
-        self.port = verbs_ports.choose(provider)
+        self.port = ports.choose(provider)
         self.context = context = self.port.context
         self.pages = mmap.mmap(-1, NBYTES)
         self.memory = np.frombuffer(self.pages, np.uint8)
@@ -260,7 +252,7 @@ def test_a_tiny_memlock_limit_is_named(provider: verbs_provider.Provider) -> Non
         pytest.skip("needs root, to become somebody else")
 
     def child() -> None:
-        context = provider.open(verbs_ports.rank(verbs_sysfs.survey())[0][0].device)
+        context = provider.open(ports.rank(sysfs.survey())[0][0].device)
         os.setresuid(65534, 65534, 65534)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         pages = np.zeros(NBYTES, np.uint8)
@@ -274,13 +266,13 @@ def test_a_tiny_memlock_limit_is_named(provider: verbs_provider.Provider) -> Non
 
 
 def test_the_port_that_is_chosen(provider: verbs_provider.Provider) -> None:
-    found = verbs_ports.rank(verbs_sysfs.survey())[0][0]
+    found = ports.rank(sysfs.survey())[0][0]
     interface = next(iter(found.interfaces))
     for place in ("", found.device, found.name, interface):
-        port = verbs_ports.choose(provider, place)
+        port = ports.choose(provider, place)
         try:
             assert port.name == found.name and port.port.state == "ACTIVE"
-            assert port.gid == verbs_ports.pick_gid(found)[0]
+            assert port.gid == ports.pick_gid(found)[0]
             assert port.lines[0].startswith(f"{found.name} chosen: ")
             assert port.lines[1].startswith(f"GID {port.gid.index} ")
             assert port.lines[2].startswith(f"MTU {port.port.active_mtu} bytes")
@@ -289,7 +281,7 @@ def test_the_port_that_is_chosen(provider: verbs_provider.Provider) -> None:
         finally:
             port.context.close()
     with pytest.raises(NotSupported, match="no RDMA device, port or interface"):
-        verbs_ports.choose(provider, "no_such_place")
+        ports.choose(provider, "no_such_place")
 
 
 def test_a_device_that_does_not_open_is_left_out_with_its_reason(
@@ -297,10 +289,10 @@ def test_a_device_that_does_not_open_is_left_out_with_its_reason(
 ) -> None:
     monkeypatch.setattr(provider, "open", lambda name: (_ for _ in ()).throw(verbs_status.failure(name, "ibv_open_device", 13)))
     with pytest.raises(NotSupported) as raised:
-        verbs_ports.choose(provider)
+        ports.choose(provider)
     assert "ibv_open_device failed: Permission denied" in raised.value.message and "--device=/dev/infiniband" in str(
         raised.value
     )
     monkeypatch.setattr(provider, "devices", list)
     with pytest.raises(NotSupported, match="libibverbs has no driver for it"):
-        verbs_ports.choose(provider)
+        ports.choose(provider)

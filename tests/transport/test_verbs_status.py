@@ -9,17 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from rdmarpc.transport import (
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    RegistrationError,
-    RemoteAccessError,
-    verbs_layout,
-    verbs_pyverbs,
-    verbs_status,
-)
-from rdmarpc.transport.verbs_provider import DeviceAttr
+from rdmarpc.transport import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
+from rdmarpc.transport.nic import pyverbs
+from rdmarpc.transport.nic import status as verbs_status
+from rdmarpc.transport.nic.provider import DeviceAttr
+from rdmarpc.transport.words import layout
 
 LIMITS = DeviceAttr("1.0", 1, 500, 1 << 30, 10, 10, 10, 10, 10, 10, 16, 16)
 
@@ -28,7 +22,7 @@ LIMITS = DeviceAttr("1.0", 1, 500, 1 << 30, 10, 10, 10, 10, 10, 10, 16, 16)
 def enums() -> ModuleType:
     """The numbers as rdma-core publishes them to Python."""
     try:
-        verbs_pyverbs.PyverbsProvider()
+        pyverbs.PyverbsProvider()
     except NotSupported as error:
         pytest.skip(str(error))
     try:
@@ -44,12 +38,10 @@ def test_every_number_has_its_name(enums: ModuleType) -> None:
         assert getattr(enums, f"IBV_EVENT_{name}") == number
     assert set(verbs_status.MEANINGS) < set(verbs_status.STATUSES)
     assert set(verbs_status.EVENT_MEANINGS) < set(verbs_status.EVENTS)
-    named = [name for name in vars(verbs_layout) if name.startswith(("WC_", "WR_", "SEND_", "QPS_", "QPT_", "ACCESS_"))]
+    named = [name for name in vars(layout) if name.startswith(("WC_", "WR_", "SEND_", "QPS_", "QPT_", "ACCESS_"))]
     compared = [name for name in named if hasattr(enums, f"IBV_{name}")]
     assert len(compared) >= 30
-    assert {name: getattr(enums, f"IBV_{name}") for name in compared} == {
-        name: getattr(verbs_layout, name) for name in compared
-    }
+    assert {name: getattr(enums, f"IBV_{name}") for name in compared} == {name: getattr(layout, name) for name in compared}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def compile_kernels() -> None:
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
         environment = {**os.environ, **NUMBA}
-        for program in (["-m", "experiments.train", *options], ["-c", "import rdmarpc.transport.verbs"]):
+        for program in (["-m", "experiments.train", *options], ["-c", "import rdmarpc.transport.verbs.device"]):
             command = [sys.executable, *program]
             subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
         here = ThisMachine(Path(folder))

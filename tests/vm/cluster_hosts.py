@@ -207,7 +207,7 @@ class Cluster:
             for host in self.hosts:
                 host.boot()
             for host in self.hosts:
-                host.guest.preload(("torch", "rdmarpc", "rdmarpc.transport.verbs"))
+                host.guest.preload(("torch", "rdmarpc", "rdmarpc.transport.verbs.device"))
             for host in self.hosts:
                 host.guest.wait_preloaded(READY_S)
         except BaseException:

@@ -1,0 +1,1 @@
+"""The ``cuda`` device: ``shm``, with copies of GPU memory on side streams."""

@@ -1,0 +1,272 @@
+"""The connection between two processes of one host of which at least one has a GPU: that of ``shm``, and copies on side
+streams.
+
+What the peer tells besides: a ``GPU_SEGMENT`` is an allocation of its driver (number, key, its address there, bytes; the file
+that comes with it holds the GPU's UUID and the IPC handle), a ``GPU_PART`` a foreign region on one (the upper half of the
+number is the segment's). Both end by ``GONE``, which is answered when no copy of ours on it is under way.
+
+Which GPU copies: that of the local tensor; for a local tensor on the CPU, that of the remote memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..channel import Local, Pair, Transfer, Window, Work, check_notify, sort_pair
+from ..errors import NotSupported, RdmaError, TransferTimeout
+from ..gpu.arena import GpuArena, GpuSegment
+from ..gpu.pins import Pins
+from ..memory.mapping import memfd
+from ..region import RemoteRegion, local_bytes
+from ..shm.channel import GONE_ACK, Home, ShmChannel
+from ..shm.transfer import ShmMapped
+from .lane import Lane, Lanes
+from .peer import PASS, PeerGpus, PeerSegment
+from .transfer import Copies, CudaJob, CudaTransfer, Side
+
+GPU_SEGMENT, GPU_PART = 8, 9
+
+
+class GpuHome(Home, Protocol):
+    """What a channel uses of its device."""
+
+    gpu: GpuArena
+
+    def watch(self) -> None:
+        """From now on look at GPUs now and then."""
+
+    def close_deadline(self) -> float: ...
+
+    def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with this channel."""
+
+    def lost(self, channel: ShmChannel, error: RdmaError) -> None:
+        """End a channel because serving it failed, and tell the peer."""
+
+
+class CudaChannel(ShmChannel):
+    device: GpuHome
+    gpus = maps_gpus = True
+
+    def __init__(self, device: GpuHome, *args: Any) -> None:
+        super().__init__(device, *args)
+        self.peer_gpus = PeerGpus(self.peer_memory)
+        self.pins = Pins()
+        """Of the peer's arena, mapped here."""
+        self.lanes = Lanes(device.gpu)
+        self._mapped = self.peer_memory.segments
+        self._after: dict[tuple[int, int], CudaJob] = {}
+
+    # -- copies
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        self.check()
+        check_notify(notify)
+        sides = [sort_pair(dst, src, self.peer_gpus.kind) for dst, src in pairs]
+        if not any(self._on_gpu(side) for side in sides):
+            return super().prepare(pairs, notify=notify)
+        return CudaTransfer(self, sides, notify)
+
+    def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        remote, local = (dst, src) if isinstance(dst, RemoteRegion) else (src, dst)
+        if (
+            isinstance(remote, RemoteRegion)
+            and remote.region in self._mapped
+            and isinstance(local, torch.Tensor)
+            and local.is_cpu
+        ):
+            return super().memcpy(dst, src, notify=notify)
+        side = sort_pair(dst, src, self.peer_gpus.kind)
+        if not self._on_gpu(side):
+            return super().memcpy(dst, src, notify=notify)
+        self.check()
+        check_notify(notify)
+        return CudaTransfer(self, [side], notify).post()
+
+    def _on_gpu(self, side: Side) -> bool:
+        """Whether a GPU has to copy. ``RemoteAccessError``."""
+        remote, tensor, _ = side
+        return not tensor.is_cpu or (self.look_up(remote) is not None)
+
+    def look_up(self, remote: RemoteRegion) -> PeerSegment | None:
+        """As ``PeerGpus.look_up``; asks the peer about what is unknown."""
+        return self.peer_gpus.look_up(remote, self.resolve)
+
+    def place(self, side: Side) -> tuple[Lane | None, Copies]:
+        """Who copies this (``None``: the processor), and what. Raises ``NotSupported`` where it cannot be copied in one
+        step."""
+        remote, tensor, write = side
+        address, nbytes = local_bytes(tensor, self.peer_gpus.kind)
+        segment = self.look_up(remote)
+        if tensor.is_cpu and segment is None:
+            far, mapped = self.resolve(remote, write=write)
+            if not mapped:
+                raise NotSupported(
+                    "memory outside the arenas cannot be in one list with GPU memory", peer=self.peer, device="cuda"
+                )
+            return None, [_ordered(far, address, nbytes, write)] if nbytes else []
+        index = segment.index if segment is not None and tensor.is_cpu else tensor.device.index
+        lane = self.lane(index)
+        if nbytes == 0:
+            return lane, []
+        if segment is not None:
+            far = segment.at(index) + self.resolve(remote)[0]
+            if tensor.is_cpu and (found := self.device.arena.find(address, nbytes)) is not None:
+                self.device.gpu.pins.segment(found[0], index)
+        else:
+            far, mapped = self.resolve(remote, write=write)
+            if not mapped:
+                raise NotSupported(
+                    "between GPU memory and the peer's host memory outside its arena there is no direct copy",
+                    peer=self.peer,
+                    device="cuda",
+                    hint="let the peer make it with device.empty()",
+                )
+            memory, number = self.peer_memory, remote.region
+            base, total, _ = memory.segments[number]
+            self.pins.hold(base, total, index, memory.view(number), writable=memory.writable(number))
+        return lane, [_ordered(far, address, nbytes, write)]
+
+    def lane(self, index: int) -> Lane:
+        """Our side stream on a device."""
+        found = self.lanes.find(self, index)
+        self.device.watch()
+        return found
+
+    def notify_after(self, imm: int, device: torch.device | str) -> Work:
+        self.check()
+        check_notify(imm)
+        place = torch.device(device)
+        if place.type != self.peer_gpus.kind:
+            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="cuda")
+        index = torch.accelerator.current_device_index() if place.index is None else place.index
+        job = self._after.get((imm, index))
+        if job is None or job.failed:
+            job = self._after[imm, index] = CudaJob(self, [(self.lane(index), [])], [], imm)
+        return job.post(None)
+
+    def fence(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        super().fence(timeout)
+        for lane in self.lanes.all():
+            lane.wait(lane.sent, None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    # -- what needs memory that the processor reaches
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self._host_only(remote)
+        return super().window(remote, local, notify=notify)
+
+    def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
+        self._host_only(remote)
+        return super().adopt(remote, release)
+
+    def map(self, remote: RemoteRegion) -> ShmMapped | None:
+        return None if self.look_up(remote) is not None else super().map(remote)
+
+    def _host_only(self, remote: RemoteRegion) -> None:
+        if self.look_up(remote) is not None:
+            raise NotSupported("GPU memory cannot be used in place by a processor", peer=self.peer, device="cuda")
+
+    # -- what the peer tells
+
+    def tell(self, segment: GpuSegment) -> None:
+        """Of a segment of ours."""
+        memory, fd = memfd("rdmarpc-gpu", PASS.size)
+        try:
+            PASS.pack_into(memory, 0, segment.uuid.encode(), segment.handle, segment.allocation)
+            self.send(GPU_SEGMENT, segment.number, segment.key, segment.base, segment.nbytes, fd)
+        finally:
+            memory.close()
+            os.close(fd)
+
+    def tell_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
+        """Of a foreign region of ours."""
+        self.send(GPU_PART, segment << 32 | number, key, offset, nbytes)
+
+    def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
+        if kind == GPU_SEGMENT:
+            self.peer_gpus.add_segment(fds, number, key, address, nbytes)
+        elif kind == GPU_PART:
+            self.peer_gpus.add_part(number >> 32, number & 0xFFFFFFFF, key, address, nbytes)
+
+    def _gone(self, number: int) -> None:
+        if number not in self.peer_memory.parts:
+            super()._gone(number)
+            return
+        # A copy that is being posted, or was, is still to end, and to unmap may wait for whatever a GPU does. This thread
+        # serves everybody.
+        with contextlib.suppress(RuntimeError):  # no more threads: the process ends
+            threading.Thread(target=self._forget, args=(number,), name="rdmarpc-gone", daemon=True).start()
+
+    def _forget(self, number: int) -> None:
+        segment = self.peer_gpus.remove(number)
+        marks = [(lane, lane.sent) for lane in self.lanes.all()]
+        try:
+            for lane, ticket in marks:
+                lane.wait(ticket, None)
+            if segment is not None:
+                segment.gone = True
+                self.peer_gpus.imports.close()
+            self.send(GONE_ACK, number)
+        except RdmaError:
+            pass  # the channel has ended: who waits there hears that
+        except BaseException as error:
+            self.device.break_off(self, error, "letting go of a peer's GPU memory")
+
+    # -- the end
+
+    def tend(self) -> None:
+        """Let go of what is over, and see whether a GPU has failed. Now and then."""
+        for lane in self.lanes.all():
+            lane.sweep()
+            lane.look()
+
+    def abort(self, timeout: float = 5.0) -> None:
+        failed: TransferTimeout | None = None
+        try:
+            super().abort(timeout)
+        except TransferTimeout as error:
+            failed = error
+        if os.getpid() == self.device.pid and self.inboxes.copying:
+            why = "a copy of ours is still under way: what its stream was given before it has not ended"
+            raise TransferTimeout(why, peer=self.peer, device="cuda") from None
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        if os.getpid() != self.device.pid:
+            return
+        if self.error is None:  # what was posted is still to arrive
+            self.lanes.idle(self.device.close_deadline())
+        super().close()
+        self._leave(now=True)
+
+    def lose(self, error: RdmaError) -> None:
+        super().lose(error)
+        self._leave(now=False)
+
+    def fail(self, error: RdmaError) -> None:
+        """``lose``, and tell the peer: our GPU failed."""
+        self.device.lost(self, error)
+
+    def _leave(self, *, now: bool) -> None:
+        """Give up streams and mappings, as soon as nothing of ours is under way. ``now``: this thread may ask the driver."""
+        self.lanes.leave(self._release, now=now, needed=bool(self.peer_gpus.imports.opened))
+
+    def _release(self) -> None:
+        self.peer_gpus.released = True
+        for close in (self.pins.close, self.peer_gpus.imports.close, self.device.gpu.release):
+            with contextlib.suppress(RdmaError):  # of a context that is lost, with all that was in it
+                close()
+
+
+def _ordered(far: int, near: int, nbytes: int, write: bool) -> tuple[int, int, int]:
+    return (far, near, nbytes) if write else (near, far, nbytes)

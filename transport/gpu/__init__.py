@@ -1,0 +1,1 @@
+"""The CUDA driver and GPU memory, whichever device carries the bytes."""

@@ -1,0 +1,330 @@
+"""The CUDA driver, as far as we need it: its own functions under their own names, called without the GIL.
+
+The driver and not the runtime, because torch carries its own copy of the runtime, but both stand on the one driver and on the
+primary context of each device: pointers, streams and device indices are torch's. Nothing is opened before the first
+``driver()``, so importing this needs no GPU.
+
+Which driver: that of torch's accelerator. For ``cuda`` it is ``libcuda.so.1``. An accelerator from outside torch whose driver
+speaks this interface says so by two attributes of its device module (``torch.get_device_module``): ``driver_library`` (path)
+and ``raw_stream(index)`` (the handle of this thread's current stream).
+
+The signatures are those of CUDA 12 and 13 (CUDA Driver API reference manual); what is called has not changed since 11.7.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+
+import torch
+
+from ..errors import NotSupported, RdmaError
+
+# Constants of cuda.h.
+CU_STREAM_NON_BLOCKING = 1
+CU_EVENT_DISABLE_TIMING = 2
+CU_STREAM_WAIT_VALUE_GEQ = 0
+CU_STREAM_WRITE_VALUE_DEFAULT = 0
+CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
+CU_STREAM_CAPTURE_MODE_RELAXED = 2
+CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_READ_ONLY = 1, 2, 8
+CU_POINTER_ATTRIBUTE_SYNC_MEMOPS = 6
+CU_POINTER_ATTRIBUTE_BUFFER_ID = 7
+CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
+CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
+CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33
+CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116
+CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117
+CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118
+CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124
+CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX = 0
+CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER = 100
+CUDA_SUCCESS, CUDA_ERROR_NOT_READY = 0, 600
+IPC_HANDLE_BYTES = 64
+
+
+class IpcMemHandle(ctypes.Structure):
+    """``CUipcMemHandle``: 64 opaque bytes, passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
+_POINTER, _STREAM, _EVENT, _CONTEXT = c_uint64, c_void_p, c_void_p, c_void_p  # CUdeviceptr is a number, the others are handles
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDeviceGetUuid_v2": (c_char_p, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), c_int),
+    "cuCtxPushCurrent_v2": (_CONTEXT,),
+    "cuCtxPopCurrent_v2": (POINTER(_CONTEXT),),
+    "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
+    "cuMemGetHandleForAddressRange": (c_void_p, _POINTER, c_size_t, c_int, c_uint64),
+    "cuPointerGetAttribute": (c_void_p, c_int, _POINTER),
+    "cuPointerSetAttribute": (c_void_p, c_int, _POINTER),
+    "cuIpcGetMemHandle": (POINTER(IpcMemHandle), _POINTER),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), IpcMemHandle, c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(_POINTER), c_void_p, c_uint),
+    "cuMemcpyAsync": (_POINTER, _POINTER, c_size_t, _STREAM),
+    "cuStreamCreate": (POINTER(_STREAM), c_uint),
+    "cuStreamDestroy_v2": (_STREAM,),
+    "cuStreamSynchronize": (_STREAM,),
+    "cuStreamQuery": (_STREAM,),
+    "cuStreamWaitEvent": (_STREAM, _EVENT, c_uint),
+    "cuStreamIsCapturing": (_STREAM, POINTER(c_int)),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuStreamWriteValue32_v2": (_STREAM, _POINTER, c_uint32, c_uint),
+    "cuStreamWaitValue32_v2": (_STREAM, _POINTER, c_uint32, c_uint),
+    "cuLaunchHostFunc": (_STREAM, c_void_p, c_void_p),
+    "cuEventCreate": (POINTER(_EVENT), c_uint),
+    "cuEventRecord": (_EVENT, _STREAM),
+    "cuEventQuery": (_EVENT,),
+    "cuEventDestroy_v2": (_EVENT,),
+    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
+}
+
+
+class Driver:
+    """One process's view of the driver. Thread-safe. Each function of ``_SIGNATURES`` is a method that raises ``RdmaError``
+    with the name of what the driver answered; the ``try_`` form returns that name, empty for success."""
+
+    def __init__(self, library: str) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as error:
+            raise NotSupported(f"no CUDA driver: {error}", device="cuda", hint="install the GPU's driver") from None
+        self._pid = os.getpid()
+        self._contexts: dict[int, c_void_p] = {}
+        self._functions: dict[str, Callable[..., int]] = {}
+        for name, arguments in _SIGNATURES.items():
+            found = getattr(self._library, name, None)
+            if found is not None:
+                found.argtypes, found.restype = arguments, c_int
+                self._functions[name] = found
+        self.call("cuInit", 0)
+        self.push, self.pop = self._functions["cuCtxPushCurrent_v2"], self._functions["cuCtxPopCurrent_v2"]
+        self.exchange = self._functions["cuThreadExchangeStreamCaptureMode"]
+        self.popped = c_void_p()
+        """Where contexts that are no longer current are named; nobody reads it."""
+
+    def call(self, name: str, *args: object) -> None:
+        """Call a function; ``RdmaError`` for what is not ``CUDA_SUCCESS``, ``NotSupported`` where the driver lacks it."""
+        status = self.attempt(name, *args)
+        if status:
+            raise RdmaError(f"{name} failed: {self.explain(status)}", device="cuda", status=status)
+
+    def attempt(self, name: str, *args: object) -> str:
+        """Call a function; the name of its error, or empty."""
+        function = self._functions.get(name)
+        if function is None:
+            raise NotSupported(f"this driver has no {name}", device="cuda", hint="update the GPU's driver (CUDA 12 or newer)")
+        result = function(*args)
+        return self.name(result) if result else ""
+
+    def name(self, result: int) -> str:
+        """Of an error."""
+        text = c_char_p()
+        self._library.cuGetErrorName(c_int(result), byref(text))
+        return text.value.decode() if text.value else f"CUDA error {result}"
+
+    def explain(self, status: str) -> str:
+        return f"the driver says {status}"
+
+    # -- devices
+
+    def version(self) -> int:
+        """1000 * major + 10 * minor of the CUDA version that it speaks."""
+        version = c_int()
+        self.call("cuDriverGetVersion", byref(version))
+        return version.value
+
+    def device_count(self) -> int:
+        count = c_int()
+        self.call("cuDeviceGetCount", byref(count))
+        return count.value
+
+    def attribute(self, index: int, attribute: int) -> int:
+        """A ``CU_DEVICE_ATTRIBUTE``; 0 for one that this driver does not know."""
+        value = c_int()
+        return 0 if self.attempt("cuDeviceGetAttribute", byref(value), attribute, index) else value.value
+
+    def uuid(self, index: int) -> str:
+        """What names the device in every process of the host, whatever index it has there."""
+        text = ctypes.create_string_buffer(16)
+        self.call("cuDeviceGetUuid_v2", text, index)
+        return text.raw.hex()
+
+    def pci_bus_id(self, index: int) -> str:
+        """As in ``/sys/bus/pci/devices``."""
+        text = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", text, 32, index)
+        return text.value.decode().lower()
+
+    def context(self, index: int) -> int:
+        """The primary context of a device. It is torch's: made, if need be, and kept."""
+        context = self._contexts.get(index)
+        if context is None:
+            context = c_void_p()
+            self.call("cuDevicePrimaryCtxRetain", byref(context), index)
+            self._contexts[index] = context
+        return context.value or 0
+
+    def function(self, name: str) -> int:
+        """Address of a function of the driver, for kernels."""
+        return ctypes.cast(getattr(self._library, name), c_void_p).value or 0
+
+    def on(self, index: int) -> AbstractContextManager[None]:
+        """With the primary context of a device current in this thread, and ``relaxed``. ``RdmaError`` where the GPU has
+        failed."""
+        return _On(self, self.context(index))
+
+    def relax(self) -> None:
+        """``relaxed``, for as long as this thread lives."""
+        self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(CU_STREAM_CAPTURE_MODE_RELAXED)))
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """What this thread does now has nothing to do with any CUDA graph. Else the driver spoils what another thread captures
+        when this one as much as looks at an event."""
+        return _On(self, 0)
+
+    # -- memory
+
+    def allocation(self, pointer: int) -> tuple[int, int, int]:
+        """Base, size in bytes, and number of the allocation that a device pointer lies in. The number is never given again."""
+        base, nbytes, number = c_uint64(), c_size_t(), c_uint64()
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), pointer)
+        self.call("cuPointerGetAttribute", byref(number), CU_POINTER_ATTRIBUTE_BUFFER_ID, pointer)
+        return base.value, nbytes.value, number.value
+
+    def ipc_handle(self, base: int) -> bytes:
+        handle = IpcMemHandle()
+        self.call("cuIpcGetMemHandle", byref(handle), base)
+        return bytes(handle)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Where another process's allocation is mapped here, in the current context; until ``cuIpcCloseMemHandle``."""
+        base = c_uint64()
+        found = IpcMemHandle.from_buffer_copy(handle)
+        self.call("cuIpcOpenMemHandle_v2", byref(base), found, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return base.value
+
+    def host_pointer(self, address: int) -> int:
+        """The device pointer of registered host memory."""
+        pointer = c_uint64()
+        self.call("cuMemHostGetDevicePointer_v2", byref(pointer), address, 0)
+        return pointer.value
+
+    def new_stream(self) -> int:
+        """A stream in the current context that does not wait for the default stream."""
+        stream = c_void_p()
+        self.call("cuStreamCreate", byref(stream), CU_STREAM_NON_BLOCKING)
+        return stream.value or 0
+
+    def new_event(self) -> int:
+        event = c_void_p()
+        self.call("cuEventCreate", byref(event), CU_EVENT_DISABLE_TIMING)
+        return event.value or 0
+
+
+class _On:
+    """See ``Driver.on``. Entered several times in a message: no generator, and no look-up by name."""
+
+    __slots__ = ("_context", "_driver", "_mode")
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        cuda = self._driver
+        if self._context and (result := cuda.push(self._context)):
+            status = cuda.name(result)
+            raise RdmaError(f"cuCtxPushCurrent_v2 failed: {cuda.explain(status)}", device="cuda", status=status)
+        self._mode = mode = c_int(CU_STREAM_CAPTURE_MODE_RELAXED)
+        cuda.exchange(mode)
+
+    def __exit__(self, *_: object) -> None:
+        cuda = self._driver
+        cuda.exchange(self._mode)
+        if self._context:
+            cuda.pop(cuda.popped)
+
+
+def kind() -> str:
+    """The type of the devices that this process's driver serves, as torch names it: ``"cuda"``, or that of an accelerator from
+    outside torch with a driver of this interface; empty without one. Does not initialise a GPU."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type == "cuda":
+        return "cuda" if torch.version.cuda is not None else ""
+    return found.type if hasattr(torch.get_device_module(found), "driver_library") else ""
+
+
+def count() -> int:
+    """How many devices there are."""
+    return torch.get_device_module(kind()).device_count() if kind() else 0
+
+
+def active() -> bool:
+    """Whether this process uses its GPUs already. Looking does not make it do so."""
+    type_ = kind()
+    return bool(type_) and bool(getattr(torch.get_device_module(type_), "is_initialized", lambda: True)())
+
+
+def has_context(index: int) -> bool:
+    """Whether this process uses a device already. Of an accelerator from outside torch it is taken to."""
+    return kind() != "cuda" or bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def driver() -> Driver:
+    """This process's driver. ``NotSupported`` where there is none."""
+    type_ = kind()
+    if not type_:
+        raise NotSupported("torch has no CUDA here", device="cuda", hint="install a CUDA build of torch")
+    return Driver("libcuda.so.1" if type_ == "cuda" else torch.get_device_module(type_).driver_library)
+
+
+@functools.cache
+def _raw_stream() -> Callable[[int], int]:
+    type_ = kind()
+    return torch._C._cuda_getCurrentRawStream if type_ == "cuda" else torch.get_device_module(type_).raw_stream
+
+
+def as_torch(index: int, stream: int) -> torch.Stream:
+    """A stream of the driver's, for torch."""
+    found: torch.Stream = torch.get_device_module(kind()).ExternalStream(stream, device=index)
+    return found
+
+
+@functools.cache
+def _is_capturing() -> Callable[[], bool]:
+    found: Callable[[], bool] = torch.get_device_module(kind()).is_current_stream_capturing
+    return found
+
+
+def capturing() -> bool:
+    """Whether what this thread enqueues on its current stream goes into a CUDA graph, and is not done."""
+    return bool(_is_capturing()())
+
+
+def current_stream(index: int) -> int:
+    """Handle of this thread's current stream on a device."""
+    return _raw_stream()(index)
+
+
+def same_device() -> AbstractContextManager[None]:
+    """The current device is the same afterwards: ``set_stream`` changes it. Setting it back would begin to use it (half a
+    gigabyte on a GPU); this does not."""
+    found: AbstractContextManager[None] = torch.accelerator.device_index(torch.accelerator.current_device_index())
+    return found

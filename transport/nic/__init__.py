@@ -1,0 +1,1 @@
+"""RDMA adapters: which port to use, and the native objects of libibverbs behind it."""

@@ -1,0 +1,43 @@
+"""Which Python package reaches libibverbs in this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from ..errors import NotSupported, RdmaError
+from .ibverbs import IbverbsProvider
+from .provider import Provider
+from .pyverbs import PyverbsProvider
+
+
+def choose() -> Provider:
+    """pyverbs, else ibverbs; ``RDMARPC_VERBS=pyverbs`` or ``ibverbs`` names the one. ``NotSupported`` says for each why it
+    cannot be used, and how to get it. One provider a process: the first call that succeeds decides for the later ones."""
+    global _chosen
+    with _choosing:
+        if _chosen is None:
+            _chosen = _choose(os.environ.get("RDMARPC_VERBS", ""))
+        return _chosen
+
+
+_chosen: Provider | None = None
+_choosing = threading.Lock()
+
+
+def _choose(wanted: str) -> Provider:
+    kinds: dict[str, Callable[[], Provider]] = {"pyverbs": PyverbsProvider, "ibverbs": IbverbsProvider}
+    if wanted and wanted not in kinds:
+        raise NotSupported(f"RDMARPC_VERBS={wanted!r} names no provider", device="verbs", hint=f"one of {', '.join(kinds)}")
+    refused = []
+    for name in [wanted] if wanted else list(kinds):
+        try:
+            return kinds[name]()
+        except RdmaError as error:
+            refused.append(f"{name}: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+    raise NotSupported(
+        "no Python package reaches libibverbs here: " + "; ".join(refused),
+        device="verbs",
+        hint="Debian, Ubuntu: apt install python3-pyverbs ibverbs-providers; anywhere: pip install ibverbs",
+    )

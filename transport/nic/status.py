@@ -1,0 +1,215 @@
+"""What the numbers of libibverbs mean: completion statuses, asynchronous events and errnos, with the likely cause and a hint.
+
+Causes after the InfiniBand Architecture Specification, volume 1, 10.10 and 11.6.2 (completion return status), read for what
+this project does: reliable connected queue pairs, one-sided WRITE and READ, notifications through a shared receive queue.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from dataclasses import dataclass
+
+from ..errors import NotSupported, PeerLost, RdmaError, RegistrationError, RemoteAccessError
+from .provider import DeviceAttr
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a status is to us: the class of the error, the likely cause, what to do."""
+
+    error: type[RdmaError]
+    cause: str
+    hint: str
+
+
+_BUG = "this is a fault of rdmarpc: please report it with the output of rdmarpc doctor"
+_NETWORK = "is the peer's process alive, its port ACTIVE, and the MTU the same along the way? rdmarpc doctor says"
+
+STATUSES = (
+    "SUCCESS",
+    "LOC_LEN_ERR",
+    "LOC_QP_OP_ERR",
+    "LOC_EEC_OP_ERR",
+    "LOC_PROT_ERR",
+    "WR_FLUSH_ERR",
+    "MW_BIND_ERR",
+    "BAD_RESP_ERR",
+    "LOC_ACCESS_ERR",
+    "REM_INV_REQ_ERR",
+    "REM_ACCESS_ERR",
+    "REM_OP_ERR",
+    "RETRY_EXC_ERR",
+    "RNR_RETRY_EXC_ERR",
+    "LOC_RDD_VIOL_ERR",
+    "REM_INV_RD_REQ_ERR",
+    "REM_ABORT_ERR",
+    "INV_EECN_ERR",
+    "INV_EEC_STATE_ERR",
+    "FATAL_ERR",
+    "RESP_TIMEOUT_ERR",
+    "GENERAL_ERR",
+    "TM_ERR",
+    "TM_RNDV_INCOMPLETE",
+)
+"""Names of ``enum ibv_wc_status``, by number."""
+
+MEANINGS = {
+    "LOC_LEN_ERR": Meaning(
+        RdmaError, "a message was longer than the port's max_msg_sz, or than the place posted to receive it", _BUG
+    ),
+    "LOC_QP_OP_ERR": Meaning(
+        RdmaError, "the queue pair refused the work request: wrong state, length or number of parts", _BUG
+    ),
+    "LOC_PROT_ERR": Meaning(
+        RegistrationError,
+        "the local memory of the copy is not registered with this device, or no longer",
+        "keep the tensor and its Region open until the copy is done, and free nothing of the arena before",
+    ),
+    "WR_FLUSH_ERR": Meaning(
+        PeerLost,
+        "the connection had failed or was closed before this copy began; nothing of it was done",
+        "the first error of this connection is the one that tells why",
+    ),
+    "BAD_RESP_ERR": Meaning(PeerLost, "the peer's adapter answered with something unexpected", _NETWORK),
+    "LOC_ACCESS_ERR": Meaning(
+        RegistrationError, "the local memory of the copy is registered without the right to write into it", _BUG
+    ),
+    "REM_INV_REQ_ERR": Meaning(
+        RemoteAccessError,
+        "the peer's adapter refused the request: too long, or not allowed on its queue pair",
+        "are both ends the same version of rdmarpc?",
+    ),
+    "REM_ACCESS_ERR": Meaning(
+        RemoteAccessError,
+        "the peer does not give access to those bytes: wrong key, out of range, or its region was closed",
+        "descriptors are good for as long as the Region they came from is open",
+    ),
+    "REM_OP_ERR": Meaning(
+        PeerLost, "the peer's adapter failed to carry the request out: its own memory or queue is broken", _NETWORK
+    ),
+    "RETRY_EXC_ERR": Meaning(PeerLost, "the peer's adapter did not answer any more", _NETWORK),
+    "RNR_RETRY_EXC_ERR": Meaning(
+        PeerLost,
+        "the peer has no place to receive a notification, and had none for all retries",
+        "the peer is stuck or stopped (a debugger, SIGSTOP, swapping)",
+    ),
+    "REM_ABORT_ERR": Meaning(PeerLost, "the peer's adapter gave the request up", _NETWORK),
+    "FATAL_ERR": Meaning(
+        PeerLost, "the local adapter failed", "look at dmesg: the driver resets the adapter or the link; open a new device then"
+    ),
+    "RESP_TIMEOUT_ERR": Meaning(PeerLost, "the peer's adapter answered too late", _NETWORK),
+    "GENERAL_ERR": Meaning(RdmaError, "the local adapter reported an error without a name", "look at dmesg"),
+}
+_OTHER = Meaning(RdmaError, "a kind of completion that rdmarpc never asks for", _BUG)
+
+EVENTS = (
+    "CQ_ERR",
+    "QP_FATAL",
+    "QP_REQ_ERR",
+    "QP_ACCESS_ERR",
+    "COMM_EST",
+    "SQ_DRAINED",
+    "PATH_MIG",
+    "PATH_MIG_ERR",
+    "DEVICE_FATAL",
+    "PORT_ACTIVE",
+    "PORT_ERR",
+    "LID_CHANGE",
+    "PKEY_CHANGE",
+    "SM_CHANGE",
+    "SRQ_ERR",
+    "SRQ_LIMIT_REACHED",
+    "QP_LAST_WQE_REACHED",
+    "CLIENT_REREGISTER",
+    "GID_CHANGE",
+    "WQ_FATAL",
+)
+"""Names of ``enum ibv_event_type``, by number."""
+
+EVENT_MEANINGS = {
+    "CQ_ERR": ("device", "the completion queue overflowed or broke: no completion can be trusted any more"),
+    "SRQ_ERR": ("device", "the shared receive queue broke: no notification arrives any more"),
+    "DEVICE_FATAL": ("device", "the adapter failed; the driver resets it"),
+    "QP_FATAL": ("connection", "a queue pair broke in a way that no completion reports"),
+    "QP_REQ_ERR": ("connection", "the peer sent a request that its connection does not allow"),
+    "QP_ACCESS_ERR": ("connection", "the peer asked for memory that it may not touch"),
+    "WQ_FATAL": ("connection", "a work queue broke"),
+    "PORT_ERR": ("port", "the link went down; copies under way are tried again until their retries are used up"),
+    "PORT_ACTIVE": ("port", "the link is up"),
+    "LID_CHANGE": ("port", "the subnet manager gave the port another LID: connections made before it are broken"),
+    "GID_CHANGE": ("port", "the addresses of the port changed: connections over an address that went away are broken"),
+    "PKEY_CHANGE": ("port", "the partitions of the port changed"),
+}
+"""What an event is about (``device``: everything is lost; ``connection``: one is; ``port``: to be known) and what happened.
+The others (``COMM_EST``, ``SM_CHANGE``, ...) are of no consequence here."""
+
+
+def status_name(status: int) -> str:
+    """``"REM_ACCESS_ERR"`` for 10; ``"STATUS_99"`` for what nobody named yet."""
+    return STATUSES[status] if 0 <= status < len(STATUSES) else f"STATUS_{status}"
+
+
+def event_name(event: int) -> str:
+    """``"QP_FATAL"`` for 1; ``"EVENT_99"`` for what nobody named yet."""
+    return EVENTS[event] if 0 <= event < len(EVENTS) else f"EVENT_{event}"
+
+
+def error_of(status: int, *, peer: str, vendor_err: int = 0) -> RdmaError:
+    """The error for a completion whose status is not ``SUCCESS``; ``vendor_err`` is the adapter's own code."""
+    name = status_name(status)
+    meaning = MEANINGS.get(name, _OTHER)
+    code = f" (the adapter's code: {vendor_err:#x})" if vendor_err else ""
+    return meaning.error(f"the copy failed: {meaning.cause}{code}", peer=peer, device="verbs", status=name, hint=meaning.hint)
+
+
+_ERRNO_HINTS = {
+    errno.EPERM: "may this user open /dev/infiniband/uverbs*? In a container: --device=/dev/infiniband --ulimit memlock=-1",
+    errno.EACCES: "may this user open /dev/infiniband/uverbs*? In a container: --device=/dev/infiniband --ulimit memlock=-1",
+    errno.ENOMEM: "queues are pinned memory: raise the memlock limit (ulimit -l unlimited), or ask for shallower ones",
+    errno.EAGAIN: "the RDMA cgroup may limit this process: see rdma.max of its cgroup",
+    errno.ENOSPC: "the adapter has no more of these: other processes of this host hold them",
+    errno.EINVAL: "the adapter does not take these sizes or this address; rdmarpc doctor lists its limits",
+    errno.ETIMEDOUT: "the peer's address was not resolved: is its IP reachable over this interface?",
+    errno.ENETUNREACH: "there is no route to the peer's GID: are both ends in one network, and is the GID still there?",
+    errno.EHOSTUNREACH: "the peer's address was not resolved: is its IP reachable over this interface?",
+    errno.ENODEV: "the adapter or its interface is gone; look at dmesg",
+    errno.EIO: "the adapter failed; look at dmesg",
+    errno.EBUSY: "something made from it is still open",
+}
+
+
+def failure(device: str, verb: str, code: int, *, hint: str = "") -> RdmaError:
+    """The error for a verb that failed with this errno; its name is the ``status``."""
+    kind = NotSupported if code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT) else RdmaError
+    # Linux has one number for two names, and Python knows the other one.
+    status = "EOPNOTSUPP" if code == errno.EOPNOTSUPP else errno.errorcode.get(code, str(code))
+    text = f"{verb} failed: {os.strerror(code)}"
+    return kind(text, device=device, status=status, hint=hint or _ERRNO_HINTS.get(code, ""))
+
+
+def registration_failure(device: str, nbytes: int, status: str, limits: DeviceAttr, *, mapped: bool) -> RegistrationError:
+    """The error for memory that a device did not take: names the limit that was met, and what raises it. ``status``: the name
+    of the errno."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text, hint = f"{nbytes} bytes could not be registered", ""
+    if not mapped:
+        text += ": there is no memory at its address"
+        hint = "was the tensor freed, or is it a tensor without storage of its own (meta, sparse)?"
+    elif nbytes > limits.max_mr_size:
+        text += f": the adapter takes at most {limits.max_mr_size} bytes at once (max_mr_size)"
+        hint = "register it in parts"
+    elif status in ("ENOMEM", "EPERM", "EAGAIN") and locked != resource.RLIM_INFINITY:
+        text += f": this process may lock {locked} bytes of memory (memlock)"
+        hint = (
+            "ulimit -l unlimited; LimitMEMLOCK=infinity in the unit of slurmd or of a service, --ulimit memlock=-1 for a "
+            "container, limits.conf for logins"
+        )
+    elif status in ("ENOMEM", "ENOSPC"):
+        text += f": no memory, or all {limits.max_mr} registrations of the adapter are in use (max_mr)"
+        hint = "register few large regions: tensors of the arena share one"
+    elif status in ("EFAULT", "EACCES", "EOPNOTSUPP"):
+        text += ": that memory is not mapped, read-only, or of a kind that cannot be pinned"
+        hint = "files on some file systems, and device memory, cannot be registered: copy it into an arena tensor"
+    return RegistrationError(text, device=device, status=status, hint=hint)

@@ -1,0 +1,84 @@
+"""What a thread that serves many does with an error that nobody expected: it says so, and goes on.
+
+A loop catches each error where it still knows what the error concerns (one peer, one call), ends just that, and leaves the
+telling to its ``Guard``. No thread of the package may end because something raised (``tests/test_threads.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+
+from ..errors import PeerLost, RdmaError
+
+_log = logging.getLogger("rdmarpc")
+
+
+class Guard:
+    """Tells of unexpected errors of one thread or device: the first of a kind with its traceback, later ones as a count each
+    time it has grown tenfold. Any thread; raises nothing."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._counts: dict[tuple[str, type[BaseException]], int] = {}
+
+    def note(self, error: BaseException, doing: str) -> None:
+        """``doing``: what failed, without what varies from one time to the next."""
+        kind = doing, type(error)
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count == 1:
+            _log.error("%s: %s failed; it goes on", self._who, doing, exc_info=error)
+        elif count == 10 ** (len(str(count)) - 1):
+            _log.error("%s: %s failed %d times, the last time with %r", self._who, doing, count, error)
+
+
+def open_files() -> int:
+    """How many files this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def need_descriptors(count: int) -> None:
+    """``OSError`` if this process may not open so many files more."""
+    held: list[int] = []
+    try:
+        while len(held) < count:
+            held.extend(os.pipe2(os.O_CLOEXEC))
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def hint_for(error: BaseException) -> str:
+    """What helps when the system had too little of something; empty: nothing known."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library
+        number = errno.EMFILE
+    if number == errno.EMFILE:
+        return f"this process may have {open_files()} files open: raise the limit (ulimit -n)"
+    if number == errno.ENFILE:
+        return "this host has too many files open (sysctl fs.file-max)"
+    if number == errno.ENOMEM:
+        return "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container"
+    return ""
+
+
+def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> RdmaError:
+    """What the users of a channel are told that ended because ``error`` came while it was served."""
+    if isinstance(error, RdmaError):
+        if error.peer:
+            return error
+        named = type(error)(error.message, peer=peer, device=error.device or device, status=error.status, hint=error.hint)
+        named.__cause__ = error
+        return named
+    status = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    lost = PeerLost(
+        f"{doing} failed here: {type(error).__name__}: {error}",
+        peer=peer,
+        device=device,
+        status=status or "INTERNAL",
+        hint=hint_for(error),
+    )
+    lost.__cause__ = error
+    return lost

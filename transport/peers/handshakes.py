@@ -1,0 +1,181 @@
+"""Connections that are being made: how strangers are kept from holding up those who belong here.
+
+Each that comes to the listener is welcomed on a thread of its own. Until a peer has proven that it belongs here it is
+*unproven*, and there are at most ``MAX_UNPROVEN`` of these: one more, and the oldest is hung up on. A peer that belongs here
+needs a moment for its proof, so it is hardly ever the oldest; if it is, ``reach`` connects again.
+
+A handshake has one deadline. The thread that serves the device hangs up when it passes, however slowly the peer trickles; so
+everything in between may use the socket as if it had for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ..errors import GONE, PeerLost, RdmaError
+from .ended import nobody
+from .guard import Guard, hint_for
+
+Stream = TypeVar("Stream")
+HANDSHAKE_S = 5.0
+"""What an acceptor gives a peer for all that it has to say."""
+MAX_UNPROVEN = 128
+EXPECTED = (RdmaError, ConnectionError, TimeoutError)
+"""What a peer may cause as it connects: nothing to tell anybody here."""
+_LOOK_S = 0.25
+_NO_DESCRIPTOR_S = 0.02
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
+
+
+class Handshakes:
+    """Those of one device, in both directions. Thread-safe; ``accept`` and ``hang_up_on_the_slow`` are called by the one thread
+    that serves it. Owns the listener.
+
+    ``welcome`` runs on a thread for each connection; it has to call ``proven``. ``admits``: whether a peer may come at all, as
+    far as the system tells at once. ``wake``: makes the serving thread look how long it may sleep (``pause``).
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        welcome: Callable[[socket.socket], None],
+        *,
+        wake: Callable[[], None],
+        guard: Guard,
+        admits: Callable[[socket.socket], bool] = lambda sock: True,
+    ) -> None:
+        listener.setblocking(False)
+        self.listener = listener
+        self._welcome, self._wake, self._guard, self._admits = welcome, wake, guard, admits
+        self._lock = threading.Lock()
+        self._deadlines: dict[socket.socket, float] = {}
+        self._unproven: dict[socket.socket, None] = {}  # the oldest first
+
+    # -- by the thread that serves the device
+
+    @property
+    def pause(self) -> float | None:
+        """For how long (s) nobody has to be hung up on."""
+        return _LOOK_S if self._deadlines else None
+
+    def accept(self) -> None:
+        """One connection, when there is one."""
+        try:
+            sock, _ = self.listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._guard.note(error, "accepting a connection")
+                time.sleep(_NO_DESCRIPTOR_S)  # the peer stays in the queue, and must not make us spin
+            return
+        try:
+            if not self._admits(sock):
+                sock.close()
+                return
+            with self._lock:
+                if len(self._unproven) >= MAX_UNPROVEN:
+                    self._hang_up(next(iter(self._unproven)))
+                self._unproven[sock] = None
+            threading.Thread(target=self._shake_hands, args=(sock,), name="rdmarpc-handshake", daemon=True).start()
+        except BaseException as error:  # also: no more threads
+            self._guard.note(error, "taking a connection in")
+            self.proven(sock)
+            sock.close()
+
+    def hang_up_on_the_slow(self) -> None:
+        if not self._deadlines:
+            return
+        now = time.monotonic()
+        with self._lock:
+            for sock in [sock for sock, deadline in self._deadlines.items() if now > deadline]:
+                self._hang_up(sock)
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        """Whoever waits there finds the end of the stream, and closes it. Under the lock, which keeps it from being closed."""
+        self._unproven.pop(sock, None)
+        self._deadlines.pop(sock, None)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # -- by the thread of a handshake
+
+    def _shake_hands(self, sock: socket.socket) -> None:
+        try:
+            self._welcome(sock)
+        except BaseException as error:  # of a callback above us: the peer's channel has ended with it
+            self._guard.note(error, "welcoming a peer")
+            self.proven(sock)
+            sock.close()
+        finally:
+            self.proven(sock)
+
+    def proven(self, sock: socket.socket) -> None:
+        """That peer belongs here, or is none any more: it makes way for nobody. Idempotent; before the socket is closed."""
+        with self._lock:
+            self._unproven.pop(sock, None)
+
+    @contextlib.contextmanager
+    def limited(self, sock: socket.socket, deadline: float) -> Iterator[None]:
+        """Within, the peer has until ``deadline`` (``time.monotonic``); then the stream ends."""
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        with self._lock:
+            self._deadlines[sock] = deadline
+        self._wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._deadlines.pop(sock, None)
+
+    # -- the end
+
+    def hang_up(self) -> None:
+        """On everybody."""
+        with self._lock:
+            for sock in {**self._deadlines, **self._unproven}:
+                self._hang_up(sock)
+
+    def end(self) -> None:
+        """After ``hang_up``: let go of whom connections were for. Those that come now are closed."""
+        self._welcome, self._wake = socket.socket.close, nobody
+
+    def drop(self) -> None:
+        """In a forked child: close our copies. Takes no lock, which a thread of the parent may hold."""
+        for sock in {**self._deadlines, **self._unproven}:
+            sock.close()
+        self.listener.close()
+
+
+def dial(where: str, timeout: float, *, device: str) -> socket.socket:
+    """A connection to ``HOST:PORT`` within so many seconds. ``PeerLost`` if there is nobody; ``TimeoutError``, and an
+    ``OSError`` about what this process lacks, as they are."""
+    host, _, port = where.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout)
+    except OSError as error:
+        if isinstance(error, TimeoutError) or hint_for(error):
+            raise
+        status = "NOBODY" if isinstance(error, ConnectionRefusedError) else ""
+        raise PeerLost(f"nobody listens there: {error}", peer=where, device=device, status=status) from None
+
+
+def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:
+    """What ``prove`` returns: a stream on which both ends have proven themselves. ``dial`` connects within so many seconds,
+    ``prove`` talks. A peer that hangs up meanwhile had to make way for others: then once more, until the deadline."""
+    pause = _FIRST_PAUSE_S
+    while True:
+        sock = dial(max(deadline - time.monotonic(), 0.001))
+        try:
+            return prove(sock)
+        except BaseException as error:
+            sock.close()
+            again = isinstance(error, PeerLost) and error.status not in GONE
+            if not again or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_S)

@@ -1,0 +1,144 @@
+"""Signs of life: how a process that no longer runs (stopped, frozen, cut off) is told from one that is merely busy.
+
+Each device has a thread that beats in a kernel without the GIL, so only a process that does not run at all is silent:
+
+* for peers of this host it advances a word that they have mapped;
+* into each stream it sends an empty frame every so often (a quarter of the peer's ``peer_timeout``, at most), or, when a
+  frame is half sent, more of that (``pulse``).
+
+Who looks (the device's own thread) adds up a peer's *silence*: each look adds the time since the look before, but never more
+than one interval. So whoever was stopped itself, or could not look for long, blames nobody when it comes back: it takes as many
+looks in a row as make up ``peer_timeout``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+from numba.types import int64 as i64
+
+from ..errors import GIVEN_UP, RdmaError
+from ..words import kernels
+from ..words.atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
+from ..words.compiled import compiled
+from .pulse import ROW_WORDS, Pulse, beat
+
+TICK_NS = 250_000_000
+MIN_TIMEOUT_S = 1.0
+MAX_PULSES = 4096
+
+
+@compiled(i64(i64, i64, i64, i64, i64, i64, i64))
+def run(word: int, stop: int, table: int, rows: int, frame: int, nbytes: int, tick_ns: int) -> int:
+    """Beat until ``stop`` is not 0. ``rows``: address of the number of pulses in ``table``; ``frame``: what a beat is."""
+    while load_acquire(stop) == 0:
+        fetch_add(word, 1)
+        time_now = now()
+        for number in range(load_acquire(rows)):
+            row = table + 8 * ROW_WORDS * number
+            if load_acquire(row + 32) <= time_now:
+                beat(row, time_now, frame, nbytes)
+        futex(stop, FUTEX_WAIT, 0, tick_ns)
+    return 0
+
+
+class Heart:
+    """The beating thread of a device. ``word``: address of the word that peers of this host watch, alive until ``stop``.
+    ``frame``: what goes into a stream as a beat. ``tick_ns``: how often it looks what is due."""
+
+    def __init__(self, word: int = 0, frame: bytes = b"", tick_ns: int = TICK_NS) -> None:
+        self._tick_ns = tick_ns
+        self._frame = np.frombuffer(bytearray(frame or b"\0"), np.uint8)
+        self._words = np.zeros(3, np.int64)  # stop, rows, a word that nobody watches
+        self._stop, self._rows, spare = (self._words.ctypes.data + 8 * at for at in range(3))
+        self._word = word or spare
+        self._table = np.zeros((MAX_PULSES if frame else 1, ROW_WORDS), np.int64)
+        self._unused: list[int] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="rdmarpc-heart", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        table, frame = self._table.ctypes.data, self._frame.ctypes.data
+        run(self._word, self._stop, table, self._rows, frame, len(self._frame), self._tick_ns)
+
+    def pulse(self, fd: int, every: float) -> Pulse:
+        """A pulse for a stream. ``every``: seconds."""
+        with self._lock:
+            rows = kernels.load(self._rows)
+            if not self._unused and rows == len(self._table):
+                raise RdmaError(f"a device has at most {MAX_PULSES} streams")
+            row = self._unused.pop() if self._unused else rows
+            frame = self._frame.ctypes.data, len(self._frame)
+            pulse = Pulse(self._table[row], fd, every, frame, partial(self._drop, row))
+            kernels.store(self._rows, max(rows, row + 1))
+        return pulse
+
+    def _drop(self, row: int) -> None:
+        with self._lock:
+            self._unused.append(row)
+
+    def stop(self) -> None:
+        kernels.store(self._stop, 1)
+        kernels.wake(self._stop)
+        self._thread.join(2.0)
+
+
+class Beats:
+    """The heart of a peer of this host: ``word`` is the address of the word that it advances. For the one thread that looks."""
+
+    def __init__(self, word: int) -> None:
+        self._word, self._seen, self._silence = word, -1, 0.0
+
+    def look(self, seconds: float) -> float:
+        """How long (s) it has stood still, as far as looks tell; this one counts for ``seconds``."""
+        beats = kernels.load(self._word)
+        self._silence = self._silence + seconds if beats == self._seen else 0.0
+        self._seen = beats
+        return self._silence
+
+
+class Looks:
+    """How long a device's peers have been silent. For the one thread of the device that looks."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.interval = min(1.0, timeout / 4) if timeout else None
+        """Seconds between looks; ``None``: never."""
+        self._last = time.monotonic()
+
+    def due(self) -> float:
+        """The seconds that this look counts for; 0: it is too early, or nobody looks here."""
+        if self.interval is None:
+            return 0.0
+        now_s = time.monotonic()
+        passed = now_s - self._last
+        if passed < 0.9 * self.interval:
+            return 0.0
+        self._last = now_s
+        return min(passed, self.interval)
+
+    def too_long(self, silence: float) -> bool:
+        return silence >= self.timeout
+
+    def text(self) -> str:
+        return f"it has not been seen running for {self.timeout:g} s: stopped, frozen or cut off?"
+
+
+GOODBYES = (
+    ("CLOSED", "the peer closed the channel"),
+    (
+        GIVEN_UP,
+        "the peer gave this worker up, which had not been seen running for long: it was stopped, frozen or cut off",
+    ),
+    ("BROKEN", "the peer could not go on with this connection: its log says why"),
+)
+"""Status and text of what a peer says last, by the number that travels with it."""
+
+
+def goodbye(number: int) -> tuple[str, str]:
+    """See ``GOODBYES``."""
+    return GOODBYES[number if number < len(GOODBYES) else 0]

@@ -1,0 +1,327 @@
+"""The ``shm`` device: processes of one host.
+
+Segments are memfds, handed to each peer over an abstract Unix socket and mapped there: nothing has a name in a file system,
+so nothing is left behind however a process ends. The socket stays open as the detector of the peer's death.
+
+Threads: one service thread (accepting, announcements, end of peers, looking after their heartbeats), one that beats
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..channel import Channel
+from ..device import Device, DeviceOptions, host_id
+from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..memory.arena import Pool, Segment
+from ..memory.mapping import mapped, memfd
+from ..peers import auth
+from ..peers.guard import Guard, broken_by
+from ..peers.handed import credentials, received
+from ..peers.handshakes import EXPECTED, HANDSHAKE_S, reach
+from ..peers.heartbeat import Heart
+from ..peers.service import Service
+from ..region import LENT, RemoteRegion, local_bytes
+from ..words import kernels
+from ..words.records import BELL_BYTES, BELLS
+from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
+from .inbox import INBOX_BYTES, Inboxes
+
+_SETUP = struct.Struct("<QIQI")  # uid, epoch, address of the probe word, length of the hello
+_MAX_HELLO = 64 << 10
+_QUEUE_PAUSE_S = 0.005
+
+
+def _same_user(sock: socket.socket) -> bool:
+    return credentials(sock)[1] == os.geteuid()
+
+
+@contextlib.contextmanager
+def _new_inbox() -> Iterator[tuple[mmap.mmap, int]]:
+    """Memory for an inbox, and its descriptor, which is closed when the peer has one."""
+    inbox, fd = memfd("rdmarpc-inbox", INBOX_BYTES)
+    try:
+        yield inbox, fd
+    finally:
+        os.close(fd)
+
+
+def _dial(uid: str, timeout: float) -> socket.socket:
+    """To the listener of that device. ``NotSupported`` if another user listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                sock.connect(f"\0rdmarpc-{uid}")
+                break
+            except BlockingIOError:  # too many are waiting to be accepted
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(_QUEUE_PAUSE_S)
+        if not _same_user(sock):
+            why = f"the peer belongs to user {credentials(sock)[1]}, this process to {os.geteuid()}"
+            raise NotSupported(why, device="shm", hint="run all workers of a host as one user, or use tcp")
+        return sock
+    except ConnectionRefusedError:
+        sock.close()
+        raise PeerLost("nobody listens there", peer=uid, device="shm", status="NOBODY") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+class ShmDevice(Device):
+    """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
+    allows that."""
+
+    kind = "shm"
+    channel_type: type[ShmChannel] = ShmChannel
+
+    def __init__(self, options: DeviceOptions) -> None:
+        if options.memory is not None and not options.memory.shared:
+            raise ValueError("shm needs memory that peers can map: Memory(shared=True)")
+        super().__init__(self.kind, options, shared=True)
+        self._probe = np.ones(1, np.int64)
+        self._guard = Guard(f"rdmarpc-{self.kind}")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
+            self._heart = Heart(self.bells)  # bell 0 is no bell: its line is the heartbeat
+            undo.callback(self._heart.stop)
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0rdmarpc-{self.uid:016x}")
+            listener.listen(128)
+            self._attach()
+            self._service = Service(
+                self.kind,
+                listener,
+                self._looks,
+                welcome=self._welcome,
+                hear=self._hear,
+                look=self._look,
+                lost=self.lost,
+                guard=self._guard,
+                admits=_same_user,
+            )
+            undo.pop_all()
+
+    def _attach(self) -> None:
+        """Before peers are let in."""
+        self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
+
+    @property
+    def address(self) -> bytes:
+        return f"shm:{host_id()}:{self.uid:016x}".encode()
+
+    def explain(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        reasons = sorted({channel.peer_memory.no_cma for channel in self._shm_channels()} - {""})
+        cma = f"refused ({'; '.join(reasons)})" if reasons else "allowed by every peer so far"
+        return "\n".join(
+            (
+                f"shm: memfd segments mapped by peers of this host ({host_id()}), one memcpy a WRITE",
+                *(self.memory.explain() if self._own_memory else ()),
+                f"  other memory   cross-memory attach: {cma}",
+                f"  death          an ended process at once, a stopped one after {self._looks.timeout:g} s",
+                f"  waiting        spins up to {kernels.SPIN_MAX_NS // 1000} us, then a futex; {cores} core(s) usable",
+            )
+        )
+
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
+        if super().can_lend(tensor, channel):
+            return super().lend(tensor, channel)
+        return RemoteRegion(self.uid, self.epoch, LENT, 0, *local_bytes(tensor))
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
+        # Attach is symmetric between processes of one user, so what we may do there, the peer may do here.
+        return (isinstance(channel, ShmChannel) and not channel.peer_memory.no_cma) or super().can_lend(tensor, channel)
+
+    # -- connections
+
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        if len(fields) != 3 or fields[0] != "shm":
+            return "an address looks like shm:HOST:ID"
+        return "" if fields[1] == host_id() else "the peer is on another host, or in another network namespace"
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
+        self.check()
+        if why := self.why_not(peer):
+            raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
+        deadline = time.monotonic() + timeout
+        uid = peer.decode("ascii", "replace").split(":")[2]
+        try:
+            sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            try:
+                with self._service.handshakes.limited(sock, deadline), _new_inbox() as (inbox, fd):
+                    self._send_setup(sock, fd, hello)
+                    channel = self._receive_setup(sock, inbox)
+                self.door.know(channel, channel.peer_memory.uid, key)
+                channel.own_pool = pool
+                self._adopt(channel)
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, RdmaError) as error:
+            if isinstance(error, TimeoutError) or (time.monotonic() >= deadline and not isinstance(error, NotSupported)):
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", device="shm") from None
+            if isinstance(error, OSError):
+                raise broken_by(error, "connecting", peer=peer.decode(), device="shm") from error
+            raise
+        return channel
+
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
+        with self._service.handshakes.limited(sock, deadline):
+            return sock, auth.authenticate(sock, self.secret, self.memory.identity, initiator=True, expect=uid)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        channel, handshakes = None, self._service.handshakes
+        deadline = time.monotonic() + HANDSHAKE_S
+        try:
+            with handshakes.limited(sock, deadline):
+                key = auth.authenticate(sock, self.secret, self.memory.identity, initiator=False)
+            handshakes.proven(sock)
+            with _new_inbox() as (inbox, fd):
+                with handshakes.limited(sock, deadline):
+                    channel = self._receive_setup(sock, inbox)
+                self.door.know(channel, channel.peer_memory.uid, key)
+                # on_connect may publish the channel: what other threads send on it waits until the answer is out.
+                with channel.sending:
+                    self._send_setup(sock, fd, self.door.greet(channel))
+            self._adopt(channel)
+            self.door.welcomed(channel)
+        except BaseException as error:
+            if channel is not None:  # which on_connect may have published
+                why = f"the connection broke as it was made: {error}"
+                self.lost(channel, PeerLost(why, peer=channel.peer, device=self.kind))
+            sock.close()
+            if not isinstance(error, EXPECTED):
+                raise
+
+    def _send_setup(self, sock: socket.socket, inbox_fd: int, hello: bytes) -> None:
+        if len(hello) > _MAX_HELLO:
+            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+        setup = _SETUP.pack(self.uid, self.epoch, self._probe.ctypes.data, len(hello))
+        socket.send_fds(sock, [setup + hello], [inbox_fd, self.memory.bells_fd])
+
+    def _receive_setup(self, sock: socket.socket, inbox: mmap.mmap) -> ShmChannel:
+        with received(sock, _SETUP.size + _MAX_HELLO, 2) as (data, fds):
+            if len(data) < _SETUP.size or len(fds) != 2:
+                raise PeerLost("the peer broke off the handshake", device="shm")
+            uid, epoch, probe, _ = _SETUP.unpack_from(data)
+            peer_inbox, peer_bells = mapped(fds[0], INBOX_BYTES), mapped(fds[1], BELLS * BELL_BYTES)
+        inboxes = Inboxes(inbox, peer_inbox, peer_bells)
+        return self.channel_type(self, sock, inboxes, (uid, epoch, probe), data[_SETUP.size :])
+
+    def _adopt(self, channel: ShmChannel) -> None:
+        """Tell the peer of all our memory, then watch the connection."""
+        channel.sock.settimeout(None)
+        with self._lock:
+            if self.closed:  # ``close`` did not see this one
+                raise PeerLost("the device was closed meanwhile", peer=channel.peer, device="shm", status="CLOSED")
+            self._channels.add(channel)
+            segments, foreign = self.memory.registered(channel.own_pool)
+            for segment in segments.values():
+                _admit(channel, segment)
+            for number, region in foreign.items():
+                channel.send(REGION, number, region.key, region.address, region.nbytes)
+            self._introduce(channel)
+            self._service.watch(channel.sock, channel)
+
+    # -- announcements
+
+    def _introduce(self, channel: ShmChannel) -> None:
+        """What else a new peer has to be told. Under our lock."""
+
+    def _shm_channels(self) -> list[ShmChannel]:
+        with self._lock:
+            return [channel for channel in self._channels if isinstance(channel, ShmChannel) and channel.error is None]
+
+    def announce_segment(self, segment: Segment) -> None:
+        for channel in self._shm_channels():
+            if segment.pool.admits(channel.own_pool, write=False):
+                try:
+                    _admit(channel, segment)
+                except PeerLost as error:
+                    channel.lose(error)
+
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        for channel in self._shm_channels():
+            try:
+                if nbytes:
+                    channel.send(REGION, number, key, address, nbytes)
+                else:
+                    channel.withdraw(number)
+            except PeerLost as error:
+                if nbytes:
+                    channel.lose(error)
+
+    # -- on the service thread
+
+    def _look(self, channel: ShmChannel, seconds: float) -> None:
+        """Give the peer up if it has not been seen running for too long."""
+        if channel.error is None and self._looks.too_long(channel.beats.look(seconds)):
+            channel.give_up(PeerLost(self._looks.text(), peer=channel.peer, device="shm", status="SILENT"), SILENT)
+        if channel.broke:  # just now, or as somebody sent
+            self._finish(channel)
+
+    def _hear(self, channel: ShmChannel) -> None:
+        if not channel.receive():
+            self._finish(channel)
+
+    def lost(self, channel: ShmChannel, error: RdmaError) -> None:
+        """End a channel because serving it failed: the peer is told, and whoever listens here. Any thread."""
+        channel.give_up(error, BROKEN)
+        self._finish(channel)
+
+    def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with this channel: it ends, with a named error, and nothing else does."""
+        if not isinstance(error, RdmaError):
+            self._guard.note(error, doing)
+        self.lost(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
+
+    def _finish(self, channel: ShmChannel) -> None:
+        """What is left to do for a channel that has ended: nobody watches it any more, and a loss is told, once."""
+        self.forget(channel)
+        with self._lock:
+            told, channel.told = channel.told, True
+        if channel.broke and not told:
+            self.door.lost(channel, self.on_lost)
+
+    def forget(self, channel: ShmChannel) -> None:
+        """Stop watching a channel that has ended, and close its socket."""
+        with self._lock:
+            if not self._service.forget(channel.sock):
+                return
+            channel.socket_open = False
+            channel.sock.close()
+            self._retire(channel)
+
+    def _forked(self) -> None:
+        for channel in list(self._channels):
+            if isinstance(channel, ShmChannel):
+                channel.sock.close()
+        self._service.drop()
+
+    def _shut(self) -> None:
+        self._service.stop()
+        self._heart.stop()
+
+
+def _admit(channel: ShmChannel, segment: Segment) -> None:
+    """Tell the peer of a segment that it may reach."""
+    kind = LANDING if segment.pool.admits(channel.own_pool, write=True) else SEGMENT
+    channel.send(kind, segment.number, segment.key, 0, segment.nbytes, segment.fd)

@@ -1,0 +1,168 @@
+"""The memory of a peer of this host, as the peer told of it: segments, which are mapped here, and foreign regions, which the
+kernel copies (``cma``)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..errors import PeerLost, RdmaError, RemoteAccessError
+from ..memory import attach as cma
+from ..memory.mapping import address_of, mapped
+from ..peers.guard import broken_by
+from ..region import LENT, RemoteRegion
+from ..words import kernels
+
+Entry = tuple[int, int, int]
+"""Address (of what is mapped: ours; else the peer's), bytes, key."""
+
+
+class HasName(Protocol):
+    name: str
+
+
+class Named(Protocol):
+    """The channel to a peer. Its name may change."""
+
+    pid: int
+    peer: str
+
+    @property
+    def device(self) -> HasName: ...
+
+
+class PeerMemory:
+    """Of one channel, to which it refers weakly, for errors. The tables are written by the thread that hears the peer alone."""
+
+    def __init__(self, channel: Named, uid: int, epoch: int, probe: int) -> None:
+        """``probe``: address of a word by which is seen whether the kernel lets us copy there."""
+        self.pid, self.uid, self.epoch = channel.pid, uid, epoch
+        self._channel, self.device = weakref.ref(channel), channel.device.name
+        self.no_cma = cma.why_not(self.pid, probe)
+        """Why memory outside of segments cannot be reached; empty: it can."""
+        self.copying = threading.Lock()
+        """Held during each copy by the kernel: the owner's deregistration waits for it."""
+        self.segments: dict[int, Entry] = {}
+        self.parts: dict[int, Entry] = {}
+        """Of what neither is mapped by us nor the kernel copies (``cuda/peer``)."""
+        self._foreign: dict[int, Entry] = {}
+        self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
+        self._views: dict[int, memoryview] = {}
+        self._adoptions: dict[int, _Adoption] = {}
+        self._owner = os.getpid()
+
+    @property
+    def peer(self) -> str:
+        """Who it is, for people."""
+        channel = self._channel()
+        return channel.peer if channel is not None else f"process {self.pid}"
+
+    # -- what the peer tells
+
+    def add_segment(self, fds: list[int], number: int, key: int, nbytes: int, *, writable: bool) -> None:
+        """Map it. ``PeerLost`` for what is no segment."""
+        if number in self.segments:  # a segment may be told twice
+            return
+        if not fds:
+            raise PeerLost("the peer told of memory without handing it over", peer=self.peer, device="shm", status="PROTOCOL")
+        memory = mapped(fds[0], nbytes, writable=writable)
+        if not writable:
+            self._read_only.add(number)
+        self._views[number] = memoryview(memory)
+        self.segments[number] = (address_of(memory), nbytes, key)
+
+    def add_region(self, number: int, address: int, nbytes: int, key: int) -> None:
+        self._foreign[number] = (address, nbytes, key)
+
+    def remove_region(self, number: int) -> None:
+        """Returns when no copy by the kernel is under way."""
+        with self.copying:
+            self._foreign.pop(number, None)
+
+    # -- what is where
+
+    def view(self, number: int) -> memoryview:
+        """Of a segment, as long as it is held."""
+        return self._views[number]
+
+    def writable(self, number: int) -> bool:
+        """Whether a segment is mapped for writing."""
+        return number not in self._read_only
+
+    def find(self, number: int) -> Entry | None:
+        for table in (self.segments, self.parts, self._foreign):
+            if (entry := table.get(number)) is not None:
+                return entry
+        return None
+
+    def resolve(
+        self, remote: RemoteRegion, *, write: bool = False, hear_of: Callable[[int], None] | None = None
+    ) -> tuple[int, bool]:
+        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``.
+        ``hear_of``: asks the peer about a region that nobody has told of yet."""
+        if remote.nbytes == 0:
+            return 0, True
+        if remote.owner != self.uid or remote.epoch != self.epoch:
+            raise self.refuse("the descriptor was exported by another device, or in an earlier life of this one")
+        if remote.region == LENT:
+            if write:
+                raise self.refuse("memory that was lent is for reading only")
+            return remote.offset, False
+        entry = self.find(remote.region)
+        if entry is None and hear_of is not None:
+            hear_of(remote.region)
+            entry = self.find(remote.region)
+        if entry is None:
+            raise self.refuse(f"region {remote.region} is not registered (any more)")
+        if write and remote.region in self._read_only:
+            raise self.refuse(f"region {remote.region} may only be read")
+        address, nbytes, key = entry
+        if key != remote.key:
+            raise self.refuse(f"wrong key for region {remote.region}")
+        if remote.offset + remote.nbytes > nbytes:
+            raise self.refuse(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
+        return address + remote.offset, remote.region in self.segments
+
+    def refuse(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(why, peer=self.peer, device=self.device, status="REM_ACCESS_ERR")
+
+    # -- using it
+
+    def attach(self, local: int, remote: int, nbytes: int, *, write: bool) -> None:
+        """Have the kernel copy to or from an address of the peer. Raises ``RdmaError``."""
+        try:
+            cma.transfer(self.pid, local, remote, nbytes, write=write)
+        except RdmaError as error:  # it knows of a process, not of a peer
+            raise broken_by(error, "copying", peer=self.peer, device=self.device) from None
+
+    def adopt(self, remote: RemoteRegion, release: int) -> torch.Tensor:
+        """See ``Channel.adopt``, for a range of a segment; ``release``: address of the word."""
+        view = self._views[remote.region][remote.offset : remote.offset + remote.nbytes]
+        adoption = _Adoption(view, _disown)
+        adoption.memory, adoption.release = self, release
+        self._adoptions[id(adoption)] = adoption
+        # The storage holds ``view``, and that the mapping.
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def disown(self, adoption: _Adoption) -> None:
+        # Runs in finalizers of any thread: no lock, one store. The word is kept for it even after the channel has ended.
+        self._adoptions.pop(id(adoption), None)
+        if os.getpid() == self._owner:  # a forked child's copies mean nothing
+            kernels.store(adoption.release, 0)
+
+
+class _Adoption(weakref.ref):
+    """Watches adopted memory: its end is told to the peer."""
+
+    __slots__ = ("memory", "release")
+    memory: PeerMemory
+    release: int
+
+
+def _disown(adoption: _Adoption) -> None:
+    adoption.memory.disown(adoption)

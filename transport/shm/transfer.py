@@ -1,0 +1,155 @@
+"""What is posted on a ``shm`` channel: a WRITE or READ of what is mapped is one memcpy, complete when the post returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..channel import DONE, Mapped, Transfer, Window, Work
+from ..errors import RdmaError
+from ..region import RemoteRegion, local_bytes
+from ..words import kernels
+from .inbox import Inboxes, Requests, WorkRequest
+from .memory import PeerMemory
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+"""Bound in place of a tensor that was let go of."""
+
+
+class Posting(Protocol):
+    """What a post uses of its channel."""
+
+    inboxes: Inboxes
+    requests: Requests
+    peer_memory: PeerMemory
+
+    def check(self) -> None: ...
+
+    def ended(self) -> RdmaError:
+        """Why, after it was found that the channel has ended."""
+
+    def notify(self, imm: int) -> None: ...
+
+
+class PreparedRequest(WorkRequest):
+    """One that somebody uses apart from its channel, whose memory it needs."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: Posting, imm: int | None, copies: Sequence[tuple[int, int, int]]) -> None:
+        self._channel = channel
+        super().__init__(channel.inboxes, imm, copies)
+        channel.requests.add(self)
+
+
+class ShmTransfer(PreparedRequest, Transfer):
+    """All remote sides are mapped: posting is one kernel call, complete when it returns."""
+
+    __slots__ = ("_sides",)
+
+    def __init__(self, channel: Posting, sides: list[tuple[int, torch.Tensor, bool]], imm: int | None) -> None:
+        self._sides = sides
+        copies = []
+        for address, tensor, write in sides:
+            local, nbytes = local_bytes(tensor)
+            copies.append((address, local, nbytes) if write else (local, address, nbytes))
+        super().__init__(channel, imm, copies)
+
+    def post(self) -> Work:
+        if kernels.post(self.address) != kernels.OK:
+            raise self._channel.ended()
+        return DONE
+
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        address, nbytes = local_bytes(tensor)
+        remote, _, write = self._sides[index]
+        at = kernels.WR_HEAD + 3 * index
+        if nbytes != self.block[at + 2]:
+            raise ValueError(f"copy {index} was prepared for {self.block[at + 2]} bytes, got {nbytes}")
+        self._sides[index] = (remote, tensor, write)
+        self.block[at + (1 if write else 0)] = address
+
+    def unbind(self, index: int) -> None:
+        remote, _, write = self._sides[index]
+        self._sides[index] = (remote, NOTHING, write)
+
+
+class CmaTransfer(Transfer):
+    """Some remote side is memory of the peer that cannot be mapped: copied by the kernel, one call a pair."""
+
+    __slots__ = ("__weakref__", "_channel", "_imm", "_pairs")
+
+    def __init__(self, channel: Posting, pairs: list[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
+        self._channel, self._pairs, self._imm = channel, pairs, imm
+
+    def post(self) -> Work:
+        channel = self._channel
+        channel.check()
+        inboxes, memory = channel.inboxes, channel.peer_memory
+        for remote, tensor, write in self._pairs:
+            local, nbytes = local_bytes(tensor)
+            # The lock keeps the owner's deregistration waiting until the copy is over; the count, its abort. Within, nothing
+            # waits for the peer: the thread that hears its answer may itself wait for this lock.
+            with memory.copying:
+                address, mapped = memory.resolve(remote, write=write)
+                kernels.add(inboxes.inflight, 1)
+                try:
+                    if kernels.load(inboxes.peer_closed):
+                        raise channel.ended()
+                    if mapped:
+                        kernels.copy(*((address, local) if write else (local, address)), nbytes)
+                    elif nbytes:
+                        memory.attach(local, address, nbytes, write=write)
+                finally:
+                    kernels.add(inboxes.inflight, -1)
+            kernels.add(inboxes.stats, 1)
+            kernels.add(inboxes.stats + 8, nbytes)
+        if self._imm is not None:
+            channel.notify(self._imm)
+        return DONE
+
+    def rebind(self, index: int, tensor: torch.Tensor) -> None:
+        remote, _, write = self._pairs[index]
+        if local_bytes(tensor)[1] != remote.nbytes:
+            raise ValueError(f"copy {index} was prepared for {remote.nbytes} bytes")
+        self._pairs[index] = (remote, tensor, write)
+
+    def unbind(self, index: int) -> None:
+        remote, _, write = self._pairs[index]
+        self._pairs[index] = (remote, NOTHING, write)
+
+
+class ShmWindow(PreparedRequest, Window):
+    """A memcpy a ``put``."""
+
+    __slots__ = ("_local", "_remote", "_tensor")
+
+    def __init__(self, channel: Posting, remote: int, local: torch.Tensor, imm: int) -> None:
+        super().__init__(channel, imm, ())
+        self._remote, self._local, self._tensor = remote, local.data_ptr(), local
+
+    def put(self, offset: int, nbytes: int) -> None:
+        if kernels.put(self.address, self._remote + offset, self._local + offset, nbytes) != kernels.OK:
+            raise self._channel.ended()
+
+    put_now = put  # nothing is queued here
+
+
+class ShmMapped(PreparedRequest, Mapped):
+    """A piece of the peer's arena, which is mapped here anyway."""
+
+    __slots__ = ("_inflight", "memory", "whole")
+
+    def __init__(self, channel: Posting, whole: memoryview, start: int, nbytes: int) -> None:
+        super().__init__(channel, None, ())
+        self.whole, self.memory, self._inflight = whole, whole[start : start + nbytes], 0
+
+    def begin(self) -> None:
+        self._inflight = kernels.enter(self.address)
+        if self._inflight == 0:
+            raise self._channel.ended()
+
+    def end(self) -> None:
+        kernels.add(self._inflight, -1)

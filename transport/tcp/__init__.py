@@ -1,0 +1,1 @@
+"""The ``tcp`` device: the same contract over sockets, between any hosts."""

@@ -1,0 +1,205 @@
+"""The connection between two processes over one TCP stream.
+
+Its parts, each below the one before: what comes in (``Reader``), what was posted (``Posts``), what is still to be sent
+(``Outbox``), and what the peer may touch (``Access``). Both ends receive on their device's I/O thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
+from ..device import Device
+from ..errors import PeerLost, RdmaError, TransferTimeout, kept
+from ..memory.mapping import anonymous
+from ..peers.heartbeat import Heart
+from ..peers.questions import ANSWER_TIMEOUT_S
+from ..region import RemoteRegion
+from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from .access import Access
+from .outbox import Outbox
+from .posts import Posts
+from .reader import Reader
+from .transfer import TcpTransfer, TcpWindow
+from .wire import BYE, CHECK, END_CLOSED, HEADER, MAX_COPIES, NOTIFY, refusal
+
+_BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
+
+
+class IoThread(Protocol):
+    """The thread of a device that receives for its channels, and sends what posting threads left over."""
+
+    def is_current(self) -> bool: ...
+
+    def watch(self, sock: socket.socket, writable: bool) -> None:
+        """Have ``flush`` of that socket's channel called when it has room."""
+
+
+class TcpChannel(Channel):
+    """See the contract in ``channel``. A WRITE's ``Work`` is done when the peer has the data; a descriptor that the peer
+    refuses is a ``RemoteAccessError`` from ``Work.wait`` and the channel stays usable. ``close`` first lets what was posted
+    finish, for at most a second."""
+
+    device: Device
+    reads_take_peer = True
+
+    def __init__(
+        self,
+        device: Device,
+        io: IoThread,
+        sock: socket.socket,
+        identity: tuple[int, int],
+        hello: bytes,
+        patience: float,
+    ) -> None:
+        super().__init__(device)
+        self._io = io
+        host, port = sock.getpeername()[:2]
+        self.sock = sock
+        self.peer, self.peer_hello = f"{host}:{port}", hello
+        self.peer_uid, self.peer_epoch = identity
+        self._gone = threading.Event()  # set when the socket is closed
+        # One record more than the notifications: the answers, as many as the last post that was answered.
+        records = anonymous((MAX_NOTIFY + 1) * RECORD_BYTES)
+        self._inbox = torch.frombuffer(records, dtype=torch.uint8, count=1).data_ptr()
+        self._beat_s = min(max(patience / 4, _BEAT_MIN_S), _BEAT_MAX_S)
+        self._silence = 0.0
+        self.access = Access(device, self)
+        self.outbox = Outbox(sock, io.watch)
+        self._posts = Posts(self.outbox, records, self._inbox + MAX_NOTIFY * RECORD_BYTES, device.bells, self.peer)
+        self.reader = Reader(sock, self.peer, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
+
+    def lend(self, tensor: torch.Tensor) -> RemoteRegion:
+        """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
+        return self.access.lend(tensor)
+
+    # -- copies
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
+        self.check()
+        check_notify(notify)
+        if len(pairs) > MAX_COPIES:
+            raise ValueError(f"at most {MAX_COPIES} copies in one transfer, got {len(pairs)}")
+        sides = [sort_pair(dst, src) for dst, src in pairs]
+        for remote, _, _ in sides:
+            self._check_owner(remote)
+        return TcpTransfer(self._posts, sides, notify)
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self.check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        self._check_owner(remote)
+        self._posts.ask(CHECK, (remote.region, remote.key, remote.offset, remote.nbytes)).wait(ANSWER_TIMEOUT_S)
+        return TcpWindow(self._posts, remote, local, notify)
+
+    def record(self, imm: int) -> int:
+        check_notify(imm)
+        return self._inbox + imm * RECORD_BYTES
+
+    def fence(self, timeout: float | None = None) -> None:
+        self._posts.ask(NOTIFY).wait(timeout)
+
+    def _check_owner(self, remote: RemoteRegion) -> None:
+        if remote.nbytes and (remote.owner != self.peer_uid or remote.epoch != self.peer_epoch):
+            why = "the descriptor was exported by another device, or in an earlier life of this one"
+            raise refusal(why, self.peer)
+
+    def check(self) -> None:
+        self._posts.check()
+
+    def totals(self) -> tuple[int, int]:
+        return self._posts.count, self._posts.nbytes
+
+    # -- for the device
+
+    def start(self, heart: Heart) -> None:
+        """From here on the I/O thread serves this channel; what was posted before goes out now."""
+        with self.outbox.lock:
+            self.outbox.start(heart.pulse(self.sock.fileno(), self._beat_s))
+
+    def look(self, seconds: float) -> float:
+        """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (I/O thread)."""
+        self._silence = 0.0 if self.reader.heard else self._silence + seconds
+        self.reader.heard = False
+        return self._silence
+
+    def revoke(self, region: int) -> None:
+        """No byte of this region is touched for this channel after the return."""
+        with self.reader.lock:
+            self.reader.revoke(region)
+            with self.outbox.lock:
+                self.outbox.revoke(region)
+
+    # -- the end
+
+    def end(self, error: RdmaError, *, goodbye: int | None = None) -> bool:
+        """Make every use of this channel fail with ``error`` from now on, and let go of all buffers. ``goodbye``: what the
+        peer is told, if no frame is half sent. ``False`` if it had ended before."""
+        with self.reader.lock, self.outbox.lock:
+            if self.error is not None:
+                return False
+            self.error = kept(error)
+            whole = self.outbox.end()
+            callbacks = self._posts.end(self.error)
+            self.reader.end()
+            if whole and goodbye is not None:
+                with contextlib.suppress(OSError):
+                    self.outbox.send([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
+        self._posts.release()
+        for callback in callbacks:
+            callback()
+        return True
+
+    def forked(self, error: RdmaError) -> None:
+        super().forked(error)
+        self._posts.error = error
+        self.outbox.lock, self.reader.lock = threading.RLock(), threading.RLock()  # the parent's threads may hold the old ones
+
+    def abort(self, timeout: float = 5.0) -> None:
+        if os.getpid() != self.device.pid:
+            return
+        unanswered = self._posts.last > self._posts.answered
+        self.end(PeerLost("the channel was aborted", peer=self.peer, device="tcp", status="ABORTED"))
+        self._hang_up()
+        # The peer ends too when it has read our end of stream: then none of our bytes can land there any more.
+        if not self.outbox.started or self._io.is_current() or self._gone.wait(timeout):
+            return
+        if unanswered:
+            raise TransferTimeout("the peer may be stopped in the middle of our copy", peer=self.peer, device="tcp")
+
+    def close(self) -> None:
+        if os.getpid() != self.device.pid:
+            return
+        deadline = self.device.close_deadline()
+        while (self._posts.waiting or not self.outbox.empty) and self.error is None and not self._io.is_current():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.0005)
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="tcp", status="CLOSED"), goodbye=END_CLOSED)
+        self._hang_up()
+
+    def release(self) -> None:
+        """Close the socket (I/O thread, when nothing can come or go any more)."""
+        with self.outbox.lock:
+            self.outbox.close()
+            self._gone.set()
+            self.sock.close()
+
+    def _hang_up(self) -> None:
+        """Send the end of the stream; the I/O thread closes the socket when the peer's has come."""
+        with self.outbox.lock:
+            if self._gone.is_set():
+                return
+            try:
+                self.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # it is broken already, which the I/O thread sees too

@@ -1,0 +1,256 @@
+"""The ``tcp`` device: processes of any host that can reach each other by TCP.
+
+A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
+
+Threads: one I/O thread (``tcp/loop``), which never blocks, one that beats
+(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import time
+from functools import partial
+
+import torch
+
+from ..channel import Channel
+from ..device import Device, DeviceOptions
+from ..errors import NotSupported, PeerLost, RdmaError, TransferTimeout
+from ..memory.arena import Pool
+from ..peers import auth
+from ..peers.address import interface_address, routed_address, split_place
+from ..peers.guard import Guard, broken_by
+from ..peers.handshakes import EXPECTED, HANDSHAKE_S, dial, reach
+from ..peers.heartbeat import Heart
+from ..region import RemoteRegion, local_bytes
+from ..tls.stream import authenticated, prepare
+from ..words import kernels
+from .channel import TcpChannel
+from .loop import Loop
+from .wire import BEAT, HEADER
+
+_SETUP = struct.Struct("<QIIQ")  # uid, epoch, length of the hello that follows, peer_timeout in ms
+_MAX_HELLO = 64 << 10
+_LINGER_S = 1.0  # for the peers to take what is sealed already
+
+
+class TcpDevice(Device):
+    """See ``Device``.
+
+    ``place`` says where to listen: an address or interface name, with or without ``:PORT``. Without it the device listens on
+    loopback only if there is no ``secret``, and with a secret on the address by which other hosts reach this one. A device
+    without a secret cannot listen anywhere else than on loopback.
+    """
+
+    def __init__(self, place: str, options: DeviceOptions) -> None:
+        super().__init__("tcp", options)
+        self._tls = prepare(options.tls, self.secret, "tcp")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back)
+            listener = undo.enter_context(self._listen(place))
+            looks, guard = self._looks, Guard("rdmarpc-tcp")
+            self._loop = Loop(listener, looks, guard, welcome=self._welcome, lost=self._tell_lost, dropped=self._dropped)
+            undo.callback(self._loop.discard)
+            self._heart = Heart(frame=HEADER.pack(BEAT, 0, 0, 0, 0, 0, 0, 0, 0))
+            undo.callback(self._heart.stop)
+            self.memory.attach(self)
+            self._loop.start()
+            undo.pop_all()
+
+    def _listen(self, place: str) -> socket.socket:
+        host, port = split_place(place)
+        self._chosen = "asked for"
+        if not host:
+            host = routed_address() if self.given else "127.0.0.1"
+            self._chosen = "address of the default route" if self.given else "loopback, because no secret was given"
+        host = interface_address(host) or host
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except OSError as error:
+            raise NotSupported(f"no address or interface {host!r} here: {error}", device="tcp") from None
+        self._loopback = ipaddress.ip_address(where[0]).is_loopback
+        if not self.given and not self._loopback:
+            raise NotSupported(
+                f"tcp on {where[0]} without a secret: nobody elsewhere could know the one that is used then",
+                device="tcp",
+                hint="give every worker the same secret (option secret, or RDMARPC_SECRET), or use tcp://127.0.0.1",
+            )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise NotSupported(f"cannot listen on {where[0]}:{port}: {error}", device="tcp") from None
+        listener.setblocking(False)
+        bound, self._port = listener.getsockname()[:2]
+        self._host = routed_address() if ipaddress.ip_address(bound).is_unspecified else bound
+        return listener
+
+    @property
+    def address(self) -> bytes:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"tcp:{host}:{self._port}:{self.uid:016x}".encode()
+
+    def explain(self) -> str:
+        limits = []
+        for name in ("tcp_wmem", "tcp_rmem"):
+            with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/{name}") as file:
+                limits.append(f"{name} up to {int(file.read().split()[2]) >> 10} KiB")
+        known = "every peer proves the job secret" if self.given else "this user's processes on this host only"
+        hidden = self._tls.explain() if self._tls is not None else "none: what travels is not encrypted (option tls)"
+        return "\n".join(
+            (
+                f"tcp: one stream per peer, listening on {self._host}:{self._port} ({self._chosen})",
+                f"  authentication {known}",
+                f"  encryption     {hidden}",
+                f"  buffers        {', '.join(limits) or 'unknown'}",
+                f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
+                *(self.memory.explain() if self._own_memory else ()),
+                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, then a futex; one I/O thread",
+            )
+        )
+
+    def counters(self) -> dict[str, int]:
+        """As ``Device.counters``, and ``bytes_inlined``: bytes of ``Window.put`` (and of answers from closed regions) that
+        were copied because the socket was full."""
+        with self._lock:
+            inlined = sum(channel.outbox.inlined for channel in self._channels if isinstance(channel, TcpChannel))
+            return {**super().counters(), "bytes_inlined": inlined + self._inlined_before}
+
+    _inlined_before = 0
+
+    # -- connections
+
+    def why_not(self, peer: bytes) -> str:
+        fields = peer.decode("ascii", "replace").split(":")
+        good = len(fields) >= 4 and fields[0] == "tcp" and fields[-2].isdigit()
+        return "" if good else "an address looks like tcp:HOST:PORT:ID"
+
+    def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
+        self.check()
+        if why := self.why_not(peer):
+            raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
+        where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
+        deadline = time.monotonic() + timeout
+        try:
+            sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
+            try:
+                with self._loop.handshakes.limited(sock, deadline):
+                    self._send_setup(sock, hello)
+                    channel = self._receive_setup(sock)
+                self.door.know(channel, channel.peer_uid, key)
+                channel.own_pool = pool
+                if not self._adopt(channel):
+                    raise PeerLost("the device was closed meanwhile", peer=where, device="tcp", status="CLOSED")
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, RdmaError) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+                raise TransferTimeout(f"the peer did not answer within {timeout} s", peer=where, device="tcp") from None
+            if isinstance(error, OSError):
+                raise broken_by(error, "connecting", peer=where, device="tcp") from error
+            raise
+        return channel
+
+    def _prove(self, sock: socket.socket, *, uid: str, deadline: float) -> tuple[socket.socket, bytes]:
+        with self._loop.handshakes.limited(sock, deadline):
+            return authenticated(
+                sock, self._tls, self.secret, self.memory.identity, initiator=True, expect=uid, deadline=deadline
+            )
+
+    def _welcome(self, came: socket.socket) -> None:
+        """Acceptor's side of the handshake, on its own thread. A bad peer costs only this connection."""
+        sock, channel, adopted = came, None, False
+        deadline = time.monotonic() + HANDSHAKE_S
+        try:
+            with self._loop.handshakes.limited(came, deadline):
+                sock, key = authenticated(
+                    came, self._tls, self.secret, self.memory.identity, initiator=False, deadline=deadline
+                )
+            self._loop.handshakes.proven(came)
+            with self._loop.handshakes.limited(sock, deadline):
+                channel = self._receive_setup(sock)
+            self.door.know(channel, channel.peer_uid, key)
+            # What on_connect posts waits until the answer is out; the peer may copy as soon as it has that.
+            self._send_setup(sock, self.door.greet(channel))
+            adopted = self._adopt(channel)
+            if adopted:
+                self.door.welcomed(channel)
+        except EXPECTED as error:
+            self.door.refused(sock, error)
+        finally:
+            if not adopted:
+                sock.close()
+            broken = PeerLost("the connection broke as it was made", device="tcp")
+            if not adopted and channel is not None and channel.end(broken):  # on_connect may have published it
+                self._tell_lost(channel)
+
+    def _tell_lost(self, channel: TcpChannel) -> None:
+        self.door.lost(channel, self.on_lost)
+
+    def _send_setup(self, sock: socket.socket, hello: bytes) -> None:
+        if len(hello) > _MAX_HELLO:
+            raise ValueError(f"a hello has at most {_MAX_HELLO} bytes, got {len(hello)}")
+        sock.sendall(_SETUP.pack(self.uid, self.epoch, len(hello), int(self._looks.timeout * 1000)) + hello)
+
+    def _receive_setup(self, sock: socket.socket) -> TcpChannel:
+        uid, epoch, length, patience = _SETUP.unpack(auth.receive_exactly(sock, _SETUP.size))
+        if length > _MAX_HELLO:
+            raise PeerLost("the peer sent an overlong hello", device="tcp", status="PROTOCOL")
+        return TcpChannel(self, self._loop, sock, (uid, epoch), auth.receive_exactly(sock, length), patience / 1000)
+
+    def _adopt(self, channel: TcpChannel) -> bool:
+        """Hand the channel to the I/O thread. ``False`` if it, or the device, was closed meanwhile."""
+        sock = channel.sock
+        sock.setblocking(False)
+        # No limits of the system's own (keepalive, TCP_USER_TIMEOUT): they would give up a peer that runs and does not read.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            if self.closed or channel.error is not None:
+                return False
+            self._channels.add(channel)
+            self._loop.add(channel)
+        channel.start(self._heart)
+        return True
+
+    # -- memory
+
+    def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
+        assert isinstance(channel, TcpChannel)
+        return channel.lend(tensor)
+
+    def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
+        # What this peer may read is looked up when it asks, so it does not matter what the rest of the pool is for.
+        address, nbytes = local_bytes(tensor)
+        return not nbytes or self.arena.find(address, nbytes) is not None
+
+    def announce(self, number: int, key: int, address: int, nbytes: int) -> None:
+        """New memory is told to nobody: every frame is checked against our regions when it comes."""
+        if nbytes == 0:
+            for channel in self._loop.channels():
+                channel.revoke(number)
+
+    # -- the end
+
+    def _dropped(self, channel: TcpChannel) -> None:
+        """The I/O thread serves it no more."""
+        with self._lock:
+            self._retire(channel)
+            self._inlined_before += channel.outbox.inlined
+
+    def _forked(self) -> None:
+        self._loop.drop()
+
+    def _shut(self) -> None:
+        self._loop.stop()
+        if self._tls is not None:
+            self._tls.close(_LINGER_S)
+        self._heart.stop()

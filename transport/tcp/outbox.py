@@ -1,0 +1,139 @@
+"""What is still to be sent on one TCP stream.
+
+Posting threads send directly from where the tensors lie. What the socket does not take at once is left to the I/O thread, so
+two ends that send huge data to each other both progress. Whole frames only: a sign of life (``pulse``) may come between two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ..peers.pulse import MAX_BUFFERS, Pulse
+from .wire import TURN_BYTES, Buffers
+
+
+class Outbox:
+    """Of one channel. Call its methods with ``lock`` held, but for ``start`` and ``flush``, which take it."""
+
+    def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, bool], None]) -> None:
+        """``watch(sock, wanted)``: whether ``flush`` is to be called when the socket has room."""
+        self.lock = threading.RLock()
+        self.inlined = 0
+        """Bytes that were copied because the socket was full."""
+        self._sock, self._watch = sock, watch
+        self._pulse: Pulse | None = None
+        self._queue: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
+        self._given = 0  # so many of its first buffers are the pulse's
+        self._closed = False
+
+    @property
+    def started(self) -> bool:
+        return self._pulse is not None
+
+    @property
+    def empty(self) -> bool:
+        return not self._queue
+
+    def start(self, pulse: Pulse) -> None:
+        """From here on the I/O thread serves this stream; what was posted before goes out now."""
+        with self.lock:
+            self._pulse = pulse
+            self.flush()
+
+    def flush(self) -> None:
+        """Send some of what is left over (I/O thread, when the socket has room)."""
+        with self.lock:
+            self._flush()
+            self._await_room()
+
+    def send(self, parts: Buffers, *, region: int = 0, keep: bool = True) -> None:
+        """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
+        not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
+        idle = not self._queue and self._pulse is not None
+        self._queue.extend((memoryview(part), region) for part in parts if len(part))
+        if idle:
+            self._flush()
+        if not self._queue:
+            return
+        if not keep:
+            # Its owner may overwrite it now: go on with a copy.
+            if self._given == len(self._queue):
+                self._withdraw()
+            if self._queue:
+                view, region = self._queue.pop()
+                self.inlined += len(view)
+                self._queue.append((memoryview(bytes(view)), region))
+            if idle:
+                self._flush()
+        if idle:
+            self._await_room()
+
+    def _flush(self) -> None:
+        """As much as the socket takes, and one channel may send in its turn."""
+        assert self._pulse is not None
+        room = TURN_BYTES
+        try:
+            while self._queue and room > 0:
+                if self._given:
+                    sent = self._pulse.resume(room)
+                else:
+                    batch = [view for view, _ in itertools.islice(self._queue, MAX_BUFFERS)]
+                    self._given = len(batch)
+                    sent = self._pulse.send(batch, len(batch) == len(self._queue), room)
+                room -= sent
+                self._sent(sent)
+                if self._given:
+                    return
+        except OSError:
+            # The I/O thread sees the broken connection too, takes what came before, and ends the channel.
+            self._queue.clear()
+            self._given = 0
+
+    def _sent(self, nbytes: int) -> None:
+        while nbytes:
+            view, region = self._queue.popleft()
+            if len(view) > nbytes:
+                self._queue.appendleft((view[nbytes:], region))
+                return
+            nbytes -= len(view)
+            self._given -= 1
+
+    def _withdraw(self) -> None:
+        """Nobody but us touches the queue any more, until the next ``_flush``."""
+        if self._given and self._pulse is not None:
+            self._sent(self._pulse.withdraw())
+            self._given = 0
+
+    def _await_room(self) -> None:
+        if not self._closed:
+            self._watch(self._sock, bool(self._queue))
+
+    def revoke(self, region: int) -> None:
+        """No byte of this region of ours is read after the return: what is left of it is copied."""
+        self._withdraw()
+        for at, (view, source) in enumerate(self._queue):
+            if source == region:
+                self.inlined += len(view)
+                self._queue[at] = (memoryview(bytes(view)), 0)
+        if self._pulse is not None:
+            self._flush()
+
+    def end(self) -> bool:
+        """Let go of what is left, and beat no more. Whether no frame is half sent: then one more can be."""
+        if self._pulse is not None:
+            self._pulse.close()
+            self._withdraw()
+        whole = not self._queue
+        self._queue.clear()
+        return whole
+
+    def close(self) -> None:
+        """Before the socket is closed (I/O thread)."""
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse.end()
+        self._closed = True

@@ -1,0 +1,181 @@
+"""What was posted on one TCP stream, numbered in the order in which it goes out, and how far the peer has answered."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..channel import Work
+from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
+from ..notify import wait_done
+from ..words import kernels
+from .outbox import Outbox
+from .wire import HEADER, LAST, NOTIFY, SILENT, Buffers
+
+_ENDED = 1 << 62  # added to the answers at the end, so that every wait on them returns
+
+
+class Posts:
+    """Of one channel. Any thread posts; the I/O thread brings the answers. It takes the outbox's lock, which keeps numbers and
+    frames in one order."""
+
+    def __init__(self, outbox: Outbox, records: mmap.mmap, answers: int, bells: int, peer: str) -> None:
+        """``answers``: address of a record in ``records``, which counts the posts that were answered."""
+        self.answers, self.peer = answers, peer
+        self.answered = 0
+        """The last post that was answered."""
+        self.error: RdmaError | None = None
+        self.count = self.nbytes = 0
+        self.last = 0
+        """The number of the last post."""
+        self._outbox, self._records, self._bells = outbox, records, bells
+        self._pid = os.getpid()
+        self._pending: dict[int, TcpWork] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything that wants an answer has none."""
+        return bool(self._pending)
+
+    def check(self) -> None:
+        """Raises what ended the channel; ``RdmaError`` in another process."""
+        if self.error is not None:
+            raise fresh(self.error)
+        if os.getpid() != self._pid:
+            raise RdmaError("a channel cannot be used in a forked child", device="tcp", hint="fork first, or use spawn")
+
+    # -- posting
+
+    def _enlist(self, work: TcpWork) -> int:
+        self.check()
+        self.last += 1
+        work.seq = self.last
+        self._pending[work.seq] = work
+        return work.seq
+
+    def post(self, frames: Callable[[int], Buffers], nbytes: int, work: TcpWork) -> None:
+        """Send the frames of a transfer, which are given its number; ``work`` is answered later."""
+        with self._outbox.lock:
+            seq = self._enlist(work)
+            self.count += 1
+            self.nbytes += nbytes
+            self._outbox.send(frames(seq))
+
+    def notify(self, imm: int | None) -> None:
+        """Send a notification alone (``None``: an empty transfer, nothing to send)."""
+        with self._outbox.lock:
+            self.check()
+            self.count += 1
+            if imm is not None:
+                self._outbox.send([HEADER.pack(NOTIFY, LAST | SILENT, 0, imm + 1, self.last, 0, 0, 0, 0)])
+
+    def ask(self, op: int, place: tuple[int, int, int, int] = (0, 0, 0, 0)) -> TcpWork:
+        """Send one frame without payload that the peer answers. Frames are taken in order, so the answer also says that all
+        before it are there."""
+        work = TcpWork(self, (), {}, None)
+        with self._outbox.lock:
+            self._outbox.send([HEADER.pack(op, LAST, 0, 0, self._enlist(work), *place)])
+        return work
+
+    def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
+        """One unacknowledged frame. When this returns, the bytes of ``view`` are with the kernel, or copied."""
+        with self._outbox.lock:
+            self.check()
+            self.last += 1
+            self.count += 1
+            self.nbytes += place[3]
+            self._outbox.send([HEADER.pack(op, flags, 0, imm, self.last, *place), view], keep=False)
+
+    # -- answers
+
+    def target(self, seq: int, index: int) -> memoryview | None:
+        """Where the data of copy ``index`` of a post goes; ``None``: nobody asked for it. Once."""
+        work = self._pending.get(seq)
+        return None if work is None else work.reads.pop(index, None)
+
+    def answer(self, seq: int) -> None:
+        """All up to ``seq`` are done (I/O thread). ``PeerLost`` where that cannot be."""
+        callbacks = []
+        with self._outbox.lock:
+            while self._pending:
+                first = next(iter(self._pending))
+                if first > seq:
+                    break
+                work = self._pending[first]
+                if work.error is None and work.reads:
+                    why = "the peer sent an answer without the data"
+                    raise PeerLost(why, peer=self.peer, device="tcp", status="PROTOCOL")
+                del self._pending[first]
+                work.keep = ()
+                if work.callback is not None:
+                    callbacks.append(work.callback)
+                if work.error is None and work.imm is not None:
+                    self.notify(work.imm)
+        if (came := seq - self.answered) > 0:
+            self.answered = seq
+            kernels.add(self.answers, came - 1)
+            kernels.signal(self.answers, self._bells)
+        for callback in callbacks:
+            callback()
+
+    def refuse(self, seq: int, error: RemoteAccessError) -> None:
+        """As ``answer``; that one failed."""
+        work = self._pending.get(seq)
+        if work is None:
+            raise error
+        work.error = error
+        self.answer(seq)
+
+    def call_when_answered(self, work: TcpWork, callback: Callable[[], None]) -> bool:
+        """Have ``callback()`` run (I/O thread, or whoever ends the channel) when that is over. ``False`` if it is."""
+        with self._outbox.lock:
+            if self._pending.get(work.seq) is not work:
+                return False
+            work.callback = callback
+            return True
+
+    def end(self, error: RdmaError) -> list[Callable[[], None]]:
+        """Whatever waits fails with ``error``, when ``release`` is called. Returns what is to be called after that."""
+        self.error = error
+        callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
+        self._pending.clear()
+        return callbacks
+
+    def release(self) -> None:
+        """Have every wait return, now and later."""
+        kernels.add(self.answers, _ENDED - 1)
+        kernels.signal(self.answers, self._bells)
+
+
+class TcpWork(Work):
+    """One post under way. It keeps the local tensors alive until the peer has answered."""
+
+    __slots__ = ("_posts", "callback", "error", "imm", "keep", "reads", "seq")
+
+    def __init__(self, posts: Posts, keep: Sequence[torch.Tensor], reads: dict[int, memoryview], imm: int | None) -> None:
+        self._posts, self.keep, self.reads = posts, keep, reads
+        self.imm = imm  # to be sent when the reads have come
+        self.seq = 0  # given by ``Posts``
+        self.error: RdmaError | None = None
+        self.callback: Callable[[], None] | None = None  # given by ``Posts``
+
+    def done(self) -> bool:
+        return kernels.load(self._posts.answers) >= self.seq
+
+    def wait(self, timeout: float | None = None) -> None:
+        posts = self._posts
+        wait_done(posts.answers, self.seq, timeout, 0, peer=posts.peer, device="tcp")
+        if (error := self.exception()) is not None:
+            raise fresh(error)
+
+    def exception(self) -> RdmaError | None:
+        if self.error is not None:
+            return self.error
+        return self._posts.error if self.done() and self.seq > self._posts.answered else None
+
+    def then(self, callback: Callable[[], None]) -> None:
+        if not self._posts.call_when_answered(self, callback):
+            callback()

@@ -1,0 +1,199 @@
+"""The frames that come in on one TCP stream.
+
+The I/O thread looks a region up before it takes payload, and receives straight into it; payload it refuses is read and thrown
+away, and the channel goes on.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from ..errors import PeerLost, RdmaError
+from ..peers.heartbeat import goodbye
+from ..tls.stream import failure
+from ..words import kernels
+from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from .access import Access
+from .outbox import Outbox
+from .posts import Posts
+from .wire import (
+    ACK,
+    BEAT,
+    BYE,
+    CHECK,
+    DATA,
+    HEADER,
+    LAST,
+    MAX_REASON,
+    NOTIFY,
+    READ,
+    REFUSED,
+    SILENT,
+    TURN_BYTES,
+    WRITE,
+    Buffers,
+    refusal,
+)
+
+
+class Reader:
+    """Of one channel, for the I/O thread. ``lock`` is held while it handles what came, and taken before the outbox's; neither
+    is held across a wait."""
+
+    def __init__(
+        self, sock: socket.socket, peer: str, access: Access, outbox: Outbox, posts: Posts, *, records: int, bells: int
+    ) -> None:
+        """``records``: address of the notification records."""
+        self.lock = threading.RLock()
+        self.heard = True
+        """Something came since somebody set this to false."""
+        self._sock, self._peer = sock, peer
+        self._access, self._outbox, self._posts = access, outbox, posts
+        self._records, self._bells = records, bells
+        self._scratch = memoryview(bytearray(64 << 10))
+        # Of the frame that is coming in:
+        self._header = bytearray(HEADER.size)
+        self._header_got = 0
+        self._frame: tuple[int, ...] = ()
+        self._left = 0
+        self._target: memoryview | None = None
+        self._target_region = 0
+        self._reason = bytearray(MAX_REASON)
+        # Of the post that is coming in:
+        self._refusal = ""
+        self._answered_by_data = False
+        self._ack_due = 0
+
+    def receive(self) -> RdmaError | None:
+        """Take what has come. Returns why the stream is over, or ``None``."""
+        with self.lock:
+            room = TURN_BYTES
+            try:
+                while room > 0:
+                    wanted, got = self._receive_some()
+                    self.heard = True
+                    if got == 0:
+                        why = "the peer's process ended, or it aborted"
+                        return failure(self._sock) or PeerLost(why, peer=self._peer, device="tcp", status="EOF")
+                    room -= got
+                    if got < wanted:
+                        break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                broken = PeerLost(f"the connection broke: {error}", peer=self._peer, device="tcp", status="BROKEN")
+                return failure(self._sock) or broken
+            except RdmaError as error:
+                return error
+            self._send_ack()
+        return None
+
+    def _receive_some(self) -> tuple[int, int]:
+        """One system call: payload straight into its place, and the next header behind it."""
+        if self._posts.error is not None:
+            return len(self._scratch), self._sock.recv_into(self._scratch)
+        header = memoryview(self._header)[self._header_got :]
+        if not self._left:
+            got = self._sock.recv_into(header)
+            self._take_header(got)
+            return len(header), got
+        if self._target is not None:
+            wanted = self._left + len(header)
+            got = self._sock.recvmsg_into([self._target, header])[0]
+        else:
+            wanted = min(self._left, len(self._scratch))
+            got = self._sock.recv_into(self._scratch[:wanted])
+        payload = min(got, self._left)
+        self._left -= payload
+        if self._target is not None:
+            self._target = self._target[payload:]
+        if not self._left and got:
+            self._end_frame()
+            self._take_header(got - payload)
+        return wanted, got
+
+    def _take_header(self, got: int) -> None:
+        self._header_got += got
+        if self._header_got == HEADER.size:
+            self._header_got = 0
+            self._frame = HEADER.unpack(self._header)
+            self._target, self._target_region = None, 0
+            self._begin_frame(*self._frame)
+            if not self._left:
+                self._end_frame()
+
+    def _begin_frame(
+        self, op: int, flags: int, index: int, imm: int, seq: int, region: int, key: int, offset: int, nbytes: int
+    ) -> None:
+        if op in (WRITE, READ, CHECK):
+            found = self._access.look_up(region, key, offset, nbytes, write=op != READ)
+            if isinstance(found, str):
+                self._refusal = self._refusal or found
+            elif op == WRITE:
+                self._target = found
+            elif op == READ and not self._refusal:
+                self._send_ack()
+                self._answered_by_data = bool(flags & LAST)
+                self._answer(DATA, seq, [found], region=region, index=index, flags=flags & LAST)
+            if op == WRITE:
+                self._left, self._target_region = nbytes, region
+        elif op == DATA:
+            self._target, self._left = self._posts.target(seq, index), nbytes
+            if self._target is None or len(self._target) != nbytes:
+                raise self._malformed("data that nobody asked for")
+        elif op == REFUSED:
+            if nbytes > MAX_REASON:
+                raise self._malformed("an overlong reason")
+            self._left, self._target = nbytes, memoryview(self._reason)[:nbytes]
+        elif op not in (NOTIFY, ACK, BYE, BEAT):
+            raise self._malformed(f"operation {op}")
+        if imm > MAX_NOTIFY or (op in (ACK, DATA, REFUSED) and seq > self._posts.last):
+            raise self._malformed("a number out of range")
+
+    def _end_frame(self) -> None:
+        op, flags, index, imm, seq, _, _, _, nbytes = self._frame
+        self._target, self._target_region = None, 0
+        if op in (WRITE, READ, CHECK, NOTIFY):
+            if imm and not self._refusal:
+                kernels.signal(self._records + (imm - 1) * RECORD_BYTES, self._bells)
+            if flags & LAST:
+                self._end_post(flags, seq)
+        elif op == ACK or (op == DATA and flags & LAST):
+            self._posts.answer(seq)
+        elif op == REFUSED:
+            self._posts.refuse(seq, refusal(self._reason[:nbytes].decode("utf-8", "replace"), self._peer))
+        elif op == BYE:
+            status, why = goodbye(index)
+            raise PeerLost(why, peer=self._peer, device="tcp", status=status)
+
+    def _end_post(self, flags: int, seq: int) -> None:
+        if self._refusal:
+            self._send_ack()
+            self._answer(REFUSED, seq, [self._refusal.encode()[:MAX_REASON]])
+        elif not self._answered_by_data and not flags & SILENT:
+            self._ack_due = seq
+        self._refusal, self._answered_by_data = "", False
+
+    def _send_ack(self) -> None:
+        if self._ack_due:
+            due, self._ack_due = self._ack_due, 0
+            self._answer(ACK, due, [])
+
+    def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
+        nbytes = sum(len(part) for part in parts)
+        with self._outbox.lock:
+            self._outbox.send([HEADER.pack(op, flags, index, 0, seq, 0, 0, 0, nbytes), *parts], region=region)
+
+    def _malformed(self, what: str) -> PeerLost:
+        return PeerLost(f"the peer sent {what}", peer=self._peer, device="tcp", status="PROTOCOL")
+
+    def revoke(self, region: int) -> None:
+        """No byte of this region of ours is written after the return. With ``lock`` held."""
+        if self._target_region == region and self._left:
+            self._target = None
+            self._refusal = self._refusal or f"region {region} was closed during the copy"
+
+    def end(self) -> None:
+        """Let go of the memory that something was coming for. With ``lock`` held."""
+        self._target, self._left = None, 0

@@ -1,0 +1,53 @@
+"""Frames of the ``tcp`` device: a header of fixed layout, little-endian, then ``nbytes`` of payload for WRITE, DATA, REFUSED.
+
+One *post* is the run of frames with one sequence number; the last one carries ``LAST``. The receiver serves posts strictly in
+order and answers each one that wants it, so an answer to post ``n`` also answers everything before it:
+
+    sender -> receiver   WRITE    region, key, offset: lay the payload there
+                         READ     region, key, offset: answer with DATA (``index`` says which copy of the post this is)
+                         CHECK    region, key, offset: may I write there?
+                         NOTIFY   nothing but the notification
+                         BYE      the channel has ended (``index``: why, ``END_*``)
+                         BEAT     nothing: a sign of life, outside of all posts (``heartbeat``)
+    receiver -> sender   ACK      all posts up to ``seq`` are done
+                         DATA     payload of copy ``index`` of post ``seq``; with LAST the post is done
+                         REFUSED  post ``seq`` failed (payload: why, UTF-8); nothing was notified
+
+``imm`` is the notification plus one, or 0. It is counted when the frame that carries it is complete.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+from ..errors import RemoteAccessError
+
+WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
+LAST, SILENT = 1, 2  # SILENT: no ACK wanted, a later one will cover it
+END_CLOSED, END_SILENT, END_BROKEN = range(3)
+"""Somebody closed it; the receiver of this was silent for too long; the sender could not go on."""
+
+HEADER = struct.Struct("<BBHIQQQQQ")
+"""op, flags, index, imm, seq, region, key, offset, nbytes"""
+MAX_COPIES = 1 << 16
+TURN_BYTES = 4 << 20
+"""What one channel sends or receives before it is another's turn."""
+MAX_REASON = 1024
+
+Buffers = list[bytes | memoryview]
+
+_PyBUF_WRITE = 0x200
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.restype = ctypes.py_object
+_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """These bytes of this process. The caller sees to it that they outlive the view."""
+    return _from_memory(address, nbytes, _PyBUF_WRITE) if nbytes else memoryview(b"")
+
+
+def refusal(why: str, peer: str) -> RemoteAccessError:
+    """A descriptor gives no access there."""
+    return RemoteAccessError(why, peer=peer, device="tcp", status="REM_ACCESS_ERR")

@@ -1,0 +1,42 @@
+"""What a device's argument ``tls`` may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import NotSupported
+
+
+@dataclass(frozen=True)
+class TlsOptions:
+    """``certificate`` (with its chain), ``key``, ``authority``: PEM files, all three or none. Without them the job secret
+    proves both ends. With them each end shows its certificate, which the other's ``authority`` has to have signed: any
+    name in it will do, so let it be an authority of the job's own. ``rdma_in_clear``: let RDMA carry payload, which is
+    not encrypted; control messages are."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    rdma_in_clear: bool = False
+
+    def __post_init__(self) -> None:
+        files = (self.certificate, self.key, self.authority)
+        if any(files) and not all(files):
+            raise ValueError("certificate, key and authority belong together: give all three files, or none")
+
+
+def check(tls: object) -> None:
+    """``TypeError`` for what is no argument ``tls`` of a device."""
+    if not isinstance(tls, (bool, TlsOptions)):
+        raise TypeError(f"tls is True, False or TlsOptions, got {tls!r}")
+
+
+def permit_rdma(tls: bool | TlsOptions) -> None:
+    """``NotSupported`` where RDMA would carry in clear what has to be encrypted."""
+    check(tls)
+    if tls and not (isinstance(tls, TlsOptions) and tls.rdma_in_clear):
+        raise NotSupported(
+            "tls is on, and what RDMA carries is not encrypted",
+            device="verbs",
+            hint="tls=TlsOptions(rdma_in_clear=True) allows it, where the fabric is trusted",
+        )

@@ -1,0 +1,295 @@
+"""The connection between two processes over a reliable connected queue pair and a control stream.
+
+What the hardware refuses, past the checks of ``Places``, ends the channel, as every work completion error does (the queue pair
+is in the error state then).
+
+No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped
+by the device from then on, whoever sends them and however long they were on their way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..channel import Channel, Local, Pair, Window, Work, check_notify, sort_pair
+from ..device import Device
+from ..errors import NotSupported, PeerLost, RdmaError, fresh, kept
+from ..memory.mapping import anonymous
+from ..nic.lane import Lane, Probe
+from ..nic.provider import QueuePair
+from ..notify import Expectation
+from ..peers.guard import Guard, broken_by
+from ..peers.heartbeat import goodbye
+from ..peers.questions import Questions
+from ..region import RemoteRegion
+from ..words import completions, kernels
+from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from . import control
+from .control import ControlStream, Message, Setup
+from .gpu import FlushedExpectation
+from .places import Places
+from .registrations import Registrations
+from .transfer import Leftovers, VerbsTransfer, VerbsWindow
+
+if TYPE_CHECKING:
+    from ..gpu.behind import Later  # a kernel stands behind it, which only who has a GPU needs
+
+_DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
+
+
+class Owner(Protocol):
+    """The device, as its channels need it."""
+
+    guard: Guard
+    max_msg_sz: int
+    post_send: int
+
+    def lost(self, channel: VerbsChannel, error: RdmaError) -> None: ...
+
+    def forget(self, channel: VerbsChannel) -> None:
+        """It has ended: its stream is watched no more."""
+
+
+class Watching(Protocol):
+    """What takes completions of all channels (``verbs/watch``)."""
+
+    def drop(self, qp_num: int) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class VerbsChannel(Channel):
+    device: Device
+    registered_only = True
+
+    def __init__(
+        self,
+        device: Device,
+        owner: Owner,
+        watch: Watching,
+        local: Registrations,
+        stream: ControlStream,
+        qp: QueuePair,
+        peer: Setup,
+    ) -> None:
+        super().__init__(device)
+        self._owner, self._watch, self.local, self.stream = owner, watch, local, stream
+        self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
+        self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
+        self.known = False
+        """To somebody above, who is told when it is lost."""
+        self.port = device.port
+        self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
+        self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
+        self.lane = Lane(qp, device.port, self._records, owner.post_send, stream.peer)
+        self.probe = Probe(self.lane)
+        self._questions = Questions()
+        self.places = Places(stream.peer, (peer.uid, peer.epoch), self._questions, stream.send)
+        self.leftovers = Leftovers(self.lane, local.arena)
+        self.gpus = bool(local.gpu_kind)
+        self.later: set[Later] = set()
+        """What waits for a GPU (``gpu/behind``)."""
+        self._end_lock = threading.Lock()
+        self._released = False
+        self._silence = 0.0
+
+    # -- copies
+
+    def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
+        return self.prepare([(dst, src)], notify=notify, once=True).post()
+
+    def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None, once: bool = False) -> VerbsTransfer:
+        """``once``: it is posted once, so memory that is not registered is rather staged."""
+        self.check()
+        check_notify(notify)
+        sides = []
+        for dst, src in pairs:
+            remote, tensor, write = sort_pair(dst, src, self.local.gpu_kind)
+            sides.append((remote, self.places.resolve(remote, self, write=write), tensor, write))
+        self.leftovers.sweep()
+        transfer = VerbsTransfer(self, sides, notify, once=once)
+        self.places.use(transfer, (remote for remote, *_ in sides))
+        return transfer
+
+    def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
+        self.check()
+        check_notify(notify)
+        remote, local, _ = sort_pair(remote, local)
+        place = self.places.resolve(remote, self, write=True)
+        if not self.places.stays(remote):
+            raise NotSupported("a window needs memory of the peer's arena", peer=self.peer, device="verbs")
+        return VerbsWindow(self, remote, place, local, notify)
+
+    def record(self, imm: int) -> int:
+        check_notify(imm)
+        return self._records + imm * RECORD_BYTES
+
+    def expect(self, imm: int, count: int = 1) -> Expectation:
+        return FlushedExpectation(self, imm, count, self.count(imm), self.local.arrived)
+
+    def make_room(self, why: int, count: int) -> None:
+        """After a post that was not taken: return when it may be tried again, or raise."""
+        if why == completions.FULL:
+            self.device.count("send_queue_full")
+            self.lane.wait_for_room(count)
+            if self.error is not None:
+                raise fresh(self.error)
+        elif why == completions.REFUSED:
+            refusal = "the queue pair did not take a work request"
+            self.lost(RdmaError(refusal, peer=self.peer, device="verbs", status="POST_SEND"))
+            raise self.ended()
+        else:
+            raise self.ended()
+
+    def notify_after(self, imm: int, device: torch.device | str) -> Work:
+        self.check()
+        check_notify(imm)
+        place = torch.device(device)
+        if not self.gpus or place.type != self.local.gpu_kind:
+            raise NotSupported(f"{place} is no GPU of this process", peer=self.peer, device="verbs")
+        index = torch.accelerator.current_device_index() if place.index is None else place.index
+        post = self.notifier(imm).post
+        return self.behind((index,), post) or post()
+
+    def behind(self, indices: Collection[int], post: Callable[[], Work]) -> Work | None:
+        """See ``GpuMemory.behind``."""
+        return self.local.gpu.behind(self, indices, post)
+
+    def fence(self, timeout: float | None = None) -> None:
+        self.check()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for later in list(self.later):
+            later.leave(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        if deadline is not None:
+            timeout = max(deadline - time.monotonic(), 0.0)
+        seq = self.lane.posted
+        self.lane.wait(seq, timeout)
+        if self.lane.reached < seq:
+            raise self.ended()
+
+    def check(self) -> None:
+        super().check()
+        if os.getpid() != self.device.pid:
+            raise RdmaError("a channel cannot be used in a forked child", device="verbs", hint="fork first, or use spawn")
+
+    def totals(self) -> tuple[int, int]:
+        return self.lane.stats
+
+    # -- for the device
+
+    def tend(self) -> None:
+        """Twice a second, from the thread that watches completions."""
+        self.leftovers.sweep()
+        self.probe.keep_alive()
+
+    def look(self, seconds: float) -> float:
+        """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (service thread)."""
+        self._silence = 0.0 if self.stream.heard else self._silence + seconds
+        self.stream.heard = False
+        return self._silence
+
+    # -- control messages
+
+    def withdraw(self, number: int) -> None:
+        """Tell the peer that a region is gone; returns when no copy of theirs on it is under way."""
+        self._questions.ask(self, self.stream.send, control.GONE, number)
+
+    def hear(self, message: Message) -> None:
+        """Handle one control message (device's service thread). Raises ``PeerLost`` for a goodbye."""
+        kind, number = message.kind, message.number
+        if kind in (control.SEGMENT, control.LANDING, control.REGION):
+            self.places.announce(message)
+        elif kind == control.GONE:
+            # Waits for what is under way there: not on the thread that serves all channels.
+            threading.Thread(target=self._give_up_region, args=(number,), name="rdmarpc-revoke", daemon=True).start()
+        elif kind == control.SYNC:
+            self.stream.send(control.SYNC_ACK, number)
+        elif kind in (control.GONE_ACK, control.SYNC_ACK):
+            self._questions.answer(kind, number)
+        elif kind == control.BYE:
+            status, why = goodbye(number)
+            raise PeerLost(why, peer=self.peer, device="verbs", status=status)
+
+    def _give_up_region(self, number: int) -> None:
+        seq = self.places.withdraw(number)
+        try:
+            self.lane.wait(seq, _DRAIN_TIMEOUT_S)
+            self.stream.send(control.GONE_ACK, number)
+        except RdmaError:
+            pass  # no answer: the owner's wait says so, and deregisters all the same
+        except BaseException as error:
+            self.break_off(error, "letting go of a peer's memory")
+
+    # -- the end
+
+    def ended(self) -> RdmaError:
+        """Why nothing is posted any more, to be raised. The device's thread finds out a moment after the kernels did."""
+        limit = time.monotonic() + 1.0
+        while self.error is None and time.monotonic() < limit:
+            self._watch.wake()
+            time.sleep(0.001)
+        if self.error is not None:
+            return fresh(self.error)
+        return PeerLost("the connection broke", peer=self.peer, device="verbs", status="BROKEN")
+
+    def end(self, error: RdmaError, goodbye: int | None = None) -> bool:
+        """Make every use of this channel fail with ``error`` from now on, and destroy its queue pair: nothing of the peer lands
+        after the return. ``goodbye``: what the peer is told. ``False`` if it had ended before."""
+        with self._end_lock:
+            ends = self.error is None
+            if ends:
+                self.error = kept(error)
+        if ends:
+            self.lane.end()
+            self._questions.news()
+            if goodbye is not None:
+                self.stream.goodbye(goodbye)
+        self._release()
+        return ends
+
+    def _release(self) -> None:
+        with self._end_lock:
+            if self._released:
+                return
+            self._released = self.leftovers.ended = True
+        self._owner.forget(self)
+        self.lane.qp.error()
+        self._watch.drop(self.lane.qp.qp_num)
+        self.lane.qp.close()
+        self.stream.close()
+        self.leftovers.sweep()
+
+    def forked(self, error: RdmaError) -> None:
+        super().forked(error)
+        self.lane.shut()
+
+    def lost(self, error: RdmaError) -> None:
+        """It broke: end it, and tell whoever listens, once."""
+        self._owner.lost(self, error)
+
+    def break_off(self, error: BaseException, doing: str) -> None:
+        """Something that nobody expected went wrong with it: it ends, with a named error, and nothing else does."""
+        if not isinstance(error, RdmaError):
+            self._owner.guard.note(error, doing)
+        self.lost(broken_by(error, doing, peer=self.peer, device="verbs"))
+
+    def abort(self, timeout: float = 5.0) -> None:
+        if os.getpid() != self.device.pid:
+            return
+        self.end(PeerLost("the channel was aborted", peer=self.peer, device="verbs", status="ABORTED"))
+
+    def close(self) -> None:
+        if os.getpid() != self.device.pid:
+            return
+        deadline = self.device.close_deadline()
+        while self.error is None and time.monotonic() < deadline:
+            if not self.later and self.lane.posted <= self.lane.reached:
+                break
+            kernels.progress(self.port)
+            time.sleep(0.0005)
+        self.end(PeerLost("the channel was closed here", peer=self.peer, device="verbs", status="CLOSED"), control.CLOSED)

@@ -1,0 +1,100 @@
+"""Where a peer's memory is: what it has announced on the control stream.
+
+Descriptors are checked here, before anything is posted: a wrong key, range or life is an error of one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..errors import RemoteAccessError
+from ..peers.questions import Asking, Questions
+from ..region import RemoteRegion
+from .control import REGION, SEGMENT, SYNC, Message
+
+Place = tuple[int, int]
+"""Address and rkey of remote memory."""
+
+
+class User(Protocol):
+    """What was prepared for a region that may go: a transfer."""
+
+    def revoke(self, why: str) -> int: ...
+
+
+class Places:
+    """Of one channel. Any thread looks up; the thread that hears the peer announces."""
+
+    def __init__(self, peer: str, identity: tuple[int, int], questions: Questions, send: Callable[[int, int], None]) -> None:
+        """``identity``: the peer's uid and epoch. ``send(kind, number)``: a control message."""
+        self._peer, self._identity = peer, identity
+        self._questions, self._send = questions, send
+        self.known: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
+        self._foreign: dict[int, weakref.WeakSet[User]] = {}  # regions that may go, and what was prepared for them
+        self._lock = threading.Lock()
+
+    def refusal(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(why, peer=self._peer, device="verbs", status="REM_ACCESS_ERR")
+
+    def resolve(self, remote: RemoteRegion, asking: Asking, *, write: bool) -> Place:
+        """Where a remote range is. ``asking``: our end, which may have to ask. ``RemoteAccessError``."""
+        if remote.nbytes == 0:
+            return 0, 0
+        found = remote.resolved
+        if found is not None and found[0] is self and (found[2] or not write):
+            return found[1]  # type: ignore[return-value]
+        if (remote.owner, remote.epoch) != self._identity:
+            raise self.refusal("the descriptor was exported by another device, or in an earlier life of this one")
+        entry = self.known.get(remote.region)
+        if entry is None:
+            # Announcements leave before any descriptor that names them, so one that is missing is on its way, and needs nothing
+            # of the peer any more. They are ordered: after the answer we know all that the descriptor's owner knew.
+            number = self._questions.number()
+            self._questions.ask(asking, self._send, SYNC, number, lambda: remote.region in self.known)
+            entry = self.known.get(remote.region)
+        if entry is None:
+            raise self.refusal(f"region {remote.region} is not registered (any more)")
+        address, nbytes, key, rkey, writable = entry
+        if write and not writable:
+            raise self.refusal(f"region {remote.region} may only be read")
+        if key != remote.key:
+            raise self.refusal(f"wrong key for region {remote.region}")
+        if remote.offset + remote.nbytes > nbytes:
+            raise self.refusal(f"bytes {remote.offset}:{remote.offset + remote.nbytes} of a region of {nbytes} bytes")
+        place = address + remote.offset, rkey
+        if remote.region not in self._foreign:  # segments stay for the channel's life, so the answer holds as long
+            remote.resolved = (self, place, write)  # type: ignore[assignment]
+        return place
+
+    def stays(self, remote: RemoteRegion) -> bool:
+        """Whether that region stays for the channel's life."""
+        return remote.region not in self._foreign
+
+    def use(self, user: User, remotes: Iterable[RemoteRegion]) -> None:
+        """These are what was prepared for: should one go, it is revoked. ``RemoteAccessError`` if one has gone meanwhile."""
+        with self._lock:
+            for remote in remotes:
+                if (users := self._foreign.get(remote.region)) is not None:
+                    users.add(user)
+                elif remote.nbytes and remote.region not in self.known:
+                    raise self.refusal(f"region {remote.region} is not registered (any more)")
+
+    def announce(self, message: Message) -> None:
+        """The peer has registered a region."""
+        writable = message.kind != SEGMENT
+        with self._lock:
+            self.known[message.number] = (message.address, message.nbytes, message.key, message.rkey, writable)
+            if message.kind == REGION:
+                self._foreign[message.number] = weakref.WeakSet()
+        self._questions.news()
+
+    def withdraw(self, number: int) -> int:
+        """That region goes: nothing is posted for it any more. Returns what has to be completed until all there is quiet."""
+        with self._lock:
+            self.known.pop(number, None)
+            users = list(self._foreign.pop(number, ()))
+        why = f"region {number} is not registered (any more)"
+        return max((user.revoke(why) for user in users), default=0)
