@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rdmarpc.graph.analyze import analyze
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.describe import Transfers, describe
-from rdmarpc.graph.place import place
-from rdmarpc.graph.sites import name_inputs
+from rdmarpc.graph.plan.analyze import analyze
+from rdmarpc.graph.plan.place import place
+from rdmarpc.graph.show.describe import Transfers, describe
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.trace.sites import name_inputs
 
 PLACEMENT = {"stem": "worker1", "wide": "worker2", "deep": "worker3", "skip": "worker4", "head": "worker4"}
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .graph.capture import TensorSpec, module_calls, skeleton
-from .graph.methods import capture_by, methods_of
+from .graph.trace.capture import TensorSpec, module_calls, skeleton
+from .graph.trace.methods import capture_by, methods_of
 from .placing import Places, join, own_tensors
 from .transport import NotSupported
 

@@ -20,10 +20,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .graph.analyze import TransferGraph, analyze
-from .graph.capture import Capture, TensorSpec, capture_call, mode_of
-from .graph.devices import CPU, named
-from .graph.sizes import Sizes
+from .graph.plan.analyze import TransferGraph, analyze
+from .graph.trace.capture import Capture, TensorSpec, capture_call, mode_of
+from .graph.trace.devices import CPU, named
+from .graph.trace.sizes import Sizes
 from .remote_parameter import RemoteParameter
 from .session import Session
 from .signature import Miss

@@ -20,7 +20,7 @@ from . import autograd, permits
 from .functions import MAY_DEFER
 from .futures import fail
 from .gpu_streams import use_here
-from .graph.remote_update import hyperparameters
+from .graph.work.remote_update import hyperparameters
 from .rref import RRef, fork_of
 from .transport import NotSupported, bare
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .graph.header import HEADER_BYTES
-from .graph.methods import Uncaptured
-from .graph.pipeline import Part, check_alike
-from .graph.place import ACTIVATION, Placement
-from .graph.stage import Plan
-from .graph.tables import table
+from .graph.caller.pipeline import Part, check_alike
+from .graph.caller.stage import Plan
+from .graph.plan.place import ACTIVATION, Placement
+from .graph.show.tables import table
+from .graph.trace.methods import Uncaptured
+from .graph.wire.header import HEADER_BYTES
 from .transport import NotSupported
 from .wrapped_state import flatten, state_of
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from . import agent as _agent
 from . import local_optimizer
 from .grad_context import current
-from .graph.remote_update import hyperparameters
+from .graph.work.remote_update import hyperparameters
 from .rref import RRef, ask, fork_of
 from .transport import NotSupported
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from . import agent as _agent
 from .agent import Agent
-from .graph.devices import find, named, tensors_of
-from .graph.gpu_slot import reaches
-from .graph.host import Host
-from .graph.layout import dense, strides
-from .graph.station import Leased
+from .graph.edges.gpu_slot import reaches
+from .graph.edges.station import Leased
+from .graph.trace.devices import find, named, tensors_of
+from .graph.wire.layout import dense, strides
+from .graph.work.host import Host
 from .transport import NotSupported, RdmaError
 
 _hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.WeakKeyDictionary()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from . import plumbing
-from .graph import command
+from .graph.work import command
 from .transport import RdmaError
 
 _REFUSED: tuple[str, ...] = (

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from .graph.devices import CPU
-from .graph.devices import tensors_of as own_tensors
+from .graph.trace.devices import CPU
+from .graph.trace.devices import tensors_of as own_tensors
 from .transport import NotSupported
 from .transport.gpu.driver import kind
 

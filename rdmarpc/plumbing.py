@@ -46,7 +46,7 @@ _VALUES = {
     "torch.nn.parameter": ("Parameter",),
     "torch._utils": ("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_tensor_v2"),
     "torch.serialization": ("_get_layout",),
-    "rdmarpc.graph.bundle": ("Bundle",),
+    "rdmarpc.graph.servers.bundle": ("Bundle",),
     "rdmarpc.worker_info": ("WorkerInfo",),
     "rdmarpc.incoming": ("in_parts", "landed", "landed_on_gpu"),
     "rdmarpc.gpu": ("_from_host",),

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_map_only
 
-from .graph.command import STEP, Command
-from .graph.remote_update import hyperparameters, numbers_of
+from .graph.work.command import STEP, Command
+from .graph.work.remote_update import hyperparameters, numbers_of
 from .remote_parameter import Owners, RemoteParameter
 from .transport import NotSupported
 

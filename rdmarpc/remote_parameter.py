@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .graph.command import TO_NONE, TO_ZERO, Command
+from .graph.work.command import TO_NONE, TO_ZERO, Command
 from .transport import NotSupported
 
 
@@ -42,13 +42,13 @@ class Owners(Protocol):
         """What stands here for the next parameter of a worker."""
 
     def zero(self, worker: str, position: int, how: int, /) -> None:
-        """A parameter's gradient, before the next backward or step (``graph.command.TO_NONE``, ``TO_ZERO``)."""
+        """A parameter's gradient, before the next backward or step (``graph.work.command.TO_NONE``, ``TO_ZERO``)."""
 
     def step(self, commands: Mapping[str, Command], /) -> None:
         """An optimizer steps at these workers."""
 
     def ask_owner(self, worker: str, method: str, /, *args: Any) -> Any:
-        """A method of one owner's ``graph.host.Host``, after everything that was asked for before."""
+        """A method of one owner's ``graph.work.host.Host``, after everything that was asked for before."""
 
 
 class RemoteParameter(nn.Parameter):

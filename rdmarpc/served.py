@@ -13,8 +13,8 @@ from torch import nn
 from . import agent as _agent
 from . import served_optimizer
 from .agent import Agent
-from .graph.bundle import ALWAYS, TRACED
-from .graph.describe import Transfers, describe
+from .graph.servers.bundle import ALWAYS, TRACED
+from .graph.show.describe import Transfers, describe
 from .servers import Servers
 from .transport import NotSupported
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .graph.bundle import ABSENT, NUMBERS, PRESENT
-from .graph.remote_update import hyperparameters, numbers_of
-from .graph.trainer import Half, Trainer
+from .graph.servers.bundle import ABSENT, NUMBERS, PRESENT
+from .graph.servers.trainer import Half, Trainer
+from .graph.work.remote_update import hyperparameters, numbers_of
 from .transport import NotSupported
 
 
@@ -36,7 +36,7 @@ class Served(Protocol):
         """Of each parameter: its server, and which of its parameters it is there."""
 
     def ask(self, server: str, method: str, /, *args: Any) -> Any:
-        """A method of a ``graph.server.Server``."""
+        """A method of a ``graph.servers.server.Server``."""
 
 
 class _Share:

@@ -12,11 +12,11 @@ from torch import nn
 
 from . import serving
 from .agent import Agent
-from .graph.bundle import WEIGHT, Bundle
-from .graph.command import WorkerError
-from .graph.layout import dense
-from .graph.place import GRADIENT, Edge, Placement
-from .graph.trainer import Half, Trainer, gradient_note
+from .graph.plan.place import GRADIENT, Edge, Placement
+from .graph.servers.bundle import WEIGHT, Bundle
+from .graph.servers.trainer import Half, Trainer, gradient_note
+from .graph.wire.layout import dense
+from .graph.work.command import WorkerError
 from .transport import PeerLost, RdmaError, TransferTimeout, for_others
 
 _LEAVE_TIMEOUT_S = 10.0

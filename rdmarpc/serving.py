@@ -9,9 +9,9 @@ from typing import Any
 
 from . import agent as _agent
 from .agent import Agent
-from .graph import kept
-from .graph.bundle import Bundle
-from .graph.server import End, Server
+from .graph.servers import kept
+from .graph.servers.bundle import Bundle
+from .graph.servers.server import End, Server
 from .transport import RdmaError
 
 

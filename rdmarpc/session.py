@@ -12,15 +12,15 @@ from torch import nn
 
 from . import parts as _parts
 from .agent import Agent
-from .graph.caller import Caller
-from .graph.capture import skeleton
-from .graph.command import Command
-from .graph.devices import Devices
-from .graph.gpu_slot import reaches
-from .graph.host import Mode, Tree
-from .graph.located import Located
-from .graph.program import Machine
-from .graph.station import Leased
+from .graph.caller.caller import Caller
+from .graph.edges.gpu_slot import reaches
+from .graph.edges.station import Leased
+from .graph.plan.located import Located
+from .graph.plan.program import Machine
+from .graph.trace.capture import skeleton
+from .graph.trace.devices import Devices
+from .graph.work.command import Command
+from .graph.work.host import Mode, Tree
 from .placing import Places, divide, place_here
 from .remote_parameter import EagerForward, RemoteParameter
 from .shell import stand_ins

@@ -10,9 +10,9 @@ from torch import nn
 
 from . import agent as _agent
 from . import micro_batches, remote_optimizer
-from .graph.describe import Transfers, describe
-from .graph.devices import find, named
-from .graph.methods import Uncaptured, methods_of
+from .graph.show.describe import Transfers, describe
+from .graph.trace.devices import find, named
+from .graph.trace.methods import Uncaptured, methods_of
 from .placing import resolve
 from .session import Session
 from .signature import Miss
@@ -52,7 +52,7 @@ def wrap(
     shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
     ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
     is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
-    Packages may bring other methods, by name: see ``graph.methods``.
+    Packages may bring other methods, by name: see ``graph.trace.methods``.
 
     Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
     moved.

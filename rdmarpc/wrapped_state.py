@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .eager import Eager
-from .graph.analyze import TransferGraph, analyze
-from .graph.capture import TensorSpec, capture
-from .graph.methods import capture_by, methods_of
-from .graph.sites import input_names, name_inputs
-from .graph.sizes import Sizes
-from .graph.stage import Plan
+from .graph.caller.stage import Plan
+from .graph.plan.analyze import TransferGraph, analyze
+from .graph.trace.capture import TensorSpec, capture
+from .graph.trace.methods import capture_by, methods_of
+from .graph.trace.sites import input_names, name_inputs
+from .graph.trace.sizes import Sizes
 from .remote_parameter import RemoteParameter
 from .session import Session
 from .signature import Miss, Signatures

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rdmarpc as rpc
 from rdmarpc.experiments.paper_models import MODELS, Convolution, loss_of
-from rdmarpc.graph import describe as transfers
-from rdmarpc.graph.analyze import analyze
-from rdmarpc.graph.capture import TensorSpec
-from rdmarpc.graph.describe import describe
-from rdmarpc.graph.methods import capture_by, methods_of
-from rdmarpc.graph.place import place
+from rdmarpc.graph.plan.analyze import analyze
+from rdmarpc.graph.plan.place import place
+from rdmarpc.graph.show import describe as transfers
+from rdmarpc.graph.show.describe import describe
+from rdmarpc.graph.trace.capture import TensorSpec
+from rdmarpc.graph.trace.methods import capture_by, methods_of
 from rdmarpc.placing import resolve
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))

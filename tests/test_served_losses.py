@@ -20,7 +20,7 @@ from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import agent, serving
-from rdmarpc.graph.server import Server
+from rdmarpc.graph.servers.server import Server
 from rdmarpc.served import ServedModel
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))

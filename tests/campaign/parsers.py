@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rdmarpc import layout, remote_error, serialize, tensors
-from rdmarpc.graph.header import Header, MicroBatch
-from rdmarpc.graph.metadata import Metadata, metadata_bytes
+from rdmarpc.graph.wire.header import Header, MicroBatch
+from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
 from rdmarpc.link import RING_BYTES, Link
 from rdmarpc.members import Record
 from rdmarpc.rref_mail import DELETE, FORK, Mail

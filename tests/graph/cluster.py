@@ -12,11 +12,11 @@ import torch
 from forks import forks
 from torch import nn
 
-from rdmarpc.graph.analyze import TransferGraph, analyze
-from rdmarpc.graph.caller import Caller
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.host import Host
-from rdmarpc.graph.program import Machine
+from rdmarpc.graph.caller.caller import Caller
+from rdmarpc.graph.plan.analyze import TransferGraph, analyze
+from rdmarpc.graph.plan.program import Machine
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.work.host import Host
 from rdmarpc.transport import Channel, Device, open_device
 
 TIMEOUT = 30.0

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rdmarpc.graph.header import SHARED, Header
-from rdmarpc.graph.place import Edge, Placement
-from rdmarpc.graph.sizes import FREE
-from rdmarpc.graph.slot import Inlet, Slot, take
-from rdmarpc.graph.station import Arrived, Fittings, Offer, Station
+from rdmarpc.graph.edges.slot import Inlet, Slot, take
+from rdmarpc.graph.edges.station import Arrived, Fittings, Offer, Station
+from rdmarpc.graph.plan.place import Edge, Placement
+from rdmarpc.graph.trace.sizes import FREE
+from rdmarpc.graph.wire.header import SHARED, Header
 from rdmarpc.transport import RemoteRegion
 from rdmarpc.transport.channel import Work
 from rdmarpc.transport.memory.arena import Arena, Pool, Segment

@@ -21,11 +21,11 @@ import torch
 from cluster import TIMEOUT, connect
 from forks import forks
 
-from rdmarpc.graph.header import SHARED, Header
-from rdmarpc.graph.outlet import Outlet
-from rdmarpc.graph.place import Edge, Placement
-from rdmarpc.graph.slot import Inlet, Slot, take
-from rdmarpc.graph.station import Arrived, Fittings, Offer, Station
+from rdmarpc.graph.edges.outlet import Outlet
+from rdmarpc.graph.edges.slot import Inlet, Slot, take
+from rdmarpc.graph.edges.station import Arrived, Fittings, Offer, Station
+from rdmarpc.graph.plan.place import Edge, Placement
+from rdmarpc.graph.wire.header import SHARED, Header
 from rdmarpc.transport import RdmaError, open_device
 
 _PERIOD = 1 << 16

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdmarpc.graph.bundle import ALWAYS, PRESENT, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
-from rdmarpc.graph.command import WorkerError
-from rdmarpc.graph.header import Header
-from rdmarpc.graph.layout import dense
-from rdmarpc.graph.place import GRADIENT, Edge
-from rdmarpc.graph.server import Server
-from rdmarpc.graph.station import Station
-from rdmarpc.graph.trainer import Trainer, gradient_note
+from rdmarpc.graph.edges.station import Station
+from rdmarpc.graph.plan.place import GRADIENT, Edge
+from rdmarpc.graph.servers.bundle import ALWAYS, PRESENT, TRACED, WEIGHT, Bundle, BundleInlet, BundleOutlet, Room
+from rdmarpc.graph.servers.server import Server
+from rdmarpc.graph.servers.trainer import Trainer, gradient_note
+from rdmarpc.graph.wire.header import Header
+from rdmarpc.graph.wire.layout import dense
+from rdmarpc.graph.work.command import WorkerError
 from rdmarpc.transport import Channel, Device, NotSupported, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]

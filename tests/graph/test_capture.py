@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rdmarpc.graph.analyze import TransferGraph, analyze
-from rdmarpc.graph.capture import Capture, TensorSpec, Untraceable, capture, skeleton
-from rdmarpc.graph.export import export
-from rdmarpc.graph.program import Machine, fill
-from rdmarpc.graph.record import record
+from rdmarpc.graph.plan.analyze import TransferGraph, analyze
+from rdmarpc.graph.plan.program import Machine, fill
+from rdmarpc.graph.trace.capture import Capture, TensorSpec, Untraceable, capture, skeleton
+from rdmarpc.graph.trace.export import export
+from rdmarpc.graph.trace.record import record
 from rdmarpc.placing import Places, resolve
 from rdmarpc.transport import NotSupported
 

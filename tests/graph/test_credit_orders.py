@@ -8,9 +8,9 @@ import random
 import pytest
 from slow_net import SlowChannel, SlowPoller, World
 
-from rdmarpc.graph.dynamic import DynamicTarget
-from rdmarpc.graph.outlet import Outlet, Target
-from rdmarpc.graph.slot import Inlet, Slot
+from rdmarpc.graph.edges.dynamic import DynamicTarget
+from rdmarpc.graph.edges.outlet import Outlet, Target
+from rdmarpc.graph.edges.slot import Inlet, Slot
 from rdmarpc.transport import RdmaError
 
 DYNAMIC = "dynamic, a circle of three"

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rdmarpc import cli, transfers
-from rdmarpc.graph import drawing
-from rdmarpc.graph.analyze import analyze
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.describe import Crossing, Transfers, WorkerRecord, describe, from_json, shape_text, to_json
-from rdmarpc.graph.header import HEADER_BYTES
-from rdmarpc.graph.place import Edge, Placement, control_edges, place
-from rdmarpc.graph.sites import OPERATION, Site, input_names, name_inputs
-from rdmarpc.graph.tables import histogram, size
+from rdmarpc.graph.plan.analyze import analyze
+from rdmarpc.graph.plan.place import Edge, Placement, control_edges, place
+from rdmarpc.graph.show import drawing
+from rdmarpc.graph.show.describe import Crossing, Transfers, WorkerRecord, describe, from_json, shape_text, to_json
+from rdmarpc.graph.show.tables import histogram, size
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.trace.sites import OPERATION, Site, input_names, name_inputs
+from rdmarpc.graph.wire.header import HEADER_BYTES
 from rdmarpc.transport import NotSupported
 
 

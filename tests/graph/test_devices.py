@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rdmarpc.graph.analyze import TransferGraph, analyze
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.devices import Devices, named
-from rdmarpc.graph.located import Located
-from rdmarpc.graph.place import place
+from rdmarpc.graph.plan.analyze import TransferGraph, analyze
+from rdmarpc.graph.plan.located import Located
+from rdmarpc.graph.plan.place import place
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.trace.devices import Devices, named
 from rdmarpc.placing import resolve
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.gpu.driver import kind

@@ -16,12 +16,12 @@ from cluster import Cluster, Split
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rdmarpc.graph.analyze import analyze
-from rdmarpc.graph.capture import TensorSpec, capture
-from rdmarpc.graph.header import Header
-from rdmarpc.graph.metadata import Metadata, metadata_bytes
-from rdmarpc.graph.sizes import FREE, Sizes
-from rdmarpc.graph.stage import Plan
+from rdmarpc.graph.caller.stage import Plan
+from rdmarpc.graph.plan.analyze import analyze
+from rdmarpc.graph.trace.capture import TensorSpec, capture
+from rdmarpc.graph.trace.sizes import FREE, Sizes
+from rdmarpc.graph.wire.header import Header
+from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
 from rdmarpc.transport import ArenaFull, Device, NotSupported, PeerLost, RdmaError
 
 

@@ -11,9 +11,9 @@ import torch
 from cluster import Split
 from torch import nn
 
-from rdmarpc.graph.command import STEP, TO_NONE, Command
-from rdmarpc.graph.header import Header
-from rdmarpc.graph.remote_update import numbers_of
+from rdmarpc.graph.wire.header import Header
+from rdmarpc.graph.work.command import STEP, TO_NONE, Command
+from rdmarpc.graph.work.remote_update import numbers_of
 from rdmarpc.transport import RdmaError, RemoteRegion
 
 

@@ -10,8 +10,8 @@ import torch
 from test_capture import specs_of
 from torch import nn
 
-from rdmarpc.graph.capture import skeleton
-from rdmarpc.graph.methods import capture_by, methods_of, names
+from rdmarpc.graph.trace.capture import skeleton
+from rdmarpc.graph.trace.methods import capture_by, methods_of, names
 from rdmarpc.transport import NotSupported
 
 MINE = """

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rdmarpc.graph.command import STEP, TO_NONE, TO_ZERO, Command
-from rdmarpc.graph.header import MicroBatch
-from rdmarpc.graph.pipeline import Part
-from rdmarpc.graph.remote_update import numbers_of
-from rdmarpc.graph.tasks import Agenda, Batch, Task
+from rdmarpc.graph.caller.pipeline import Part
+from rdmarpc.graph.wire.header import MicroBatch
+from rdmarpc.graph.work.command import STEP, TO_NONE, TO_ZERO, Command
+from rdmarpc.graph.work.remote_update import numbers_of
+from rdmarpc.graph.work.tasks import Agenda, Batch, Task
 
 PLACEMENT = {"0": "w1", "1": "w1", "2": "w2"}
 

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rdmarpc.graph.analyze import TransferGraph, analyze
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.command import Command, WorkerError, unpadded
-from rdmarpc.graph.describe import describe
-from rdmarpc.graph.layout import dense, strides
-from rdmarpc.graph.place import place
-from rdmarpc.graph.program import find_function, function_path
-from rdmarpc.graph.remote_update import numbers_of, read_numbers
+from rdmarpc.graph.plan.analyze import TransferGraph, analyze
+from rdmarpc.graph.plan.place import place
+from rdmarpc.graph.plan.program import find_function, function_path
+from rdmarpc.graph.show.describe import describe
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.wire.layout import dense, strides
+from rdmarpc.graph.work.command import Command, WorkerError, unpadded
+from rdmarpc.graph.work.remote_update import numbers_of, read_numbers
 from rdmarpc.transport import NotSupported
 
 

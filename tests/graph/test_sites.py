@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rdmarpc.graph.analyze import analyze
-from rdmarpc.graph.capture import TensorSpec, _Propagator, capture, skeleton
-from rdmarpc.graph.sites import CONSTANT, INPUT, OPERATION, Allocations, Site, input_names, name_inputs, place_of
+from rdmarpc.graph.plan.analyze import analyze
+from rdmarpc.graph.trace.capture import TensorSpec, _Propagator, capture, skeleton
+from rdmarpc.graph.trace.sites import CONSTANT, INPUT, OPERATION, Allocations, Site, input_names, name_inputs, place_of
 
 X = TensorSpec((4, 6), torch.float32)
 

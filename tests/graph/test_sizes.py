@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rdmarpc.graph.analyze import TransferGraph, analyze
-from rdmarpc.graph.capture import TensorSpec, capture, skeleton
-from rdmarpc.graph.metadata import Metadata, metadata_bytes
-from rdmarpc.graph.place import Edge
-from rdmarpc.graph.sizes import FREE, Sizes
+from rdmarpc.graph.plan.analyze import TransferGraph, analyze
+from rdmarpc.graph.plan.place import Edge
+from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
+from rdmarpc.graph.trace.sizes import FREE, Sizes
+from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
 from rdmarpc.transport import NotSupported, RemoteAccessError, RemoteRegion
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

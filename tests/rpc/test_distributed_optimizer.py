@@ -20,7 +20,7 @@ from torch.optim.swa_utils import SWALR
 import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.grad_context import current
-from rdmarpc.graph.remote_update import hyperparameters
+from rdmarpc.graph.work.remote_update import hyperparameters
 from rdmarpc.local_optimizer import LocalOptimizer
 from rdmarpc.nn import RemoteModule
 from rdmarpc.optim import DistributedOptimizer

@@ -1,0 +1,225 @@
+"""The caller's view of one forward: its own segments run inline in its autograd graph, and between them *stages*: send what
+the workers need next, receive what the caller needs next.
+
+Each stage is one autograd function. A token runs through the stages, so that autograd meets them in reverse order, all of
+them, the first stage last, whichever of their outputs the loss depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..edges.outlet import Outlet
+from ..edges.slot import Inlet
+from ..edges.station import Fittings
+from ..plan.analyze import TransferGraph
+from ..plan.place import ACTIVATION, GRADIENT
+from ..plan.program import Segment
+from ..trace.devices import on_streams
+from ..work.flow import Flow, levels, sinks
+
+
+class Exchange(Protocol):
+    """Whoever sends and receives for the stages: ``exchange.Exchanges``."""
+
+    def exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]: ...
+    def exchange_gradients(
+        self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None], /
+    ) -> list[torch.Tensor | None]: ...
+
+
+@dataclass(slots=True)
+class Stage:
+    """``sends``: name and outlets of each value that leaves; ``receives``: name and inlet of each that comes. ``returns``: the
+    gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one.
+    ``apart``: something lands on an accelerator (``Land``)."""
+
+    number: int
+    sends: list[tuple[str, list[Outlet]]]
+    receives: list[tuple[str, Inlet]]
+    returns: list[list[Inlet]]
+    backs: list[Outlet | None]
+    differentiable: list[bool]
+    apart: bool
+
+
+class Plan:
+    """One placement at the caller. ``schedule`` alternates between the caller's segments and stages. ``pending`` holds the
+    forwards whose backward has not come yet; ``participants`` the workers that take part in a backward; ``landing`` the inlets
+    of activations by value; ``flow`` is for micro-batches."""
+
+    def __init__(self, fittings: Fittings, caller: str) -> None:
+        self.fittings = fittings
+        self.placement = fittings.placement
+        graph = fittings.placement.graph
+        assert graph is not None
+        self.graph = graph
+        self.pending: set[int] = set()
+        self.participants = sorted({s.worker for s in graph.segments if s.backward and s.worker != caller})
+        self.schedule: list[Segment | Stage] = []
+        self.stages: list[Stage] = []
+        self.flow = Flow(fittings, caller)
+        self.levels, self.sinks = levels(graph), sinks(graph)
+        self.landing = {i.edge.value: i for i in fittings.inlets.values() if i.edge.kind == ACTIVATION}
+        self._arrange(graph, caller)
+
+    def _arrange(self, graph: TransferGraph, caller: str) -> None:
+        mine = [segment for segment in graph.segments if segment.worker == caller]
+        received: set[str] = set()
+        for at, segment in enumerate(mine):
+            self.schedule.append(segment)
+            if at + 1 == len(mine):
+                break
+            sends = [name for name in segment.outputs if self.fittings.outlets_of(ACTIVATION, name)]
+            wanted = [name for name in mine[at + 1].inputs if self._inlet(ACTIVATION, name) and name not in received]
+            received.update(wanted)
+            if sends or wanted:
+                stage = self._stage(graph, sends, wanted)
+                self.stages.append(stage)
+                self.schedule.append(stage)
+
+    def _stage(self, graph: TransferGraph, sends: list[str], wanted: list[str]) -> Stage:
+        backs = [self.fittings.outlets_of(GRADIENT, name) for name in wanted]
+        inlets = [(name, self._inlet(ACTIVATION, name)) for name in wanted]
+        return Stage(
+            number=len(self.stages),
+            sends=[(name, self.fittings.outlets_of(ACTIVATION, name)) for name in sends],
+            receives=[(name, inlet) for name, inlet in inlets if inlet is not None],
+            returns=[self._returns(graph, name) for name in sends],
+            backs=[found[0] if found else None for found in backs],
+            differentiable=[graph.values[name].spec.requires_grad for name in wanted],
+            apart=any(inlet is not None and inlet.edge.device for _, inlet in inlets),
+        )
+
+    def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
+        found = [i for i in self.fittings.inlets.values() if (i.edge.kind, i.edge.value) == (GRADIENT, name)]
+        last = {graph.segments[number].worker: number for number in graph.values[name].consumers}
+        return sorted(found, key=lambda inlet: -last[inlet.edge.source])
+
+    def _inlet(self, kind: str, name: str) -> Inlet | None:
+        for inlet in self.fittings.inlets.values():
+            if (inlet.edge.kind, inlet.edge.value) == (kind, name):
+                return inlet
+        return None
+
+
+class Forward:
+    """One forward. The autograd graph keeps it alive; if it dies before its backward, ``abandoned`` learns of it. ``zeroed``:
+    marks of the parameters whose gradients its backward sets to ``None`` (``Control.begin_backward``)."""
+
+    def __init__(
+        self, plan: Plan, sequence: int, grad: bool, mode: int, abandoned: Callable[[Plan, int, Mapping[str, bytes]], None]
+    ) -> None:
+        self.plan, self.sequence, self.grad, self.mode = plan, sequence, grad, mode
+        self.landed: dict[int, torch.Tensor | None] = {}
+        self.shared: list[tuple[str, torch.Tensor, int]] = []
+        """What its maker still reads where it landed: name, tensor, version (see ``header.SHARED``)."""
+        self.streams = [torch.accelerator.current_stream(torch.device(gpu)) for gpu in plan.flow.gpus]
+        """Of the accelerators where tensors of the caller lie: its backward uses them, as the engine does."""
+        self.finished = False
+        self.zeroed: Mapping[str, bytes] = {}
+        self.backward_started = False
+        self.stages_left = set(range(len(plan.stages)))
+        self._abandoned = abandoned
+
+    def __del__(self) -> None:
+        if not self.finished:
+            self._abandoned(self.plan, self.sequence, self.zeroed)
+
+
+@contextmanager
+def as_in_forward(run: Forward) -> Iterator[None]:
+    """On the streams of its forward, as the engine runs what it has of it. The engine takes what comes of a stage, which it
+    knows on the CPU only, to be made by the current streams of this thread: so these wait."""
+    with on_streams(run.streams):
+        yield
+    for stream in run.streams:
+        now = torch.accelerator.current_stream(stream.device)
+        if now != stream:
+            now.wait_stream(stream)
+
+
+class Cross(torch.autograd.Function):
+    """One stage, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.exchanges, ctx.run, ctx.stage = exchanges, run, stage
+        outputs = exchanges.exchange(run, stage, tensors)
+        ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, stage.differentiable) if not grad))
+        return (torch.zeros(()), *outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
+        with as_in_forward(ctx.run):
+            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+        return (torch.zeros(()), None, None, None, *results)
+
+
+class Land(torch.autograd.Function):
+    """Makes what came on an accelerator part of the graph, behind a CPU scalar of its stage, and puts its gradient into a list.
+
+    The engine has one thread for all backwards on an accelerator of this process, of all models. A stage waits for its workers,
+    which may themselves need that thread, for a part of a model of theirs: so it must not wait there, and has nothing on the
+    accelerator that the engine could see. It runs on the thread that called ``backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, tensor: list[torch.Tensor], grads: list[Any], at: int) -> torch.Tensor:
+        ctx.grads, ctx.at = grads, at
+        return tensor[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.grads[ctx.at] = grads[0]
+        return None, None, None, None
+
+
+class CrossApart(torch.autograd.Function):
+    """``Cross``, with a scalar for every output: the outputs themselves come in ``made``, their gradients in ``back``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        exchanges: Exchange,
+        run: Forward,
+        stage: Stage,
+        made: list[torch.Tensor],
+        back: list[Any],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.exchanges, ctx.run, ctx.stage, ctx.back = exchanges, run, stage, back
+        made += exchanges.exchange(run, stage, tensors)
+        return tuple(torch.zeros(()) for _ in range(1 + len(made)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
+        grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
+        with as_in_forward(ctx.run):
+            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+        return (torch.zeros(()), None, None, None, None, None, *results)
+
+
+def cross_apart(
+    token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """As ``Cross.apply``, where some output is on an accelerator."""
+    made: list[torch.Tensor] = []
+    back: list[Any] = [None] * len(stage.receives)
+    token, *handles = CrossApart.apply(token, exchanges, run, stage, made, back, *tensors)
+    outputs = [
+        Land.apply(handle, [tensor], back, at) if grad else tensor
+        for at, (handle, tensor, grad) in enumerate(zip(handles, made, stage.differentiable))
+    ]
+    return token, *outputs

@@ -1,0 +1,1 @@
+"""The two halves of an edge between workers, its credits, and the one poller of a worker."""

@@ -1,0 +1,34 @@
+"""Copies between an accelerator and host memory, for what crosses where the devices have no way of their own.
+
+Both are over when they return, after everything that this thread's current stream had to do before: so what is notified or
+credited afterwards is there, and needs no event. Counted as ``bytes_staged``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...transport import ArenaFull
+from ...transport.gpu.driver import driver
+
+if TYPE_CHECKING:
+    from ...transport import Device
+
+
+def to_gpu(tensor: torch.Tensor, gpu: torch.device, device: Device) -> torch.Tensor:
+    """A copy of a host tensor on an accelerator, in the same memory order. ``ArenaFull`` where it has no memory left."""
+    device.count_staged(tensor.numel() * tensor.element_size())
+    try:
+        with driver().relaxed():
+            return tensor.to(gpu)
+    except torch.OutOfMemoryError as error:
+        raise ArenaFull(str(error), device=device.name) from error
+
+
+def to_host(payload: torch.Tensor, memory: memoryview) -> None:
+    """Copy a contiguous tensor, from an accelerator or not, into writable host memory of as many bytes."""
+    with nullcontext() if payload.is_cpu else driver().relaxed():
+        torch.frombuffer(memory, dtype=payload.dtype).copy_(payload.reshape(-1))

@@ -1,0 +1,408 @@
+"""Cut a captured forward at worker boundaries: segments, the values that cross, who needs a gradient back.
+
+Levels: an operation's level is the highest level among its inputs, plus one where an input comes from another worker. All
+operations of one worker and one level form a segment. An edge between workers therefore always goes to a higher level: the
+segments form no circle, whatever the model looks like.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from ..trace.capture import Capture, TensorSpec
+from ..trace.devices import CPU, named
+from ..trace.sites import Site
+from ..trace.sizes import Number, plain
+from .located import Located, Pair
+from .program import Instruction, Ref, Segment, fill, function_path, to_number, to_tensor
+from .program import names_in as _names
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
+    no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
+    of the value ``slot_of``. ``device``: where its producer has it, ``landing`` where it lands, by worker; both ``named``, and
+    without an entry it is the CPU."""
+
+    name: str
+    spec: TensorSpec
+    producer: int
+    consumers: list[int]
+    trigger: bool = False
+    written: bool = False
+    """Whether somebody writes into it in place after it was made."""
+    returned: bool = False
+    """Whether it is, or is part of, the model's result: its user may write into it."""
+    site: Site | None = None
+    slot_of: str = ""
+    device: str = ""
+    landing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TransferGraph:
+    """The answer to: which tensors cross, how big are they, between whom.
+
+    ``inputs`` names the caller's tensors, ``output`` is the model's result with a ``Ref`` for every tensor. Segment numbers
+    are positions in ``segments``, which is sorted by level.
+    """
+
+    caller: str
+    segments: list[Segment]
+    values: dict[str, Value]
+    inputs: list[str]
+    output: Any
+    constants: dict[str, torch.Tensor]
+
+    def crossing(self) -> list[tuple[Value, str]]:
+        """(value, worker that receives it), in the order of production."""
+        result = []
+        for value in self.values.values():
+            home = self.segments[value.producer].worker
+            away = dict.fromkeys(self.segments[number].worker for number in value.consumers)
+            result += [(value, worker) for worker in away if worker != home]
+        return result
+
+    def returns_gradient(self, value: Value, worker: str) -> bool:
+        """Whether that worker sends a gradient of the value back to its producer."""
+        users = [self.segments[number] for number in value.consumers]
+        return value.spec.requires_grad and any(user.worker == worker and user.backward for user in users)
+
+
+def analyze(
+    capture: Capture,
+    owner: Callable[[str], str],
+    caller: str,
+    scope: Callable[[str], str | None] = lambda path: None,
+    located: Located | None = None,
+) -> TransferGraph:
+    """``owner(path)`` is the worker of a module or attribute, ``scope(path)`` that of the operations in the forward of a cut
+    module. What has no place of its own runs where its first tensor input is; the inputs and the output belong to
+    ``caller``. ``located`` is filled with the device of every value; without it all are on the CPU."""
+    return _Analysis(capture, owner, caller, scope, located).result()
+
+
+class _Analysis:
+    def __init__(
+        self,
+        capture: Capture,
+        owner: Callable[[str], str],
+        caller: str,
+        scope: Callable[[str], str | None],
+        located: Located | None,
+    ) -> None:
+        self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
+        self.located = located
+        self.expression: dict[fx.Node, Any] = {}
+        self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
+        self.specs: dict[str, TensorSpec] = {}
+        self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
+        self.sites: dict[str, Site | None] = {}
+        self.slot_of: dict[str, str] = {}
+        self.segments: dict[tuple[str, int], Segment] = {}
+        self.uses: dict[str, dict[tuple[str, int], None]] = {}
+        self.paths: dict[str, str] = {}  # name of an attribute -> where it is in the model
+        self.written: set[str] = set()
+        self.segment(caller, 0)
+
+    def segment(self, worker: str, level: int) -> Segment:
+        if (worker, level) not in self.segments:
+            self.segments[worker, level] = Segment(0, worker, level)
+        return self.segments[worker, level]
+
+    def result(self) -> TransferGraph:
+        inputs, output = [], None
+        for node in self.capture.graph.nodes:
+            if node.op == "placeholder":
+                inputs.append(node.name)
+                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                if self.located is not None:
+                    self.located.define(
+                        node.name, self.located.inputs[len(inputs) - 1][0], self.located.inputs[len(inputs) - 1]
+                    )
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
+                self.expression[node] = Ref(node.name)
+            elif node.op == "output":
+                output = self.arguments(node.args[0])
+                effects = self.effects()
+                level = self.level((output, effects), self.caller)
+                output = self.localize(output, self.caller, level)
+                if self.located is not None:
+                    output = self.brought(output, self.caller, level, self.located.caller)
+                self.use((output, effects), self.caller, level)
+            elif node.op == "get_attr":
+                worker = self.owner(str(node.target))
+                home = (worker, 0 if worker == self.caller else 1)
+                written = (node, 0) in self.capture.written
+                self.define(node.name, self.capture.values[node], home, written, constant=True)
+                if self.located is not None:
+                    self.located.attribute(node.name, str(node.target), self.capture.values[node].device)
+                self.attribute(node.name, self.capture.sites.get((node, 0)), (), worker)
+                self.paths[node.name] = str(node.target)
+                self.expression[node] = Ref(node.name)
+            else:
+                self.operation(node)
+        return self.assemble(inputs, output)
+
+    def effects(self) -> list[Any]:
+        """What the caller has to wait for although it does not need it, so that nothing later overtakes it: effects of
+        segments that give nothing else away."""
+        giving = {self.home[name] for name, uses in self.uses.items() if any(key != self.home[name] for key in uses)}
+        found = []
+        for effect in self.capture.effects:
+            names = [name for name in _names(self.expression[effect]) if name not in self.numbers]
+            if names and self.home[names[0]] not in giving and self.home[names[0]][0] != self.caller:
+                giving.add(self.home[names[0]])
+                found.append(Ref(names[0]))
+        return found
+
+    def operation(self, node: fx.Node) -> None:
+        value = self.settled(self.capture.values[node])
+        leaves, tree = pytree.tree_flatten(value)
+        structured = not isinstance(value, torch.Tensor)
+        args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
+        made = [isinstance(leaf, torch.Tensor) or self.varies(leaf, args, kwargs) for leaf in leaves]
+        if not any(made) and node.op != "call_module":
+            self.expression[node] = value  # sizes and the like are known now
+            return
+        if node.target is operator.getitem and not isinstance(args[0], Ref):
+            self.expression[node] = args[0][args[1]]
+            return
+        worker = self.place(node, args, kwargs)
+        level = self.level((args, kwargs), worker)
+        args, kwargs = self.localize((args, kwargs), worker, level)
+        kind, target = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op], node.target
+        if self.located is not None:
+            result = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), CPU)
+            tensors = [name for name in _names((args, kwargs)) if name not in self.numbers]
+            here = self.here(worker)
+            scoped = self.scope(node.meta.get("scope", "")) is not None
+            pair = self.located.pair(node, tensors, here, result, scoped, worker == self.caller)
+            move = functools.partial(self.moved, worker, level)
+            target, args, kwargs = self.located.place(node, target, (args, kwargs), pair, here, result, move)
+        names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
+        for at, (name, leaf) in enumerate(zip(names, leaves)):
+            if isinstance(leaf, torch.Tensor):
+                assert name is not None
+                self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
+                if self.located is not None:
+                    self.located.define(name, leaf.device, pair)
+                self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
+            elif name is not None:
+                self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
+        refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
+        self.expression[node] = pytree.tree_unflatten(refs, tree)
+        self.use((args, kwargs), worker, level)
+        target = function_path(target) if callable(target) else str(target)
+        numbers = frozenset(name for name in names if name in self.numbers)
+        grad = node.meta.get("grad", True)
+        # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
+        args, kwargs = fill((args, kwargs), {name: Ref(name) for name in _names((args, kwargs))})
+        step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
+        self.segment(worker, level).instructions.append(step)
+
+    def settled(self, value: Any) -> Any:
+        """Numbers that cannot vary as such, and sizes as tuples: those may hold what stands for a number."""
+
+        def settle(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Size):
+                return tuple(map(settle, leaf))
+            return plain(leaf) if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
+
+        return pytree.tree_map(settle, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
+
+    def varies(self, leaf: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a result that is no tensor has to be computed in every step."""
+        if self.capture.sizes.known:
+            return self.capture.sizes.varies(leaf)
+        return isinstance(leaf, (int, float)) and bool(_names((args, kwargs)))
+
+    def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
+        self.home[name], self.uses[name] = home, {}
+        if written:
+            self.written.add(name)
+        shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
+        self.specs[name] = TensorSpec(shape, tensor.dtype, tensor.requires_grad)
+
+    def localize(self, arguments: Any, worker: str, level: int) -> Any:
+        """Have the numbers among the arguments in that segment: from another one they come as tensors."""
+        return map_aggregate(
+            arguments,
+            lambda leaf: self.local(leaf, (worker, level)) if isinstance(leaf, Ref) and leaf.name in self.numbers else leaf,
+        )
+
+    def here(self, worker: str) -> Callable[[str], torch.device | None]:
+        """See ``Located.pair``."""
+        located = self.located
+        assert located is not None
+        return lambda name: located.at(name, worker, self.home[name][0])
+
+    def brought(self, arguments: Any, worker: str, level: int, pair: Pair) -> Any:
+        """The tensors that are its own where this pair has them."""
+        located, here = self.located, self.here(worker)
+        assert located is not None
+
+        def settle(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref) or leaf.name in self.numbers:
+                return leaf
+            own = located.own[leaf.name]
+            return Ref(self.moved(worker, level, leaf.name, pair[1] if own == pair[0] else here(leaf.name) or own))
+
+        return map_aggregate(arguments, settle)
+
+    def moved(self, worker: str, level: int, name: str, device: torch.device) -> str:
+        """The name of a value on this device in that segment. What comes from another worker lands where it is first asked for;
+        else an operation is added that moves it."""
+        located = self.located
+        assert located is not None
+        found = located.at(name, worker, self.home[name][0])
+        if found is None:
+            located.landing[name, worker] = device
+        if found is None or found == device:
+            return name
+        self.use(Ref(name), worker, level)
+        new, made = located.moved(name, self.segment(worker, level), device)
+        if made:
+            self.home[new], self.uses[new], self.specs[new] = (worker, level), {}, self.specs[name]
+            self.sites[new] = None
+        return new
+
+    def local(self, number: Ref, here: tuple[str, int]) -> Ref:
+        name, home = number.name, self.home[number.name]
+        if home == here:
+            return number
+        carrier, copy = f"{name}.number", f"{name}.{here[0]}.{here[1]}"
+        if carrier not in self.home:
+            self.home[carrier], self.uses[carrier] = home, {}
+            self.specs[carrier] = TensorSpec((), self.numbers[name])
+            if self.located is not None:
+                self.located.define(carrier, CPU, (CPU, CPU))
+            self.convert(to_tensor, name, carrier, home)
+        if copy not in self.home:
+            self.numbers[copy], self.home[copy] = self.numbers[name], here
+            self.use(Ref(carrier), *here)
+            self.convert(to_number, carrier, copy, here)
+        return Ref(copy)
+
+    def convert(self, function: Callable[..., Any], source: str, result: str, where: tuple[str, int]) -> None:
+        numbers = frozenset([result]) & self.numbers.keys()
+        step = Instruction("function", function_path(function), (Ref(source),), {}, (result,), False, numbers=numbers)
+        self.segment(*where).instructions.append(step)
+
+    def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
+        """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
+        self.sites[name] = site
+        for other in _names(arguments):
+            if site is not None and self.sites.get(other) == site:
+                self.slot_of[name] = other if self.home[other][0] != worker else self.slot_of.get(other, "")
+                return
+
+    def arguments(self, arguments: Any) -> Any:
+        return map_aggregate(arguments, lambda leaf: self.expression[leaf] if isinstance(leaf, fx.Node) else leaf)
+
+    def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
+        if node.op == "call_module":
+            return self.owner(str(node.target))
+        names = sorted(_names((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
+        first = self.home[names[0]][0] if names else self.caller
+        return self.scope(node.meta.get("scope", "")) or first
+
+    def level(self, arguments: Any, worker: str) -> int:
+        names = [name for name in _names(arguments) if name not in self.paths or self.home[name][0] != worker]
+        homes = [self.home[name] for name in names]
+        # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
+        first = 0 if worker == self.caller else 1
+        return max([level if home == worker else level + 1 for home, level in homes], default=first)
+
+    def use(self, arguments: Any, worker: str, level: int) -> None:
+        self.segment(worker, level)
+        for name in _names(arguments):
+            if name in self.numbers:
+                continue
+            if name not in self.paths:
+                self.uses[name][worker, level] = None
+            elif self.home[name][0] == worker:
+                self.read(name, worker, level)
+            else:
+                self.read(name, *self.home[name])
+                self.uses[name][worker, level] = None
+
+    def read(self, name: str, worker: str, level: int) -> None:
+        # Every segment of its worker reads an attribute for itself: only to other workers does it cross.
+        instructions = self.segment(worker, level).instructions
+        if not any(step.results == (name,) for step in instructions):
+            instructions.append(Instruction("attribute", self.paths[name], (), {}, (name,), False))
+
+    def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
+        ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))
+        number = {key: at for at, (key, _) in enumerate(ordered)}
+        segments = [segment for _, segment in ordered]
+        for at, segment in enumerate(segments):
+            segment.number = at
+        values = {}
+        returned = set(_names(output))
+        for name, uses in self.uses.items():
+            consumers = sorted(number[key] for key in uses if key != self.home[name])
+            if consumers:
+                producer = number[self.home[name]]
+                values[name] = Value(
+                    name,
+                    self.specs[name],
+                    producer,
+                    consumers,
+                    written=name in self.written,
+                    returned=name in returned,
+                    site=self.sites.get(name),
+                    slot_of=self.slot_of.get(name, ""),
+                )
+                if self.located is not None:
+                    values[name].device = named(self.located.made[name])
+                    values[name].landing = {w: named(device) for (n, w), device in self.located.landing.items() if n == name}
+                segments[producer].outputs.append(name)
+                for consumer in consumers:
+                    segments[consumer].inputs.append(name)
+        for segment in segments:
+            if segment.worker != self.caller and not segment.inputs:
+                self.add_trigger(segment, segments[0], values)
+            _mark_last_uses(segment, keep={*segment.outputs, *_names(output)})
+        for segment in reversed(segments):
+            segment.backward = segment.worker == self.caller or any(
+                values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
+                for name in segment.outputs
+            )
+        return TransferGraph(self.caller, segments, values, inputs, output, self.capture.constants)
+
+    @staticmethod
+    def add_trigger(segment: Segment, source: Segment, values: dict[str, Value]) -> None:
+        name = f"start.{segment.number}"
+        values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
+        source.outputs.append(name)
+        segment.inputs.append(name)
+
+
+def _dtype(number: Any) -> torch.dtype:
+    if isinstance(number, (bool, torch.SymBool)):
+        return torch.bool
+    return torch.int64 if isinstance(number, (int, torch.SymInt)) else torch.float64
+
+
+def _mark_last_uses(segment: Segment, keep: set[str]) -> None:
+    # Outputs stay: they are sent, and they are the roots of the backward.
+    left = Counter(name for step in segment.instructions for name in set(_names((step.args, step.kwargs))))
+    for step in segment.instructions:
+        used = set(_names((step.args, step.kwargs)))
+        left.subtract(used)
+        unused = {name for name in step.results if name is not None and left[name] == 0}
+        finished = {name for name in used if left[name] == 0} | unused
+        step.last = tuple(sorted(finished - keep))

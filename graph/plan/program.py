@@ -1,0 +1,199 @@
+"""What a worker is told to run: plain data, picklable, without any weights."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in an argument for the tensor of that name."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One step of the traced forward.
+
+    ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
+    ``results`` names the tensors among the leaves of the result, and the numbers that are only known in the step
+    (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards. ``grad``:
+    whether autograd may see it; it may not where the forward says ``torch.no_grad()``.
+    """
+
+    kind: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[str | None, ...]
+    structured: bool
+    last: tuple[str, ...] = ()
+    grad: bool = True
+    numbers: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Segment:
+    """Instructions that one worker runs in one go. ``level`` grows strictly along every edge between workers."""
+
+    number: int
+    worker: str
+    level: int
+    instructions: list[Instruction] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    """Tensors that another segment uses."""
+    backward: bool = False
+    """Whether gradients come to it."""
+
+    def __str__(self) -> str:
+        steps = ", ".join(dict.fromkeys(step.target for step in self.instructions)) or "(nothing)"
+        return f"{self.worker} level {self.level}: {steps}"
+
+
+def function_path(function: Callable[..., Any]) -> str:
+    """Where every worker can import this function from. ``NotSupported`` for lambdas and closures."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch:ops.{function!s}"
+    for name in (getattr(function, "__qualname__", ""), getattr(function, "__name__", "")):
+        module = getattr(function, "__module__", None)
+        if module and name and _look_up(module, name) is function:
+            return f"{module}:{name}"
+    try:
+        # Builtins of torch know their home only through pickle.
+        blob = pickle.dumps(function)
+        if pickle.loads(blob) == function:  # bound methods (``Function.apply``) are made anew by every look
+            return "pickle:" + blob.hex()
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    raise NotSupported(f"{function!r} cannot be sent to another worker", hint="use a function that can be imported by its name")
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """The inverse of ``function_path``; for the traced programs of an authenticated peer."""
+    module, _, name = path.partition(":")
+    if module == "pickle":
+        return pickle.loads(bytes.fromhex(name))
+    found = _look_up(module, name)
+    if found is None:
+        raise NotSupported(f"there is no function {name} in module {module} here", hint="install the same code everywhere")
+    return found
+
+
+def _look_up(module: str, name: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError):
+        return None
+
+
+def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
+    """``arguments`` with every ``Ref`` replaced; lists and dicts are new, and the receiver's to change."""
+    kind = type(arguments)
+    if kind is Ref:
+        return env[arguments.name]
+    if kind is tuple:
+        return tuple([env[item.name] if type(item) is Ref else fill(item, env) for item in arguments])
+    if kind in _PLAIN:
+        return arguments
+    if isinstance(arguments, dict):
+        return {key: fill(item, env) for key, item in arguments.items()}
+    if isinstance(arguments, tuple):
+        items = [fill(item, env) for item in arguments]
+        return kind(*items) if hasattr(arguments, "_fields") else kind(items)
+    if isinstance(arguments, list):
+        return [fill(item, env) for item in arguments]
+    if isinstance(arguments, slice):
+        return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
+    return arguments
+
+
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.Tensor])
+"""Types of arguments that hold nothing else."""
+
+
+def names_in(arguments: Any) -> list[str]:
+    """The names of all ``Ref`` among the arguments."""
+    names: list[str] = []
+    map_aggregate(arguments, lambda leaf: names.append(leaf.name) if isinstance(leaf, Ref) else None)
+    return names
+
+
+def to_tensor(number: float) -> torch.Tensor:
+    """How a size, or what was computed from sizes, crosses to another segment: without dimensions, int64, float64 or bool."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
+def to_number(tensor: torch.Tensor) -> float:
+    """The inverse of ``to_tensor``."""
+    return tensor.item()
+
+
+class Machine:
+    """Runs instructions against the modules and attributes of one worker, which has these ``parameters``."""
+
+    def __init__(
+        self,
+        module: Callable[[str], Callable[..., Any]],
+        attribute: Callable[[str], Any],
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._module, self._attribute, self.parameters = module, attribute, parameters
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def run(
+        self,
+        instructions: list[Instruction],
+        env: dict[str, Any],
+        produced: Callable[[str, torch.Tensor], None],
+        around: Callable[[int], AbstractContextManager[Any] | None] | None = None,
+    ) -> None:
+        """Run them in order; tensors go into ``env`` (and leave it after their last use), ``produced(name, tensor)`` is
+        called for each as soon as it exists. ``around(at)`` gives what instruction ``at`` has to run in, if anything."""
+        for at, step in enumerate(instructions):
+            context = None if around is None else around(at)
+            if context is None and step.grad:
+                result = self._step(step, env)
+            else:
+                with context or nullcontext(), torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
+                    result = self._step(step, env)
+            leaves = pytree.tree_leaves(result) if step.structured else [result]
+            if len(leaves) != len(step.results):
+                raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")
+            for name, leaf in zip(step.results, leaves):
+                if name is None:
+                    continue
+                env[name] = leaf
+                if isinstance(leaf, torch.Tensor):
+                    produced(name, leaf)
+                elif name not in step.numbers:
+                    raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
+            for name in step.last:
+                env.pop(name, None)
+
+    def _step(self, step: Instruction, env: dict[str, Any]) -> Any:
+        if step.kind == "attribute":
+            return self._attribute(step.target)
+        args, kwargs = fill(step.args, env), fill(step.kwargs, env)
+        if step.kind == "module":
+            return self._module(step.target)(*args, **kwargs)
+        if step.kind == "method":
+            return getattr(args[0], step.target)(*args[1:], **kwargs)
+        if step.target not in self._functions:
+            self._functions[step.target] = find_function(step.target)
+        return self._functions[step.target](*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Parameter servers and the trainers that use them."""

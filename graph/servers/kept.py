@@ -1,0 +1,113 @@
+"""The parameters that a server keeps of one model, and the optimizers that step them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...transport import NotSupported, RdmaError
+from ..work.remote_update import build_optimizer, copy_state, load_state, read_numbers
+from .bundle import PRESENT, Room, padded
+
+ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
+"""Its methods that workers ask for."""
+
+
+class Kept:
+    """Empty until the first worker has come (``hold``). Belongs to the server's thread."""
+
+    def __init__(self) -> None:
+        self.filled = False
+        self._store: Room | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._numbers: dict[int, bytes] = {}
+        self._set: tuple[int, bytes] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self._store is None
+
+    @property
+    def store(self) -> Room:
+        """Where the parameters lie, in the order of the bundles."""
+        if self._store is None:
+            raise RdmaError("no worker of this model has come yet")
+        return self._store
+
+    def hold(self, store: Room, learns: int) -> None:
+        """The tensors of a room are the parameters; the first ``learns`` of them need gradients."""
+        self._store = store
+        self._parameters = [nn.Parameter(tensor, at < learns) for at, tensor in enumerate(store.tensors)]
+
+    def fill(self, values: list[torch.Tensor]) -> None:
+        """The values of the start, from the first worker."""
+        for place, value in zip(self.store.tensors, values):
+            place.copy_(value)
+        self.filled = True
+
+    def optimizer(self, number: int, kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[Any]) -> None:
+        """Build (or adjust) an optimizer over these parameters. A group's ``params`` are their positions. Every worker
+        says the same; the first one builds."""
+        self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self._parameters)
+        self._members[number] = tuple(sorted(at for group in groups for at in group["params"]))
+        self._numbers.pop(number, None)
+        self._set = None
+
+    def optimizer_state(self, number: int) -> dict[int, dict[str, Any]]:
+        """Copies, per position of a parameter."""
+        return copy_state(self._optimizers[number], self._parameters)
+
+    def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
+        load_state(self._optimizers[number], self._parameters, state)
+
+    def load(self, values: dict[int, torch.Tensor]) -> None:
+        """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""
+        with torch.no_grad():
+            for at, value in values.items():
+                self._parameters[at].copy_(value)
+
+    def step(self, number: int, gradients: Sequence[tuple[Room, int]]) -> tuple[int, ...]:
+        """One step of an optimizer, by the gradients of all workers: where they have landed, and the bytes of their notes.
+        Returns the positions of the parameters that may have changed."""
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            raise RdmaError(f"a step of optimizer {number}, which is not known here")
+        self._take_numbers(number, optimizer, gradients)
+        self._set_gradients(number, [room for room, _ in gradients])
+        optimizer.step()
+        return self._members[number]
+
+    def _take_numbers(self, number: int, optimizer: torch.optim.Optimizer, gradients: Sequence[tuple[Room, int]]) -> None:
+        numbers = {bytes(room.note[padded(len(room.bundle)) : note_bytes]) for room, note_bytes in gradients}
+        if len(numbers) > 1:
+            raise NotSupported(
+                "the workers ask for steps with different hyperparameters", hint="run the same schedule everywhere"
+            )
+        (packed,) = numbers
+        if self._numbers.get(number) != packed:
+            read_numbers(optimizer.param_groups, struct.unpack(f"<{len(packed) // 8}d", packed))
+            self._numbers[number] = packed
+
+    def _set_gradients(self, number: int, rooms: list[Room]) -> None:
+        marks = bytes(rooms[0].note[: len(rooms[0].bundle)])
+        if len(rooms) == 1 and self._set == (number, marks):
+            return  # the gradients are where they were
+        self._set = (number, marks)
+        # A frozen parameter among the members has no place for a gradient, hence no mark.
+        members = [at for at in self._members[number] if at < len(marks)]
+        for at in members:
+            self._parameters[at].grad = None
+        for room in rooms:
+            for at in members:
+                if room.note[at] == PRESENT:
+                    parameter, gradient = self._parameters[at], room.tensors[at]
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    else:
+                        parameter.grad.add_(gradient)

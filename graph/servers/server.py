@@ -1,0 +1,257 @@
+"""A parameter server: it keeps some parameters of one model, adds up the workers' gradients, and steps.
+
+Every worker has two bundles with every server: *gradients* there (one slot at the server), *weights* back (one slot at the
+worker, which is the memory of the worker's parameters). They take turns, and each is the other's credit:
+
+1. A worker writes its gradients only after the weights of the step before have landed. From then until it has seen the next
+   weights land it touches neither the gradient slot nor its parameters.
+2. The server writes weights to a worker only after the gradients of this step have landed, from that worker and all others.
+   From the landing until that write it alone reads and writes the gradient slot; afterwards it does not touch it.
+3. So each slot belongs to one side at any time, whatever is fast or slow: both are the worker's while weights k have landed and
+   gradients k + 1 have not been sent, the server's else. A header of another step than the next is an error, never data.
+4. Gradients are added in the order of the workers' list, whatever order they came in.
+5. The parameters change only between the landing of the last worker's gradients and the first write of weights; every write
+   of the step before is over by then, because its worker would not have sent gradients otherwise.
+
+Weights 0 are those of the start: written when all workers have come and the first of them has brought the values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...transport import NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout
+from ...transport.peers.guard import broken_by
+from ..edges.station import Station
+from ..wire.header import STAGED, Header
+from ..work.command import WorkerError
+from .bundle import Bundle, BundleInlet, BundleOutlet, Room
+from .kept import ASKED, Kept
+
+if TYPE_CHECKING:
+    from ...transport import Channel, Device, Transfer
+
+
+class _Client:
+    """One worker, as the server sees it."""
+
+    def __init__(self, weights: Bundle, gradients: BundleInlet | None) -> None:
+        self.weights, self.inlet = weights, gradients
+        self.outlet: BundleOutlet | None = None
+        self.alarm: Transfer | None = None
+        self.arrived: Header | None = None
+
+
+class End:
+    """Why a server ended, for those who come when it is kept no longer."""
+
+    def __init__(self, workers: list[str]) -> None:
+        self.error: WorkerError | None = None
+        self.awaited = set(workers)
+        """Workers that have not asked it to be let in."""
+
+
+class Server(threading.Thread):
+    """Parameters of one model at one server. Runs from ``start`` to ``close`` or an error, which every worker is told; it never
+    times out. Everything but ``ask``, ``why``, ``lost``, ``meet`` and ``close`` belongs to its thread."""
+
+    def __init__(
+        self, name: str, device: Device, channels: Callable[[str], Channel], workers: list[str], timeout: float
+    ) -> None:
+        super().__init__(name=f"rdmarpc-server-{name}", daemon=True)
+        self.station = Station(name, device, channels, timeout)
+        self.station.expected.update(workers)
+        self._channels = channels
+        self.workers = workers
+        self.end = End(workers)
+        self.gone: set[str] = set()
+        """Workers that are lost or have closed the model. Kept, as ``end.awaited``, by whoever keeps this server."""
+        self.steps = -1
+        """Of the weights that the workers have; -1 before those of the start."""
+        self._clients: dict[str, _Client] = {}
+        self._left: dict[str, PeerLost | None] = {}
+        """Workers that have closed the model, and whom they had lost, if that was why."""
+        self._kept = Kept()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._closing = False
+
+    # -- any thread
+
+    @property
+    def error(self) -> WorkerError | None:
+        return self.end.error
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The result of a method of this server or of what it keeps (``kept.ASKED``), run on the thread between two steps."""
+        future: Future[Any] = Future()
+        of = self._kept if method in ASKED else self
+        with self._lock:
+            if self.error is not None:
+                raise self.error.raised(self.station.name)
+            self._jobs.append((lambda: getattr(of, method)(*args), future))
+            self.station.poller.kick()
+        try:
+            return future.result(self.station.timeout)
+        except FutureTimeout:
+            if future.done():
+                raise  # by the method itself
+            text = f"server {self.station.name!r} is still busy with a step after {self.station.timeout:g} s"
+            raise TransferTimeout(text, peer=self.station.name) from None
+
+    @property
+    def forsaken(self) -> bool:
+        """Whether all workers that ever came are gone: nobody writes here any more."""
+        return self.gone | self.end.awaited >= set(self.workers)
+
+    def why(self) -> tuple[Any, ...] | None:
+        """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
+        return None if self.error is None else tuple(self.error)
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        self.station.lost(worker, error)
+
+    def meet(self) -> None:
+        """Connect to all workers, so that the loss of one is noticed that has not come yet. Takes as long as the slowest."""
+        for worker in self.workers:
+            if self._closing or self.error is not None:
+                return
+            try:
+                self._channels(worker)
+            except Exception as error:
+                self.station.lost(worker, broken_by(error, "reaching it", peer=worker, device=self.station.device.name))
+
+    def close(self) -> None:
+        """Idempotent; returns when the thread has ended."""
+        self._closing = True
+        if self.is_alive() and threading.current_thread() is not self:
+            with self._lock:
+                if self.error is None:
+                    self.station.poller.kick()
+            self.join(5.0)
+
+    # -- set-up
+
+    def enter(self, worker: str, weights: Bundle, gradients: Bundle | None) -> tuple[bytes, int] | None:
+        """A worker brings its two bundles, of the same tensors as everybody's; those that need gradients come first in both
+        (``gradients`` is ``None`` where nothing does). Returns where its gradients land: descriptor and notification number.
+        Raises ``ValueError`` for other tensors."""
+        if worker in self._clients or worker not in self.workers:
+            raise ValueError(
+                f"worker {worker!r} is not expected: this model is for {self.workers}, each once (name= tells models apart)"
+            )
+        if self._kept.empty:
+            self._kept.hold(Room(self.station.device, weights), 0 if gradients is None else len(gradients))
+        _same_tensors(self._kept.store.bundle, weights, worker)
+        inlet = None
+        if gradients is not None:
+            inlet = BundleInlet(self.station, gradients, lambda header: self._landed(worker, header))
+        self._clients[worker] = _Client(weights, inlet)
+        return None if inlet is None else inlet.offer()
+
+    def connect(self, worker: str, slot: tuple[bytes, int], alarm: int) -> None:
+        """Where the worker's weights land, and the number by which it hears of errors."""
+        client, channel = self._clients[worker], self.station.channel(worker)
+        remote = RemoteRegion.load(slot[0])
+        client.outlet = BundleOutlet(self.station.device, channel, client.weights, remote, slot[1])
+        client.alarm = channel.prepare([], notify=alarm)
+
+    def leave(self, worker: str, why: str, lost: str, status: str) -> None:
+        """A worker is done with the model: nothing is written to it any more. ``lost``: whom it had lost, if that was why."""
+        text = f"worker {worker!r} has closed the model: {why}"
+        self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
+        self.station.forget(worker)
+
+    def counters(self) -> dict[str, int]:
+        return self.station.device.counters()
+
+    # -- the thread
+
+    def run(self) -> None:
+        # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
+        torch.get_num_threads()
+        try:
+            while not self._closing:
+                self.station.poll(1.0)
+                self._work()
+            error = WorkerError.of(RdmaError("the model was closed"), self.station.name)
+        except BaseException as raised:
+            error = WorkerError.of(raised, self.station.name)
+        with self._lock:
+            self.end.error = error
+        for _, future in self._jobs:
+            future.set_exception(error.raised(self.station.name))
+        self._alarm()
+        self.station.close()
+
+    def _work(self) -> None:
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        arrived = [client.arrived is not None for client in self._clients.values()]
+        if self._left and (self.steps < 0 or any(arrived)):
+            reasons = [lost for lost in self._left.values() if lost is not None]
+            if reasons:
+                raise reasons[0]
+            raise RdmaError(f"worker {min(self._left)!r} has closed the model, and others go on")
+        if self.steps < 0:
+            self._begin()
+        elif all(arrived):
+            self._step()
+
+    def _begin(self) -> None:
+        clients = [self._clients.get(worker) for worker in self.workers]
+        if self._kept.filled and all(client is not None and client.outlet is not None for client in clients):
+            self.steps = 0
+            for client in self._clients.values():
+                self._write(client, tuple(range(len(self._kept.store.bundle))), 0)
+
+    def _landed(self, worker: str, header: Header) -> None:
+        client = self._clients[worker]
+        if header.sequence != self.steps + 1 or client.arrived is not None:
+            raise RdmaError(f"gradients {header.sequence} came when {self.steps + 1} were due", peer=worker)
+        client.arrived = header
+
+    def _step(self) -> None:
+        clients = [self._clients[worker] for worker in self.workers]
+        came = [(c.inlet.room, c.arrived) for c in clients if c.inlet is not None and c.arrived is not None]
+        number = came[0][1].optimizer
+        if any(header.optimizer != number for _, header in came):
+            raise NotSupported("the workers step different optimizers", hint="make the same steps in the same order everywhere")
+        changed = self._kept.step(number, [(room, header.note_bytes) for room, header in came])
+        self.steps += 1
+        for client, (_, header) in zip(clients, came):
+            self._write(client, changed, header.flags)
+            client.arrived = None
+
+    def _write(self, client: _Client, present: tuple[int, ...], flags: int) -> None:
+        assert client.outlet is not None
+        client.outlet.finish(self.station.timeout)
+        send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
+        send(Header.weights(self.steps), self._kept.store, present)
+
+    def _alarm(self) -> None:
+        for client in self._clients.values():
+            try:
+                if client.alarm is not None:
+                    client.alarm.post()
+            except (PeerLost, RdmaError):
+                continue  # it is gone, too
+
+
+def _same_tensors(mine: Bundle, theirs: Bundle, worker: str) -> None:
+    ours = [(edge.value, edge.shape, edge.dtype) for edge in mine.edges]
+    others = [(edge.value, edge.shape, edge.dtype) for edge in theirs.edges]
+    if (ours, mine.orders) != (others, theirs.orders):
+        different = next((a for a, b in zip(ours, others) if a != b), "a tensor more, or another memory order")
+        raise ValueError(f"worker {worker!r} serves another model under this name: {different} differs")

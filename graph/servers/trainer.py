@@ -1,0 +1,159 @@
+"""A worker whose parameters are kept by servers: gradients go out, weights land. The other half of ``server``, whose invariants
+hold here too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...transport import RdmaError, RemoteRegion, TransferTimeout
+from ..edges.station import Station
+from ..wire.header import Header
+from .bundle import ALWAYS, NUMBERS, Bundle, BundleInlet, BundleOutlet, Room, note_bytes, note_of
+
+if TYPE_CHECKING:
+    from ...transport import Channel, Device
+
+
+class Half:
+    """What this worker has with one server. ``weights`` and ``gradients`` (``None``: nothing there needs any) list the same
+    tensors in the same order, the gradients perhaps fewer of them."""
+
+    def __init__(self, station: Station, weights: Bundle, gradients: Bundle | None) -> None:
+        self.server = weights.source
+        self.weights, self.gradients = weights, gradients
+        self._station = station
+        self._inlet = BundleInlet(station, weights, self._landed)
+        channel = station.channel(self.server)
+        self.alarm = station.ports.take(channel, self._alarmed)
+        self._outlet: BundleOutlet | None = None
+        self.steps = -1
+        """Of the weights that have landed."""
+        self.wanted = 0
+        """Of the weights that are on their way."""
+        self.alarmed = False
+
+    @property
+    def room(self) -> Room:
+        """Where the weights land: the memory of the parameters."""
+        return self._inlet.room
+
+    def offer(self) -> tuple[bytes, int]:
+        return self._inlet.offer()
+
+    def connect(self, slot: tuple[bytes, int] | None) -> None:
+        """Where the gradients land at the server."""
+        if slot is not None:
+            assert self.gradients is not None
+            channel, remote = self._station.channel(self.server), RemoteRegion.load(slot[0])
+            self._outlet = BundleOutlet(self._station.device, channel, self.gradients, remote, slot[1])
+
+    def send(
+        self,
+        optimizer: int,
+        marks: bytes,
+        present: tuple[int, ...],
+        grads: Sequence[torch.Tensor],
+        numbers: list[float],
+        staging: str,
+    ) -> None:
+        """Gradients of the next step. They belong to the write until ``finish``."""
+        assert self._outlet is not None
+        note = note_of(marks, numbers)
+        header = Header.gradients(self.steps + 1, staging == ALWAYS, len(note), optimizer)
+        self._outlet.send_loose(header, note, present, grads, staging)
+        self.wanted = self.steps + 1
+
+    def finish(self, timeout: float) -> None:
+        if self._outlet is not None:
+            self._outlet.finish(timeout)
+
+    def _landed(self, header: Header) -> None:
+        if header.sequence != self.steps + 1 or header.sequence != self.wanted:
+            raise RdmaError(f"weights {header.sequence} came when {self.wanted} were due", peer=self.server)
+        self.steps = header.sequence
+
+    def _alarmed(self, count: int) -> None:
+        self.alarmed = True
+
+
+class Trainer:
+    """All servers of one model, seen from one worker. One thread at a time. ``explain(server)`` gives the error that ended a
+    server; ``timeout`` (seconds) bounds every wait."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        channels: Callable[[str], Channel],
+        explain: Callable[[str], BaseException],
+        timeout: float,
+    ) -> None:
+        self.station = Station(name, device, channels, timeout)
+        self.timeout = timeout
+        self.halves: dict[str, Half] = {}
+        self.late = False
+        """Whether the last wait for weights timed out."""
+        self.waiting = True
+        """Whether weights are on their way. While they are, the parameters are not to be read."""
+        self._explain = explain
+
+    def add(self, weights: Bundle, gradients: Bundle | None) -> Half:
+        half = self.halves[weights.source] = Half(self.station, weights, gradients)
+        return half
+
+    def pull(self) -> None:
+        """Return when the weights of the last step have landed from every server. Raises ``PeerLost``, ``TransferTimeout``
+        (they may still come: call it again), what ended a server."""
+        if not self.waiting:
+            return
+        if self.station.closed:
+            raise RdmaError("the model was closed")
+        deadline = time.monotonic() + self.timeout
+        while behind := [half for half in self.halves.values() if half.steps < half.wanted]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.late = True
+                names = ", ".join(repr(half.server) for half in behind)
+                raise TransferTimeout(
+                    f"the weights of {names} did not come within {self.timeout} s",
+                    device=self.station.device.name,
+                    hint="every worker of the model has to call serve() and make every step; timeout= sets the limit",
+                )
+            self.station.poll(left)
+            self._raise_alarm()
+        self.waiting = self.late = False
+
+    def ready(self) -> None:
+        """Before anything is sent: the weights are here, and so are the servers."""
+        if self.station.closed:
+            raise RdmaError("the model was closed")
+        self.pull()
+        self._raise_alarm()
+        self.station.check()
+        self._finish()  # a wait that timed out may have left something
+
+    def finish(self) -> None:
+        """Return when the gradients that were sent are the caller's again."""
+        self.waiting = True
+        self._finish()
+
+    def _finish(self) -> None:
+        for half in self.halves.values():
+            half.finish(self.timeout)
+
+    def _raise_alarm(self) -> None:
+        for half in self.halves.values():
+            if half.alarmed:
+                raise self._explain(half.server)
+
+    def close(self) -> None:
+        self.station.close()
+
+
+def gradient_note(tensors: int) -> int:
+    """Bytes of the note of a bundle with so many gradients."""
+    return note_bytes(tensors, NUMBERS)

@@ -1,0 +1,283 @@
+"""What crosses between workers in one plan, as plain data: to print, to save, to draw.
+
+Everything is known before the first step; nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..plan.analyze import TransferGraph, Value
+from ..plan.place import ACTIVATION, GRADIENT, Edge, Placement
+from ..plan.program import Instruction, find_function, names_in
+from ..trace.sites import INPUT, Site
+from ..wire.header import HEADER_BYTES
+from .drawing import draw
+from .records import Crossing, SegmentRecord, Use, WorkerRecord
+from .tables import Histogram, histogram, table
+
+_FORMAT, _VERSION = "rdmarpc transfers", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All that crosses in one plan. ``depth``: the fewest slots that an edge has. ``print`` shows everything, ``table`` the
+    crossings alone. Totals are bytes of payload in a training step, without edges whose shape is free."""
+
+    number: int
+    caller: str
+    depth: int
+    crossings: tuple[Crossing, ...]
+    workers: tuple[WorkerRecord, ...]
+    segments: tuple[SegmentRecord, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(crossing.nbytes or 0 for crossing in self.crossings)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(crossing.slot_bytes for crossing in self.crossings)
+
+    def writes(self, crossing: Crossing) -> list[Crossing]:
+        """All crossings of the same tensor from the same worker: that many writes from one source."""
+        same = (crossing.kind, crossing.name, crossing.source)
+        return [other for other in self.crossings if (other.kind, other.name, other.source) == same]
+
+    def histogram(self) -> list[Histogram]:
+        """For each kind how many crossings have which size; without triggers and free shapes."""
+        sizes: dict[str, list[int]] = {}
+        for crossing in self.crossings:
+            if crossing.nbytes is not None and not crossing.trigger:
+                sizes.setdefault(crossing.kind, []).append(crossing.nbytes)
+        return [histogram(kind, found) for kind, found in sizes.items()]
+
+    def table(self) -> str:
+        """One line a crossing, one with the sums; no empty lines."""
+        head = ("tensor", "kind", "from", "to", "shape", "bytes", "slots", "edge", "write", "memory of")
+        rows = []
+        for crossing in self.crossings:
+            writes = self.writes(crossing)
+            rows.append(
+                (
+                    crossing.name,
+                    crossing.kind,
+                    crossing.source,
+                    f"{crossing.target}/{crossing.device}" if crossing.device else crossing.target,
+                    shape_text(crossing),
+                    "?" if crossing.nbytes is None else f"{crossing.nbytes:,}",
+                    str(crossing.depth),
+                    "static" if crossing.static else "dynamic",
+                    f"{writes.index(crossing) + 1}/{len(writes)}",
+                    crossing.allocator,
+                )
+            )
+        free = sum(crossing.nbytes is None for crossing in self.crossings)
+        more = f" and what {free} of free shape have" if free else ""
+        count = len(self.crossings)
+        total = f"{count} edges, {self.nbytes:,} bytes cross in a training step{more}, {self.slot_bytes:,} bytes of slots"
+        return table(head, rows, right=(5, 6)) + "\n" + total
+
+    def uses(self) -> str:
+        """One line a tensor and worker that reads it: who makes it, first and last use there."""
+        head = ("tensor", "made by", "at", "read at", "first use", "last use", "gradient")
+        rows = [
+            (c.name, c.producer, c.source, c.target, str(c.first or ""), str(c.last or ""), "yes" if c.needs_gradient else "no")
+            for c in self.crossings
+            if c.kind == ACTIVATION
+        ]
+        return table(head, rows)
+
+    def __str__(self) -> str:
+        head = ("worker", "parameters", "bytes in", "bytes out", "slots", "runs")
+        workers = [
+            (w.name, f"{w.parameter_bytes:,}", f"{w.bytes_in:,}", f"{w.bytes_out:,}", f"{w.slot_bytes:,}", _few(w.parts))
+            for w in self.workers
+        ]
+        segments = [(str(s.number), s.worker, "yes" if s.backward else "no", _few(s.operations)) for s in self.segments]
+        blocks = [self.table(), table(head, workers, right=(1, 2, 3, 4))]
+        if self.segments:
+            blocks[1:1] = [self.uses(), table(("segment", "worker", "backward", "operations"), segments)]
+        return "\n\n".join([*blocks, *(str(sizes) for sizes in self.histogram())])
+
+    def to_json(self) -> str:
+        """This plan alone; ``from_json`` reads it."""
+        return to_json([self])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it where ``load`` reads it."""
+        save(path, [self])
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """A picture: workers as boxes, an arrow for all that one sends to another. The ending of ``path`` says which format
+        (png, svg, pdf). ``NotSupported`` without matplotlib."""
+        draw(self, path)
+
+
+def to_json(plans: Sequence[Transfers]) -> str:
+    """Several plans in one text."""
+    return json.dumps({"format": _FORMAT, "version": _VERSION, "plans": [dataclasses.asdict(plan) for plan in plans]}, indent=1)
+
+
+def from_json(text: str) -> list[Transfers]:
+    """The plans of a text that ``to_json`` made. ``ValueError`` for anything else."""
+    try:
+        found = json.loads(text)
+        if found["format"] != _FORMAT or found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']!r} of {found['format']!r}")
+        return [_plan(plan) for plan in found["plans"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"these are not the transfers of a model, version {_VERSION}: {error}") from error
+
+
+def save(path: str | os.PathLike[str], plans: Sequence[Transfers]) -> None:
+    Path(path).write_text(to_json(plans) + "\n")
+
+
+def load(path: str | os.PathLike[str]) -> list[Transfers]:
+    """The plans of a file; ``OSError``, or ``ValueError`` if it is none of ours."""
+    return from_json(Path(path).read_text())
+
+
+def describe(placement: Placement, parameter_bytes: Mapping[str, int] | None = None) -> Transfers:
+    """``parameter_bytes``: of the model, by worker. Without a graph (control edges, parameters that are served) the operations
+    stay unnamed."""
+    known = {} if parameter_bytes is None else parameter_bytes
+    crossings = tuple(_crossing(placement.graph, edge) for edge in placement.edges)
+    segments: list[SegmentRecord] = []
+    parts: dict[str, dict[str, None]] = {}
+    for segment in placement.graph.segments if placement.graph is not None else ():
+        operations = tuple(operation_of(step) for step in segment.instructions)
+        segments.append(SegmentRecord(segment.number, segment.worker, segment.level, operations, segment.backward))
+        modules = [step.target for step in segment.instructions if step.kind == "module"]
+        parts.setdefault(segment.worker, {}).update(dict.fromkeys(modules))
+    workers = tuple(
+        WorkerRecord(
+            name,
+            known.get(name, 0),
+            sum(c.nbytes or 0 for c in crossings if c.target == name),
+            sum(c.nbytes or 0 for c in crossings if c.source == name),
+            sum(c.slot_bytes for c in crossings if c.target == name),
+            tuple(parts.get(name, ())),
+        )
+        for name in dict.fromkeys([*placement.workers, *known])
+    )
+    depth = min((edge.depth for edge in placement.edges), default=0)
+    return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments))
+
+
+def operation_of(step: Instruction) -> str:
+    """A module or attribute by its path, a function or method as ``relu()``."""
+    if step.kind in ("module", "attribute"):
+        return step.target
+    if step.kind == "method":
+        return f"{step.target}()"
+    if step.target.startswith("pickle:"):
+        return f"{find_function(step.target).__name__}()"
+    return step.target.rpartition(":")[2].rpartition(".")[2] + "()"
+
+
+def shape_text(crossing: Crossing) -> str:
+    """``float32[8, ?]``"""
+    return f"{crossing.dtype}[{', '.join('?' if n is None else str(n) for n in crossing.shape)}]"
+
+
+def _crossing(graph: TransferGraph | None, edge: Edge) -> Crossing:
+    shape = tuple(n if n >= 0 else None for n in edge.shape)
+    known = [n for n in shape if n is not None]
+    plain = Crossing(
+        number=edge.number,
+        name=edge.value,
+        kind=edge.kind,
+        source=edge.source,
+        target=edge.target,
+        shape=shape,
+        dtype=str(edge.dtype).removeprefix("torch."),
+        nbytes=prod(known) * edge.dtype.itemsize if len(known) == len(shape) else None,
+        depth=edge.depth,
+        slot_bytes=edge.depth * (HEADER_BYTES + edge.nbytes),
+        static=edge.static,
+        device=edge.device,
+    )
+    value = None if graph is None else graph.values.get(edge.value)
+    if graph is None or value is None:
+        return plain
+    producer = _producer(graph, value)
+    if edge.kind == GRADIENT:
+        users = [use.operation for use in _uses(graph, value, edge.source) if graph.segments[use.segment].backward]
+        maker = "backward of " + ", ".join("the loss" if user == "output" else user for user in dict.fromkeys(users))
+        use = Use(value.producer, f"backward of {producer}")
+        return dataclasses.replace(plain, producer=maker, allocator=maker, first=use, last=use)
+    uses = _uses(graph, value, edge.target)
+    return dataclasses.replace(
+        plain,
+        needs_gradient=graph.returns_gradient(value, edge.target),
+        trigger=value.trigger,
+        producer=producer,
+        allocator=f"slot of {value.slot_of}" if value.slot_of else str(value.site or ""),
+        site=value.site,
+        first=uses[0] if uses else None,
+        last=uses[-1] if uses else None,
+    )
+
+
+def _producer(graph: TransferGraph, value: Value) -> str:
+    if value.trigger:
+        return "start"
+    for step in graph.segments[value.producer].instructions:
+        if value.name in step.results:
+            return operation_of(step)
+    return str(value.site) if value.site is not None and value.site.kind == INPUT else f"input {value.name}"
+
+
+def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
+    """What reads it there, in order; for a trigger, what it starts."""
+    found = []
+    for number in value.consumers:
+        segment = graph.segments[number]
+        if segment.worker != worker:
+            continue
+        steps = [step for step in segment.instructions if value.trigger or value.name in names_in((step.args, step.kwargs))]
+        found += [Use(number, operation_of(step)) for step in (steps[:1] if value.trigger else steps)]
+    if worker == graph.caller and value.name in names_in(graph.output):
+        found.append(Use(max(n for n in value.consumers if graph.segments[n].worker == worker), "output"))
+    return found
+
+
+def _plan(plan: dict[str, Any]) -> Transfers:
+    return Transfers(
+        plan["number"],
+        plan["caller"],
+        plan["depth"],
+        tuple(
+            Crossing(
+                **{
+                    **crossing,
+                    "shape": tuple(crossing["shape"]),
+                    "site": crossing["site"] and Site(**crossing["site"]),
+                    "first": crossing["first"] and Use(**crossing["first"]),
+                    "last": crossing["last"] and Use(**crossing["last"]),
+                }
+            )
+            for crossing in plan["crossings"]
+        ),
+        tuple(WorkerRecord(**{**worker, "parts": tuple(worker["parts"])}) for worker in plan["workers"]),
+        tuple(SegmentRecord(**{**segment, "operations": tuple(segment["operations"])}) for segment in plan["segments"]),
+    )
+
+
+def _few(names: Sequence[str], width: int = 60) -> str:
+    """As many as fit, and how many more."""
+    shown = ", ".join(names)
+    kept = len(names)
+    while len(shown) > width and kept > 1:
+        kept -= 1
+        shown = ", ".join(names[:kept]) + f" and {len(names) - kept} more"
+    return shown

@@ -1,0 +1,1 @@
+"""The forward of a model as a graph of operations on tensors without data."""

@@ -1,0 +1,465 @@
+"""Which operations, on which tensors, in which order: the model's forward, traced without computing anything.
+
+The model is a skeleton (no weights: see ``skeleton``). Its forward is traced with ``torch.fx``; every module that it calls
+stays one operation, unless it is cut: then it is traced through. Shapes, dtypes and who needs a gradient come from running
+the trace once on fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+from .devices import CPU
+from .sites import CONSTANT, INPUT, Allocations, Site, place_of
+from .sizes import Number, Sizes, depends_on_data
+
+_HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before the step; unknown dimensions are ``FREE``. ``device``: where the capture takes it to be
+    (``devices``)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    device: torch.device = CPU
+
+    def empty(self) -> torch.Tensor:
+        """Such a tensor: without data under the mode of a skeleton."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).requires_grad_(self.requires_grad)
+
+
+@dataclass
+class Capture:
+    """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
+    makes without any input. ``sizes`` says which sizes in ``values`` are for good. ``written`` has (node, number of the leaf)
+    of every tensor that is written in place after its node made it, ``sites`` who allocated the storage of that leaf.
+    ``effects``: nodes that nothing uses, kept for what they do to buffers or generators. ``how``: what made it."""
+
+    graph: fx.Graph
+    values: dict[fx.Node, Any]
+    constants: dict[str, torch.Tensor]
+    sizes: Sizes
+    written: frozenset[tuple[fx.Node, int]] = frozenset()
+    sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
+    effects: list[fx.Node] = field(default_factory=list)
+    how: str = "fx"
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The same modules with the same names, shapes and flags, and no data."""
+    with FakeCopyMode(FakeTensorMode(allow_non_fake_inputs=True)):
+        return copy.deepcopy(model)
+
+
+Join = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def capture(
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Join,
+    sizes: Sizes | None = None,
+    whole: Callable[[str], bool] = lambda path: True,
+) -> Capture:
+    """Trace the forward of a skeleton. ``join(*tensors)`` gives its (args, kwargs) from the tensor inputs alone,
+    ``whole(path)`` says whether a module is one operation.
+
+    Raises ``Untraceable`` where the forward needs more than the names of its tensors, ``NotSupported`` with the reason
+    where a part depends on the values of tensors, or the forward writes in place what others use; errors of the model
+    itself (wrong shapes) come as they are. What contributes to no output and changes nothing is not part of the capture.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return _symbolic(model, inputs, join, sizes, whole)
+
+
+def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> Capture:
+    """One call of a module of a skeleton, whose inputs somebody else may read afterwards. Raises as ``capture``."""
+    graph = fx.Graph()
+    args, kwargs = join(*(graph.placeholder(f"input{at}") for at in range(len(inputs))))
+    graph.output(graph.call_module(path, args, kwargs))
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        found = propagate(model, graph, inputs, made=True)
+    if any(node.op == "placeholder" for node, _ in found.written):
+        raise writes_input(path)
+    return found
+
+
+def writes_input(path: str) -> NotSupported:
+    return NotSupported(
+        f"part {path!r} writes into its input, which the forward may use again",
+        hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
+    )
+
+
+def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
+    """The whole modules that the forward of a skeleton calls, in order, from a symbolic trace that needs no inputs: every
+    parameter without a default is one tensor. Raises ``Untraceable``."""
+    known = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in known):
+        raise Untraceable("the forward takes any number of inputs")
+    plain = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    names = [parameter.name for parameter in plain]
+    graph = _trace(model, len(plain), lambda *tensors: ((), dict(zip(names, tensors))), whole)
+    return [str(node.target) for node in graph.nodes if node.op == "call_module"]
+
+
+def first_line(error: BaseException) -> str:
+    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    return message.strip().splitlines()[0]
+
+
+class Untraceable(NotSupported):
+    """Python needs to know more of a tensor than that it is one."""
+
+
+def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
+    with unchanged(model, whole):
+        try:
+            with custom_functions(_proxy_of):
+                return _Tracer(inputs, join, whole).trace(model)
+        except NotSupported:
+            raise
+        except Exception as error:
+            raise Untraceable(f"{type(model).__name__}.forward cannot be traced: {first_line(error)}", hint=_HINT) from error
+
+
+def _symbolic(
+    model: nn.Module, inputs: list[TensorSpec], join: Join, sizes: Sizes | None, whole: Callable[[str], bool]
+) -> Capture:
+    graph = _trace(model, len(inputs), join, whole)
+    constants = {
+        str(node.target): getattr(model, str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
+    }
+    if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
+        raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
+    effects = finish(graph, model)
+    found = propagate(model, graph, inputs, constants, sizes)
+    found.effects = effects
+    return found
+
+
+def propagate(
+    model: nn.Module,
+    graph: fx.Graph,
+    inputs: list[TensorSpec],
+    constants: dict[str, torch.Tensor] | None = None,
+    sizes: Sizes | None = None,
+    made: bool = False,
+) -> Capture:
+    """Run a graph on fake tensors. ``made``: its inputs are no leaves."""
+    sizes = sizes or Sizes()
+    with sizes.under(mode_of(model)), quiet():
+        fakes = sizes.inputs(*([getattr(spec, what) for spec in inputs] for what in ("shape", "dtype", "device")))
+        for fake, spec in zip(fakes, inputs):
+            fake.requires_grad_(spec.requires_grad)
+        fakes = [fake.clone() for fake in fakes] if made else fakes
+        propagator = _Propagator(model, graph, constants)
+        values = propagator.propagate(fakes)
+    check_writes(graph, values)
+    return Capture(graph, values, constants or {}, sizes, propagator.written(), propagator.sites())
+
+
+def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
+    """Drop what does nothing; the effects that are kept though nothing uses them."""
+
+    def impure(node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return _has_effects(model.get_submodule(str(node.target)))
+        if node.op == "call_function" and any(word in getattr(node.target, "__name__", "") for word in _ACTING):
+            return True
+        return node.op in ("placeholder", "output") or _writes(node)
+
+    graph.eliminate_dead_code(is_impure_node=impure)
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
+
+
+def _has_effects(module: nn.Module) -> bool:
+    def acts(part: nn.Module) -> bool:
+        chances = (getattr(part, "p", 0), getattr(part, "dropout", 0))
+        return part.training and bool(part._buffers or any(isinstance(chance, float) and chance for chance in chances))
+
+    return any(map(acts, module.modules()))
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
+    """Refuse a forward that sets attributes of the modules that are traced through: a trace sets them once, and to nothing.
+    They get what they had back."""
+    cut = [(name, module) for name, module in model.named_modules() if not name or not whole(name)]
+    before = [(dict(vars(m)), dict(m._buffers), dict(m._parameters), dict(m._modules)) for _, m in cut]
+    changed = None
+    try:
+        yield
+    finally:
+        for (name, module), (attributes, *tables) in zip(cut, before):
+            now, then = dict(vars(module)), dict(attributes)
+            for table, old in zip((module._buffers, module._parameters, module._modules), tables):
+                now.update(table)
+                then.update(old)
+                table.clear()
+                table.update(old)
+            for key, value in now.items():
+                own = key.startswith("_tensor_constant") or (key == "_flat_weights" and isinstance(module, nn.RNNBase))
+                if then.get(key, module) is not value and not own:
+                    changed = changed or (name, key)
+            vars(module).clear()
+            vars(module).update(attributes | {key: now[key] for key in now if key.startswith("_tensor_constant")})
+    if changed:
+        raise sets_attribute(changed[0] or type(model).__name__, changed[1])
+
+
+def sets_attribute(where: str, name: str) -> NotSupported:
+    return NotSupported(
+        f"the forward of {where} sets its attribute {name!r}, which a trace would do once and for all",
+        hint="keep what changes inside of a part that lies at one worker",
+    )
+
+
+@contextlib.contextmanager
+def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """While this lasts, ``SomeFunction.apply(...)`` in this thread goes to ``handle(apply, args, kwargs)``: a trace must see
+    the function, not the operations of its forward."""
+    thread, original = threading.get_ident(), torch.autograd.Function.__dict__["apply"]
+
+    @classmethod  # type: ignore[misc]
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = original.__get__(None, cls)
+        return handle(plain, args, kwargs) if threading.get_ident() == thread else plain(*args, **kwargs)
+
+    torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _proxy_of(apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    proxy = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
+    if proxy is None:
+        return apply(*args, **kwargs)
+    return proxy.tracer.create_proxy("call_function", apply, args, kwargs)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the log of fake tensors."""
+    # It logs the whole stack of an error that is about to be raised anyway.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+    """Refuse writes in place that somebody else could see, or miss: what is sent, is sent as it was. Allowed are those into a
+    tensor, or a view of it, that was used for nothing else before, and whose result is what is used afterwards; and into
+    buffers, under the same condition."""
+    aliases: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        storages = {_storage(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
+        if _writes(node):
+            target = _written(node)
+            tensor = values.get(target) if isinstance(target, fx.Node) else None
+            before = aliases.get(_storage(tensor), []) if isinstance(tensor, torch.Tensor) else []
+            lost = not node.users and not (before and before[0].op == "get_attr")
+            if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
+                raise NotSupported(
+                    f"the forward writes into a tensor that is used again: {node.format_node()}",
+                    hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
+                )
+        for storage in storages:
+            aliases.setdefault(storage, []).append(node)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
+
+
+def _written(node: fx.Node) -> Any:
+    return node.kwargs.get("out", node.args[0] if node.args else None)
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in _IN_PLACE
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        inplace = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        return inplace or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    return False
+
+
+def mode_of(model: nn.Module) -> FakeTensorMode:
+    """The mode of a skeleton's tensors."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if hasattr(tensor, "fake_mode"):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def annotate(node: fx.Node, scope: str) -> None:
+    """What an operation must know of where the forward ran it: in which module, and whether autograd looked on."""
+    if torch._C._is_any_autocast_enabled():
+        raise NotSupported("the forward uses autocast, which does not reach other workers", hint="use it inside of a part")
+    node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, count: int, join: Join, whole: Callable[[str], bool]) -> None:
+        super().__init__(param_shapes_constant=True)
+        self._count, self._join, self._whole = count, join, whole
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._whole(module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if not isinstance(attr_val, torch.Tensor) or isinstance(attr_val, nn.Parameter):
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        # Left alone, what a forward computes from buffers would be computed now, once, from no data.
+        for name, buffer in self.root.named_buffers():
+            if buffer is attr_val:
+                if name not in parameter_proxy_cache:
+                    parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+                return parameter_proxy_cache[name]
+        return attr_val
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        annotate(node, next(reversed(self.module_stack.values()))[0] if self.module_stack else "")
+        return node
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        proxies = [self.create_proxy("placeholder", f"input{at}", (), {}) for at in range(self._count)]
+
+        def call(root: nn.Module, *tensors: fx.Proxy) -> Any:
+            args, kwargs = self._join(*tensors)
+            return inspect.unwrap(root_fn)(root, *args, **kwargs)
+
+        return call, [self.root, *proxies]
+
+
+class _Propagator(fx.Interpreter):
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor] | None = None) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.extra_traceback = False
+        self._constants = constants or {}
+        self.allocations = Allocations(model)
+        self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._constants[target] if target in self._constants else super().fetch_attr(target)
+
+    def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
+        with self.allocations:
+            self.run(*inputs)
+        return dict(self.env) | self._outputs
+
+    def written(self) -> frozenset[tuple[fx.Node, int]]:
+        """See ``Capture``."""
+        return frozenset((node, at) for node, at, tensor, version in self._versions if tensor._version != version)
+
+    def sites(self) -> dict[tuple[fx.Node, int], Site]:
+        """See ``Capture``."""
+        known = {(node, at): self.allocations.of(tensor) for node, at, tensor, _ in self._versions}
+        return {where: site for where, site in known.items() if site is not None}
+
+    _outputs: dict[fx.Node, Any]
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.allocations.at(n.name, place_of(n))
+        with static(f"{n.op} {n.target!r}"), torch.set_grad_enabled(n.meta.get("grad", True)):
+            result = super().run_node(n)
+        check_result(f"{n.op} {n.target!r}", result)
+        for at, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self._versions.append((n, at, leaf, leaf._version))
+        if n.op in ("placeholder", "get_attr") and isinstance(result, torch.Tensor):
+            self.allocations.note(result, Site(INPUT if n.op == "placeholder" else CONSTANT, str(n.target)))
+        if n.op == "output":
+            self._outputs = {n: result}
+        return result
+
+
+@contextlib.contextmanager
+def static(what: str) -> Iterator[None]:
+    """``NotSupported`` instead of what fake tensors say when they are asked for their values."""
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+        depends_on_data(),
+    ) as error:
+        raise NotSupported(
+            f"{what} cannot be captured, its result's shape or control flow depends on data: {first_line(error)}",
+            hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
+            "choosing by value",
+        ) from error
+
+
+def check_result(what: str, result: Any) -> None:
+    """``NotSupported`` for a result that is made of more than tensors and constants."""
+    for leaf in pytree.tree_leaves(result):
+        if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS)) and leaf is not None:
+            raise NotSupported(
+                f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",
+                hint="tensors in tuples, lists and dicts can",
+            )
+
+
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+_ACTING = ("batch_norm", "instance_norm", "dropout", "rand", "normal", "bernoulli", "multinomial")
+"""Functions that change buffers or draw random numbers: they run though nothing uses their result."""
+_IN_PLACE = frozenset(
+    [
+        "set_item",
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "imatmul",
+    ]
+)

@@ -1,0 +1,174 @@
+"""Capture by ``torch.export``: the forward as operations of ATen, for forwards that the other traces cannot follow.
+
+Exported for training, so writes into buffers, dropout and batch norm stay the operations that they are. Parts do not stay
+modules: their operations run where the modules are, and their parameters are attributes. Hooks and control flow inside of
+parts are what they were when they were exported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+from .capture import (
+    Capture,
+    Join,
+    TensorSpec,
+    custom_functions,
+    finish,
+    first_line,
+    mode_of,
+    propagate,
+    quiet,
+    sets_attribute,
+    unchanged,
+)
+
+
+def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
+    """As ``capture.capture``, for the same skeletons. Tries without and then with ``strict``."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with mode_of(model):
+            fakes = [spec.empty() for spec in inputs]
+        args, kwargs = join(*fakes)
+        program = _exported(model, args, kwargs)
+        lowered = _Lowered(program, pytree.tree_leaves((args, kwargs)))
+        effects = finish(lowered.graph, model)
+        found = propagate(model, lowered.graph, inputs, lowered.constants)
+        found.effects, found.how = effects, "export"
+        return found
+
+
+def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
+    reasons = []
+    for strict in (False, True):
+        try:
+            with unchanged(model, lambda path: False), custom_functions(_refuse), _silent(), _assignments(model) as assigned:
+                program = torch.export.export(model, args, kwargs, strict=strict)
+            if assigned:
+                raise sets_attribute(*assigned[0])
+            return program
+        except Exception as error:  # it raises whatever its parts do
+            reasons.append(f"{'strict' if strict else 'not strict'}: {first_line(error)}")
+    raise NotSupported(f"torch.export of {type(model).__name__} failed, " + "; ".join(reasons))
+
+
+@contextlib.contextmanager
+def _assignments(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Attributes (module, name) that the forward sets to anything but tensors; an export puts back what they were."""
+    thread, original = threading.get_ident(), nn.Module.__setattr__
+    paths = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    found: list[tuple[str, str]] = []
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        plain = not isinstance(value, (torch.Tensor, nn.Module)) and name != "_flat_weights"
+        if threading.get_ident() == thread and plain and module in paths and vars(module).get(name, module) is not value:
+            found.append((paths[module], name))
+        original(module, name, value)
+
+    nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    import torch._dynamo.config  # takes long
+
+    # An export that fails prints its graph so far, to the standard streams. What it makes of numpy has other bits.
+    with (
+        torch._dynamo.config.patch(trace_numpy=False),
+        quiet(),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _refuse(apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise NotSupported(f"{apply.__self__.__name__} has a backward of its own, which an export forgets")  # type: ignore[attr-defined]
+
+
+class _Lowered:
+    """The exported graph with inputs as placeholders, everything else that it reads as attributes, and nothing nested."""
+
+    def __init__(self, program: ExportedProgram, leaves: list[Any]) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        nodes: dict[fx.Node, Any] = {}
+        given = iter(leaves)
+        count = 0
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        # Placeholders come first in a graph that is captured.
+        for node, spec in zip(placeholders, program.graph_signature.input_specs):
+            if spec.kind is InputKind.USER_INPUT:
+                leaf = next(given)
+                if isinstance(leaf, torch.Tensor):
+                    nodes[node] = self.graph.placeholder(f"input{count}")
+                    count += 1
+                else:
+                    nodes[node] = leaf
+        for node, spec in zip(placeholders, program.graph_signature.input_specs):
+            if spec.kind is InputKind.USER_INPUT:
+                continue
+            path = str(spec.target)
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                path = self._constant(node.name, program.constants[path])
+            elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+                raise NotSupported(f"torch.export made {spec.kind.name} of {path!r}")
+            if node.users:
+                nodes[node] = self.graph.get_attr(path)
+        result = self._copy(program.graph_module, program.graph, nodes, True)
+        self.graph.output(pytree.tree_unflatten(list(result), program.call_spec.out_spec))
+
+    def _constant(self, name: str, value: Any) -> str:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            raise NotSupported(f"torch.export lost the values of the constant {name!r}")
+        path = f"_tensor_constant_{id(value):x}_{name}"
+        self.constants[path] = value
+        return path
+
+    def _copy(self, module: fx.GraphModule, graph: fx.Graph, nodes: dict[fx.Node, Any], grad: bool) -> Any:
+        """The operations of a graph; its output, in nodes of ours."""
+        ours: Callable[[Any], Any] = lambda leaf: nodes[leaf]  # noqa: E731
+        for node in graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], ours)
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+                enabled, inner, *args = node.args
+                body = getattr(module, str(inner.target))
+                inputs = [other for other in body.graph.nodes if other.op == "placeholder"]
+                nodes[node] = self._copy(body, body.graph, dict(zip(inputs, fx.map_arg(args, ours))), bool(enabled))
+                continue
+            if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise NotSupported(f"torch.export made {node.format_node()}, which cannot be cut")
+            args, kwargs = fx.map_arg(node.args, ours), fx.map_arg(node.kwargs, ours)
+            if getattr(node.target, "__name__", "") == "getitem" and not isinstance(args[0], fx.Node):
+                nodes[node] = args[0][args[1]]
+                continue
+            made = nodes[node] = self.graph.call_function(node.target, args, kwargs)
+            made.meta["scope"], made.meta["grad"] = _scope(node), grad
+        raise AssertionError("a graph without an output")
+
+
+def _scope(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0].removeprefix("L['self']").lstrip(".") if stack else ""

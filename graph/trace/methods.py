@@ -1,0 +1,101 @@
+"""Which way a forward is captured: one after another, from the one that keeps most of the model as it is.
+
+**A method of your own.** A package brings one by an entry point of the group ``rdmarpc.captures``, here in its
+``pyproject.toml``::
+
+    [project.entry-points."rdmarpc.captures"]
+    mine = "mypackage.captures:mine"
+
+``wrap(..., capture="mine")`` imports ``mypackage.captures`` and calls ``mine`` as a ``Method``, once for every new set of input
+shapes. The names of ours are taken, and ``"auto"`` tries ours only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol
+
+from torch import nn
+
+from ...transport import NotSupported
+from .capture import Capture, Join, TensorSpec, capture, first_line
+from .record import record
+
+GROUP = "rdmarpc.captures"
+"""The entry points by which packages bring capture methods."""
+
+
+class Method(Protocol):
+    """``model`` is a skeleton under the present flags, ``inputs`` are its tensor inputs, of which ``join`` makes the arguments;
+    ``whole`` tells of a path whether that module stays one operation. Raises ``NotSupported`` for a forward that it cannot
+    follow. See ``capture.capture``, and ``Capture.how`` for what ``WrappedModel.captured`` says."""
+
+    def __call__(self, model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool], /) -> Capture: ...
+
+
+def methods_of(name: str) -> Mapping[str, Method]:
+    """What ``capture=name`` of ``wrap`` tries, in order. Raises ``ValueError`` for a name that there is not, ``NotSupported``
+    for a method that cannot be loaded."""
+    if name in _ORDERS:
+        return {method: _METHODS[method] for method in _ORDERS[name]}
+    for point in entry_points(group=GROUP, name=name):
+        try:
+            return {name: point.load()}
+        except Exception as error:
+            raise NotSupported(
+                f"the capture method {name!r} of {_package(point)} cannot be loaded: {error}",
+                hint=f"entry point {point.value} of {GROUP}",
+            ) from error
+    raise ValueError(f"capture is one of {', '.join(names())}, got {name!r}")
+
+
+def names() -> list[str]:
+    """What ``capture=`` may be, for people; nothing is imported."""
+    others = {point.name: _package(point) for point in entry_points(group=GROUP) if point.name not in _ORDERS}
+    return [*map(repr, _ORDERS), *(f"{name!r} (of {package})" for name, package in others.items())]
+
+
+def capture_by(
+    methods: Mapping[str, Method], model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]
+) -> tuple[Capture, list[str]]:
+    """The first of these methods that works, and why those before it did not, one line each. See ``capture``; if none works,
+    ``Uncaptured``, also where that is the model's own fault: some of what fake tensors cannot do looks the same."""
+    refused: list[str] = []
+    error: Exception | None = None
+    for name, method in methods.items():
+        try:
+            return method(model, inputs, join, whole), refused
+        except Exception as raised:
+            refused.append(f"{name}: {first_line(raised)}")
+            error = raised
+    raise Uncaptured(refused, error) from error
+
+
+class Uncaptured(NotSupported):
+    """No method worked. ``refused`` has the reasons, ``error`` is the last."""
+
+    def __init__(self, refused: list[str], error: Exception | None) -> None:
+        self.refused, self.error = refused, error
+        super().__init__("\n".join(["the forward cannot be captured as a whole", *refused]), hint=getattr(error, "hint", ""))
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    try:
+        return capture(model, inputs, join, whole=whole)
+    except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
+        return record(model, inputs, join, whole)
+
+
+def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    from .export import export  # imports of torch.export take seconds
+
+    return export(model, inputs, join, whole)
+
+
+_METHODS: dict[str, Method] = {"fx": _fx, "export": _export}
+_ORDERS = {"auto": ("fx", "export"), "fx": ("fx",), "export": ("export",), "eager": ()}

@@ -1,0 +1,187 @@
+"""The forward run once on fake tensors, every operation written down: for forwards whose Python asks for shapes.
+
+Shapes are known, so ``if x.dim() == 3``, ``len(x)`` and ``for row in x`` are what they are in a step; only values are not.
+Modules that are not cut stay one operation, as in a symbolic trace, and the result is the same kind of graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+from .capture import (
+    Capture,
+    Join,
+    TensorSpec,
+    annotate,
+    check_result,
+    custom_functions,
+    finish,
+    mode_of,
+    propagate,
+    quiet,
+    static,
+    unchanged,
+)
+
+
+def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
+    """As ``capture``."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return _record(model, inputs, join, whole)
+
+
+def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    recorder = _Recorder(model, whole)
+    with mode_of(model), quiet(), unchanged(model, whole):
+        fakes = [spec.empty() for spec in inputs]
+        for at, fake in enumerate(fakes):
+            recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
+        args, kwargs = join(*fakes)
+        with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply), recorder:
+            result = model.forward(*args, **kwargs)
+        check_result(f"{type(model).__name__}.forward", result)
+        recorder.graph.output(recorder.arguments(result))
+    effects = finish(recorder.graph, model)
+    found = propagate(model, recorder.graph, inputs, recorder.constants)
+    found.effects, found.how = effects, "fx, recorded"
+    return found
+
+
+_constants = itertools.count()  # names are unique in a process: models keep the constants of all their captures
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """``tensor[index] = value`` as an operation with a result."""
+    tensor[index] = value
+    return tensor
+
+
+class _Recorder(TorchFunctionMode):
+    """``constants`` as in ``Capture``. A tensor is known by its identity: ``_kept`` keeps them all alive."""
+
+    def __init__(self, model: nn.Module, whole: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self._whole = whole
+        self._paths = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self._attributes: dict[int, str] = {}
+        for name, module in model.named_modules():
+            own = {**module._parameters, **module._buffers, **vars(module)}
+            for key, tensor in own.items():
+                if isinstance(tensor, torch.Tensor):
+                    self._attributes.setdefault(id(tensor), f"{name}.{key}" if name else key)
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[Any] = []
+        self._scope = [""]
+        self._inside = False
+
+    def define(self, node: fx.Node, value: Any) -> None:
+        """What this node gives, and all tensors in it."""
+        annotate(node, self._scope[-1])
+        self._kept.append(value)
+        self._define_leaves(node, value)
+
+    def _define_leaves(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = node
+        elif isinstance(value, (tuple, list, Mapping)):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item)):
+                    picked = self.graph.call_function(operator.getitem, (node, key))
+                    annotate(picked, self._scope[-1])
+                    self._define_leaves(picked, item)
+
+    def arguments(self, arguments: Any) -> Any:
+        return pytree.tree_map(lambda leaf: self._node_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, arguments)
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            path = self._attributes.get(id(tensor))
+            if path is None:
+                if isinstance(tensor, FakeTensor):
+                    raise NotSupported("the forward uses a tensor that comes from no operation that was seen")
+                path = f"_tensor_constant_{next(_constants)}"
+                self.constants[path] = tensor
+            node = self.graph.get_attr(path)
+            self._kept.append(tensor)
+            self._nodes[id(tensor)] = node
+        return self._nodes[id(tensor)]
+
+    # -- what is called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__":
+            target, func = "call_function", set_item
+        elif name == "__get__":
+            # A property; those that are no tensors are known now.
+            target, name = "call_function", func.__self__.__name__
+            func, args = getattr, (args[0], name)
+        elif hasattr(torch.Tensor, name) and getattr(torch.Tensor, name) is func:
+            target = "call_method"
+        else:
+            target = "call_function"
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            known = self.arguments((args, kwargs))
+            self.define(self.graph.create_node(target, name if target == "call_method" else func, *known), result)
+        return result
+
+    def apply(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function with a backward of its own."""
+        if self._inside:
+            return apply(*args, **kwargs)
+        return self._one(lambda known: self.graph.call_function(apply, *known), apply, args, kwargs)
+
+    def _one(self, make: Callable[[Any], fx.Node], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        known = self.arguments((args, kwargs))
+        self._inside = True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._inside = False
+        node = make(known)
+        check_result(f"{node.op} {node.name}", result)
+        self.define(node, result)
+        return result
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[None]:
+        """While this lasts, calls of modules in this thread are seen."""
+        thread, original = threading.get_ident(), nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self._paths.get(module)
+            if threading.get_ident() != thread or self._inside or path is None:
+                return original(module, *args, **kwargs)
+            self._scope.append(path)
+            try:
+                if not self._whole(path):
+                    return original(module, *args, **kwargs)
+                make = lambda known: self.graph.call_module(path, *known)  # noqa: E731
+                with static(f"call_module {path!r}"):
+                    return self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
+            finally:
+                self._scope.pop()
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]

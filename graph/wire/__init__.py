@@ -1,0 +1,1 @@
+"""The bytes in front of and inside a slot."""

@@ -1,0 +1,1 @@
+"""The owner of a part: a segment runs when its inputs have landed."""

@@ -1,0 +1,269 @@
+"""What a worker holds of one model: its parts, their optimizers, the executor. Everything the caller may ask for at set-up."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...transport import RdmaError, TransferTimeout
+from ..edges.station import Fittings, Leased, Offer, Station
+from ..plan.place import Placement
+from ..plan.program import Machine
+from ..trace.capture import TensorSpec, check_result, writes_input
+from ..trace.devices import find, forked_generators
+from .command import STEP, TO_NONE, ZERO, Command
+from .executor import Executor
+from .flow import Flow
+from .remote_update import build_optimizer, copied, copy_state, load_state, read_numbers
+
+if TYPE_CHECKING:
+    from ...transport import Channel, Device
+
+Mode = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Training flag of every module, requires_grad of every parameter, in the order of the parts."""
+
+
+class Host:
+    """One model at one worker. Methods are called by any thread, with plain data; the executor does what touches the parts.
+
+    ``parts`` are the modules, parameters and buffers that live here, by path. The order of ``parameters`` and ``modules`` is
+    that of their ``Tree``; the caller counts them in a tree of stand-ins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        channels: Callable[[str], Channel],
+        parts: Mapping[str, nn.Module | torch.Tensor],
+        timeout: float,
+    ) -> None:
+        self.root = Tree(parts)
+        self.parameters = list(self.root.parameters())
+        self.modules = list(self.root.modules())[1:]
+        self._modes: dict[int, Mode] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._plans: dict[int, tuple[Fittings, Flow | None]] = {}
+        tensors = (*self.parameters, *self.root.buffers())
+        self.gpu = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+        self.station = Station(name, device, channels, timeout)
+        machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
+        self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
+
+    # -- plans
+
+    def offer(self, placement: Placement) -> Offer:
+        """Make this worker's slots of a plan."""
+        fittings, offer = self.station.fit(placement, self.executor.arrived)
+        flow = Flow(fittings, self.station.name) if placement.graph is not None else None
+        self._plans[placement.number] = (fittings, flow)
+        return offer
+
+    def connect(self, plan: int, offers: Offer) -> None:
+        """Learn everybody else's; from now on the plan can run. Plan 0 has the control edges and starts the executor."""
+        fittings, flow = self._plans[plan]
+        self.station.connect(fittings, offers)
+        if flow is not None:
+            self.executor.add(flow)
+            return
+        [self.executor.report] = fittings.outlets.values()
+        self.executor.start()
+        self.executor.submit(self._use)
+
+    def retire(self, plan: int, commands: int) -> Leased:
+        """Nothing of this plan is sent from now on. Returns where tensors of this worker still lie."""
+        fittings, _ = self._plans[plan]
+        return self._on_executor(lambda: self.station.retire(fittings), commands)
+
+    def _use(self) -> None:
+        """On the executor's thread: another one has made the parts, and its stream is all that the allocator knows of."""
+        for tensor in (*self.parameters, *self.root.buffers()):
+            if not tensor.is_cpu:
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+    def remove(self, plan: int, leased: Leased) -> None:
+        """Everybody has retired it, or it never came to life."""
+        if plan not in self._plans:
+            return
+        fittings, flow = self._plans.pop(plan)
+        if flow is not None:
+            self.executor.remove(flow)
+        self._on_executor(lambda: self.station.remove(fittings, leased), 0)
+
+    def add_mode(self, number: int, mode: Mode) -> None:
+        self._modes[number] = mode
+
+    # -- parts
+
+    def state(self, path: str, commands: int) -> dict[str, Any]:
+        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory."""
+
+        def copy() -> dict[str, Any]:
+            state = self.root.get_submodule(path).state_dict()
+            return {key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+        return self._on_executor(copy, commands)
+
+    def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
+        """A copy of the parameters and buffers that lie in this very module; in host memory."""
+
+        def copy() -> dict[str, torch.Tensor]:
+            module = self.root.get_submodule(path)
+            own = {**module._parameters, **module._buffers}
+            return {name: copied(tensor.detach()) for name, tensor in own.items() if tensor is not None}
+
+        return self._on_executor(copy, commands)
+
+    def load(self, path: str, state: dict[str, Any], commands: int) -> None:
+        """Load the entries that lie in this very module, not those of its children."""
+
+        def load() -> None:
+            # Not strict: a module's children are loaded by calls of their own.
+            self.root.get_submodule(path).load_state_dict(state, strict=False)
+
+        self._on_executor(load, commands)
+
+    def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
+        """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
+        self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
+
+    def probe(
+        self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
+    ) -> Any:
+        """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
+        gives, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the generators stay as they
+        are."""
+
+        def spec(leaf: Any) -> Any:
+            return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+        def run() -> Any:
+            self.executor.use_mode(mode)
+            part = deepcopy(self.root.get_submodule(path))
+            left = iter(devices)
+            with forked_generators(self.gpu), torch.enable_grad():
+                given, more = pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: tensor.to(find(next(left)), copy=True),  # no leaves
+                    (args, kwargs),
+                )
+                result = part(*given, **more)
+            leaves = pytree.tree_leaves((given, more))
+            if any(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                raise writes_input(path)
+            check_result(f"part {path!r}", result)
+            return pytree.tree_map(spec, result)
+
+        return self._on_executor(run, commands)
+
+    # -- optimizers
+
+    def optimizer(
+        self,
+        number: int,
+        kind: type[torch.optim.Optimizer],
+        defaults: dict[str, Any],
+        groups: list[dict[str, Any]],
+        commands: int,
+    ) -> None:
+        """Build (or, if it exists, adjust) the owner's half of an optimizer. A group's ``params`` are parameter positions."""
+
+        def build() -> None:
+            self._optimizers[number] = build_optimizer(self._optimizers.get(number), kind, defaults, groups, self.parameters)
+
+        self._on_executor(build, commands)
+
+    def optimizer_state(self, number: int, commands: int) -> dict[int, dict[str, Any]]:
+        """State per parameter position."""
+
+        return self._on_executor(lambda: copy_state(self._optimizers[number], self.parameters), commands)
+
+    def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]], commands: int) -> None:
+        self._on_executor(lambda: load_state(self._optimizers[number], self.parameters, state), commands)
+
+    # -- the rest
+
+    def notes(self) -> dict[str, str]:
+        """Value -> where it is made, or why it is copied, of all plans."""
+        flows = [flow for _, flow in self._plans.values() if flow is not None]
+        return {name: note for flow in flows for name, note in flow.notes().items()}
+
+    def counters(self) -> dict[str, int]:
+        return {**self.station.device.counters(), **self.station.counts}
+
+    def lost(self, worker: str, error: RdmaError) -> None:
+        self.station.lost(worker, error)
+
+    def stop(self) -> Leased:
+        """First half of the end: nothing runs here any more, and nothing is sent. Returns where tensors of this worker still
+        lie. ``TransferTimeout`` if a part does not come to its end."""
+        if not self.executor.finish():
+            raise TransferTimeout(f"a part of a model that was closed still runs on {self.station.name!r}")
+        self.station.quiet()
+        return self.station.leased()
+
+    def close(self, leased: Leased | None = None) -> None:
+        """Second half, after every worker has stopped: our slots are given back, but for those where tensors of others lie (for
+        ever: nobody would tell us of their end). ``None``: somebody may still write into any of them."""
+        self.executor.finish()
+        self.station.leave(leased)
+
+    def _on_executor(self, job: Callable[[], Any], commands: int) -> Any:
+        return self.executor.submit(job, commands).result(self.station.timeout)
+
+    def _attribute(self, path: str) -> Any:
+        found: Any = self.root
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+    def _set_mode(self, number: int) -> None:
+        training, requires_grad = self._modes[number]
+        for module, flag in zip(self.modules, training):
+            module.training = flag
+        for parameter, flag in zip(self.parameters, requires_grad):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    def _apply(self, command: Command) -> None:
+        if command.kind == ZERO and not command.payload:
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = None
+        elif command.kind == ZERO:
+            for parameter, what in zip(self.parameters, command.payload):
+                if what == TO_NONE:
+                    parameter.grad = None
+                elif what and parameter.grad is not None:
+                    parameter.grad.zero_()
+        elif command.kind == STEP:
+            optimizer = self._optimizers.get(command.argument)
+            if optimizer is not None:
+                if command.payload:
+                    numbers = struct.unpack(f"<{len(command.payload) // 8}d", command.payload)
+                    read_numbers(optimizer.param_groups, numbers)
+                optimizer.step()
+
+
+class Tree(nn.Module):
+    """Modules, parameters and buffers under their dotted paths. What lies above them only holds names."""
+
+    def __init__(self, parts: Mapping[str, nn.Module | torch.Tensor]) -> None:
+        super().__init__()
+        for path, part in parts.items():
+            *above, name = path.split(".")
+            at: nn.Module = self
+            for step in above:
+                at = at._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+            tables: list[tuple[type, Any]] = [
+                (nn.Module, at._modules),
+                (nn.Parameter, at._parameters),
+                (torch.Tensor, at._buffers),
+            ]
+            next(table for kind, table in tables if isinstance(part, kind))[name] = part

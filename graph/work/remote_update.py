@@ -1,0 +1,104 @@
+"""The numbers of an optimizer's groups as float64, and the owner's half of an optimizer.
+
+Both ends walk the groups in the same way, so the numbers need no names: learning rates of a scheduler travel in the
+command that asks for the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...transport import NotSupported
+
+NOT_SENT = frozenset({"params", "param_names"})
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says besides its parameters, in a fixed order."""
+    return {key: group[key] for key in sorted(group) if key not in NOT_SENT}
+
+
+def numbers_of(groups: Sequence[dict[str, Any]]) -> tuple[list[float], tuple[Any, ...]]:
+    """(all numbers of these groups, everything else about them). Two calls with equal second results are told apart by
+    the numbers alone."""
+    numbers: list[float] = []
+    rest: list[Any] = []
+    for at, group in enumerate(groups):
+        for key, value in hyperparameters(group).items():
+            items = value if isinstance(value, tuple) else (value,)
+            for item in items:
+                if isinstance(item, torch.Tensor):
+                    raise NotSupported(f"the optimizer's {key} is a tensor", hint="use a number where parameters are remote")
+                number = isinstance(item, (int, float))
+                rest.append((at, key, type(item), None if number else item))
+                if number:
+                    numbers.append(float(item))
+    return numbers, tuple(rest)
+
+
+def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> None:
+    """Set the numbers of these groups, keeping the types that the values have."""
+    left = iter(numbers)
+
+    def renew(value: Any) -> Any:
+        return type(value)(next(left)) if isinstance(value, (int, float)) else value
+
+    for group in groups:
+        for key, value in hyperparameters(group).items():
+            group[key] = tuple(map(renew, value)) if isinstance(value, tuple) else renew(value)
+
+
+def build_optimizer(
+    old: torch.optim.Optimizer | None,
+    kind: type[torch.optim.Optimizer],
+    defaults: dict[str, Any],
+    groups: list[dict[str, Any]],
+    parameters: list[torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The same optimizer over the real parameters. An old one keeps its state and gets the new groups."""
+    real = [{**group, "params": [parameters[at] for at in group["params"]]} for group in groups]
+    if old is not None and len(old.param_groups) <= len(real):
+        for group, new in zip(old.param_groups, real):
+            group.update(new)
+        for new in real[len(old.param_groups) :]:
+            old.add_param_group(new)
+        return old
+    known = inspect.signature(kind.__init__).parameters
+    return kind(real, **{key: value for key, value in defaults.items() if key in known})
+
+
+def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
+    """A copy of the optimizer's state, per position of a parameter; in host memory."""
+    return {
+        at: {
+            key: copied(value) if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state[parameter].items()
+        }
+        for at, parameter in enumerate(parameters)
+        if parameter in optimizer.state
+    }
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
+) -> None:
+    """The inverse of ``copy_state``: a parameter's state lies with it, but for the number of its steps, which does so only
+    where the optimizer counts on the accelerator (as ``Optimizer.load_state_dict`` has it)."""
+    there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    for at, entries in state.items():
+        parameter = parameters[at]
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device)
+            if isinstance(value, torch.Tensor) and (key != "step" or id(parameter) in there)
+            else value
+            for key, value in entries.items()
+        }
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory."""
+    return tensor.clone() if tensor.is_cpu else tensor.cpu()

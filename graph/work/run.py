@@ -1,0 +1,266 @@
+"""One forward, and its backward, at one worker: what has arrived, what is still missing.
+
+Invariants:
+1. A segment runs forward once, when all its inputs are here; backward once, when every contribution to the gradients of all
+   its outputs is here (``None`` is a contribution). Nothing else starts it.
+2. Contributions are summed in the fixed order of ``Route.sources``, whatever order they came in.
+3. An input is used where it landed. Writing into it in place is allowed to its only user, and to nobody where it was
+   produced here.
+4. While a segment runs backward its thread waits for the engine, which hands on gradients of inputs that lie on accelerators by
+   threads of its own, one a device: one at a time (``_lock``), each with the current stream that the forward had.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...transport import NotSupported
+from ..edges.outlet import keep_apart
+from ..plan.program import Machine
+from ..wire.header import CLEAR, GRAD, Header, MicroBatch
+from .flow import Duty, Flow, Route, Source
+from .tasks import ALONE, Agenda, Batch, Task
+
+Watched = list[tuple[str, torch.Tensor, int]]
+"""Name, tensor and its version: what must not be written in place."""
+
+
+class Arrive(torch.autograd.Function):
+    """Makes a tensor that came from elsewhere part of the graph here, without a copy, and hands its gradient on the moment it
+    is known."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], deliver: Callable[[Any], None]) -> torch.Tensor:
+        # In a list, so that autograd does not see it as an input: the result may then be written in place.
+        ctx.deliver = deliver
+        return tensor[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        ctx.deliver(grads[0])
+        return None, None, None
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+class Run:
+    """Belongs to the thread of its agenda, which takes the tasks that have become possible. ``micro``: which part of ``batch``
+    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``clear``: its gradients
+    say so to others (``header.CLEAR``)."""
+
+    def __init__(self, flow: Flow, header: Header, machine: Machine, agenda: Agenda, batch: Batch | None = None) -> None:
+        self.flow, self.machine, self.agenda, self.batch = flow, machine, agenda, batch
+        self.sequence, self.mode, self.commands, self.place = header.sequence, header.mode, header.commands, header.place
+        self.micro = MicroBatch.unpack(self.place) if self.place else ALONE
+        self.grad = bool(header.flags & GRAD)
+        self._lock = threading.Lock() if flow.gpus else None
+        self.zero_due = False
+        self.clear = False
+        self._values: dict[str, torch.Tensor] = {}
+        self._users_left: dict[str, int] = {}
+        self._shared: set[str] = set()
+        self._missing = flow.missing.copy()
+        self._gradients_missing = flow.gradients_missing.copy()
+        self._outputs: dict[int, dict[str, torch.Tensor]] = {}
+        self._grads: dict[str, torch.Tensor | None] = {}
+        self._undelivered: dict[int, set[str]] = {}
+        self._parts: dict[str, dict[Source, torch.Tensor | None]] = {}
+        self.forwards_left = len(flow.duties)
+        self.backwards_left = flow.backwards if self.grad else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.forwards_left == 0 and self.backwards_left == 0
+
+    def missing(self, unreported: set[str]) -> str:
+        """What it waits for, for people. ``unreported``: workers whose report of the backward is missing too."""
+        waiting = [
+            f"{duty.segment} lacks {left} {what}"
+            for what, counts, needed in (
+                ("inputs", self._missing, True),
+                ("gradients", self._gradients_missing, self.grad),
+            )
+            for duty, left in zip(self.flow.duties, counts)
+            if needed and left > 0
+        ]
+        return "; ".join([*waiting, *(f"{worker!r} has not finished its backward" for worker in sorted(unreported))])
+
+    def drop(self) -> None:
+        """Forget everything: graphs and landed values die, their slots become free."""
+        self._values.clear()
+        self._parts.clear()
+        self._outputs.clear()
+        self._grads.clear()
+
+    # -- forward
+
+    def arrived(self, name: str, tensor: torch.Tensor | None, commands: int, shared: bool = False) -> None:
+        """An activation is here; ``None`` for a trigger. ``shared``: its sender still reads it, see ``header.SHARED``."""
+        if commands > self.commands:
+            self.commands = commands
+        if shared:
+            self._shared.add(name)
+        if tensor is not None:
+            self._values[name] = tensor
+        missing = self._missing
+        for duty in self.flow.routes[name].users:
+            missing[duty.at] -= 1
+            if missing[duty.at] == 0:
+                self.agenda.add(Task(self, duty, False, self.commands))
+
+    def forward(self, duty: Duty) -> dict[str, Any]:
+        """Run a segment; what is left of its tensors comes back by name."""
+        grad = self.grad and duty.backward
+        outputs: dict[str, torch.Tensor] = {}
+        with torch.set_grad_enabled(grad):
+            env, watched = self._take_inputs(duty, grad)
+
+            def produced(name: str, tensor: torch.Tensor) -> None:
+                route = duty.outputs.get(name)
+                if route is not None:
+                    outputs[name] = tensor
+                    watched.append((name, tensor, tensor._version))
+                    if production is not None:
+                        production.made(name, tensor)
+                    self._emit(name, tensor, route)
+
+            production = self.flow.production(duty, self.mode, grad)
+            self._given(duty, env, produced)
+            if production is None:
+                self.machine.run(duty.segment.instructions, env, produced)
+            else:
+                try:
+                    self.machine.run(duty.segment.instructions, env, produced, production.around)
+                finally:
+                    production.finish()
+        for name, tensor, version in watched:
+            if tensor._version != version:
+                raise NotSupported(
+                    f"{name} is written in place by {duty.segment}, and used elsewhere too",
+                    hint="use operations that make a new tensor there, for example ReLU(inplace=False)",
+                )
+        if grad:
+            self._outputs[duty.at] = outputs
+        self.forwards_left -= 1
+        return env
+
+    def _given(self, duty: Duty, env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
+        """Put into ``env`` what is neither an input from elsewhere nor made by an instruction."""
+
+    def _take_inputs(self, duty: Duty, grad: bool) -> tuple[dict[str, Any], Watched]:
+        env: dict[str, Any] = {}
+        watched: Watched = []
+        for given in duty.inputs:
+            name = given.name
+            if given.users == 1:
+                tensor = self._values.pop(name)
+            else:
+                left = self._users_left[name] = self._users_left.get(name, given.users) - 1
+                tensor = self._values.pop(name) if left == 0 else self._values[name].detach()
+            if given.watched or name in self._shared:
+                watched.append((name, tensor, tensor._version))
+            if grad and given.differentiable:
+                self._undelivered.setdefault(duty.at, set()).add(name)
+                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(name, duty))
+            env[name] = tensor
+        return env, watched
+
+    def _emit(self, name: str, tensor: torch.Tensor, route: Route) -> None:
+        if route.sends:
+            header = self._header()
+            for outlet in route.sends:
+                outlet.send(header, tensor)
+        if route.users:
+            self.arrived(name, tensor.detach(), self.commands)
+
+    def _emit_trigger(self, route: Route) -> None:
+        for outlet in route.sends:
+            outlet.send(self._header())
+
+    def _header(self) -> Header:
+        return Header.activation(self.sequence, self.grad, self.mode, self.commands, self.place)
+
+    # -- backward
+
+    def landed_gradient(self, value: str, source: Source, header: Header, grad: torch.Tensor | None) -> None:
+        """A contribution has come from another worker."""
+        if header.flags & CLEAR and not self.clear:
+            self.clear = self.zero_due = True
+        self.gradient(value, source, grad, header.commands)
+
+    def gradient(self, name: str, source: Source, grad: torch.Tensor | None, commands: int) -> None:
+        """One contribution to the gradient of a value."""
+        if commands > self.commands:
+            self.commands = commands
+        route = self.flow.routes[name]
+        total = grad
+        if len(route.sources) > 1:
+            parts = self._parts.setdefault(name, {})
+            parts[source] = grad
+            if len(parts) < len(route.sources):
+                return
+            del self._parts[name]
+            total = None
+            for key in route.sources:
+                part = parts[key]
+                if part is not None:
+                    total = part if total is None else total + part
+        duty = route.producer
+        if duty is None:
+            assert route.back is not None
+            route.back.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands), total)
+            return
+        self._grads[name] = total
+        left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1
+        if left == 0:
+            self.agenda.add(Task(self, duty, True, self.commands))
+
+    def backward(self, duty: Duty) -> None:
+        roots, grads = self._roots(duty)
+        if roots:
+            torch.autograd.backward(roots, grads)
+            keep_apart(self.flow.unread, self.machine.parameters)
+        undelivered = self._undelivered.pop(duty.at, None)
+        if undelivered:
+            for name in sorted(undelivered):
+                self.gradient(name, (duty.segment.number, 0), None, self.commands)
+        self.backwards_left -= 1
+
+    def _roots(self, duty: Duty) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """What the backward of this segment starts from."""
+        roots: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
+        for name, tensor in self._outputs.pop(duty.at, {}).items():
+            grad = self._grads.pop(name, None)
+            if grad is not None and tensor.requires_grad:
+                roots.append(tensor)
+                grads.append(grad)
+        return roots, grads
+
+    def _deliverer(self, name: str, duty: Duty) -> Callable[[torch.Tensor | None], None]:
+        """What takes the gradient of an input. Called by the engine in the backward of this segment: by this thread, or, for
+        tensors on an accelerator, by one that the engine has for that (invariant 4)."""
+
+        def deliver(grad: torch.Tensor | None) -> None:
+            undelivered = self._undelivered.get(duty.at, ())
+            if name not in undelivered:
+                raise NotSupported(
+                    f"a second backward through {duty.segment}", hint="retain_graph does not reach other workers"
+                )
+            undelivered.discard(name)  # type: ignore[union-attr]
+            self.gradient(name, (duty.segment.number, 0), None if grad is None else grad.detach(), self.commands)
+
+        lock = self._lock
+        if lock is None:
+            return deliver
+
+        def deliver_alone(grad: torch.Tensor | None) -> None:
+            with lock:
+                deliver(grad)
+
+        return deliver_alone

@@ -1,0 +1,117 @@
+"""Which task comes next at one worker.
+
+Invariants:
+1. A task starts when the commands that come before it have been applied.
+2. Every segment takes the micro-batches of a batch in their order, forward and backward. So gradients add up, statistics run
+   and random numbers are drawn per segment as if they went one after another.
+3. At most ``max(1, window - level)`` micro-batches are between the forward and the backward of a segment.
+4. Among the tasks that may start, backwards come before forwards, and earlier sequences first.
+
+Rules 2 to 4 are the 1F1B order (PipeDream-Flush, Megatron-LM), driven by what arrives instead of by a table: with the caller's
+``window`` of as many micro-batches as the pipeline has levels, the last level alternates, and level l first runs window - l
+forwards. None of them can block: what a task waits for under 2 and 3 belongs to an earlier micro-batch, and so does what holds
+a slot that a message of this one waits for, as every edge carries the micro-batches in their order. By induction over the index
+all of them finish, with whatever number of slots; the second one is for what outlives its micro-batch: an input that a part
+keeps until the next one, a gradient that stays some parameter's ``.grad``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..edges import observer
+from ..wire.header import MicroBatch
+from .flow import Duty, Flow
+
+
+class Runs(Protocol):
+    """One forward and backward at one worker: ``run.Run``."""
+
+    flow: Flow
+    sequence: int
+    micro: MicroBatch
+    batch: Batch | None
+
+    def forward(self, duty: Duty, /) -> object: ...
+    def backward(self, duty: Duty, /) -> None: ...
+
+
+class Batch:
+    """The micro-batches of one batch at one worker: how many have been through each of its segments. ``first``: sequence of the
+    first of ``count``."""
+
+    __slots__ = ("backwards", "count", "first", "forwards", "window")
+
+    def __init__(self, first: int, count: int, window: int, duties: int) -> None:
+        self.first, self.count, self.window = first, count, window
+        self.forwards = [0] * duties
+        self.backwards = [0] * duties
+
+    def allows(self, task: Task) -> bool:
+        duty, index = task.duty, task.run.micro.number
+        done = self.backwards[duty.at]
+        if task.backward:
+            return done == index
+        begun = self.forwards[duty.at]
+        return begun == index and not (duty.backward and begun - done >= max(1, self.window - duty.level))
+
+    def ran(self, task: Task) -> None:
+        (self.backwards if task.backward else self.forwards)[task.duty.at] += 1
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A segment whose inputs (backward: whose gradients) are here; it may start once ``commands`` commands have been
+    applied."""
+
+    run: Runs
+    duty: Duty
+    backward: bool
+    commands: int
+
+    def start(self) -> None:
+        go = self.run.backward if self.backward else self.run.forward
+        seen = observer.current
+        if seen is None:
+            go(self.duty)
+            return
+        way, segment = "backward" if self.backward else "forward", self.duty.segment
+        about = {"forward": self.run.sequence, "segment": str(segment)}
+        with seen.span(f"{way} segment {segment.number}", about, self.run.flow.gpus):
+            go(self.duty)
+
+
+class Agenda:
+    """The tasks of one worker. Belongs to one thread."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def add(self, task: Task) -> None:
+        self._tasks.append(task)
+
+    def next(self, commands: int) -> Task | None:
+        """Take the task that is to start now, after so many commands."""
+        best: Task | None = None
+        for task in self._tasks:
+            if task.commands > commands or (task.run.batch is not None and not task.run.batch.allows(task)):
+                continue
+            if best is None or (not task.backward, task.run.sequence) < (not best.backward, best.run.sequence):
+                best = task
+        if best is not None:
+            self._tasks.remove(best)
+        return best
+
+    def forget(self, run: Runs) -> None:
+        """Its tasks never start."""
+        self._tasks = [task for task in self._tasks if task.run is not run]
+
+    def clear(self) -> None:
+        self._tasks.clear()
+
+
+ALONE = MicroBatch(0, 0, 0)
+"""A forward of its own."""
