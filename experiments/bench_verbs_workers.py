@@ -145,7 +145,7 @@ class Calls:
 
 def measure(rpc: Any, end: End, job: dict[str, Any], launcher: Launcher) -> None:
     """The rounds as worker0 drives them."""
-    from rdmarpc import agent
+    from rdmarpc.calls import agent
 
     samples, calls, size = Samples(), Calls(), job["call"]
     tensors = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 from .bench_cells import CELLS, turns
 from .bench_end import End

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rdmarpc import slurm
+from rdmarpc.group import slurm
 
 from .processes import Launcher, OnEvent
 

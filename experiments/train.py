@@ -21,7 +21,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from rdmarpc import slurm, transfers
+from rdmarpc import transfers
+from rdmarpc.group import slurm
 
 from . import data, launched, torch_rpc, worker
 from .processes import Group, WorkerFailed, run_job

@@ -21,10 +21,11 @@ from .api import (
     rpc_sync,
     shutdown,
 )
-from .debug import counters, debug_info, explain
+from .ground.worker_info import WorkerInfo
+from .message.permits import NotAllowed
+from .observe.debug import counters, debug_info, explain
 from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from .permits import NotAllowed
-from .rref import RRef
+from .references.handle import RRef
 from .transport import (
     ArenaFull,
     AuthenticationError,
@@ -36,12 +37,11 @@ from .transport import (
     TlsOptions,
     TransferTimeout,
 )
-from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from .balance import auto_placement
-    from .served import serve
-    from .wrapped_model import wrap
+    from .served.model import serve
+    from .wrapped.balance import auto_placement
+    from .wrapped.model import wrap
 
 __all__ = [
     "ArenaFull",
@@ -91,7 +91,7 @@ __all__ = [
 ]
 
 
-_LATE = {"auto_placement": ".balance", "serve": ".served", "wrap": ".wrapped_model"}
+_LATE = {"auto_placement": ".wrapped.balance", "serve": ".served.model", "wrap": ".wrapped.model"}
 
 
 def __getattr__(name: str) -> Any:

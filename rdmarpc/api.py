@@ -16,19 +16,21 @@ from typing import Any
 
 import torch
 
-from . import agent as _agent
-from . import autograd, debug, exits, here, timeline
-from . import script as _script  # noqa: F401 (says how TorchScript travels)
-from .agent import Agent
+from . import autograd, timeline
+from .calls import agent as _agent
+from .calls.agent import Agent
+from .calls.pending import Future
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT
-from .future import Future
-from .gather import _all_gather
-from .gather import _barrier as _barrier
+from .ground import exits, here
+from .ground.worker_info import WorkerInfo
+from .group.gather import _all_gather
+from .group.gather import _barrier as _barrier
+from .message import script as _script  # noqa: F401 (says how TorchScript travels)
+from .observe import debug
 from .options import BackendType, RpcBackendOptions
-from .rref import RRef, over
+from .references.handle import RRef, over
 from .transport import PeerLost, RdmaError
 from .transport.peers.guard import hint_for, need_descriptors
-from .worker_info import WorkerInfo
 
 _DESCRIPTORS = 32
 """What a worker of a small group takes: its store, its device, the connections to one or two others."""

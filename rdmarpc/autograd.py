@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from . import agent as _agent
-from . import grad_flow
-from .grad_context import Context, current
-from .grad_error import BackwardError as BackwardError
-from .grad_record import edge
-from .grad_roots import check_types, scalars
+from .calls import agent as _agent
+from .gradients import waves
+from .gradients.context import Context, current
+from .gradients.error import BackwardError as BackwardError
+from .gradients.record import edge
+from .gradients.roots import check_types, scalars
 
 _NOT_INITIALIZED = "Need to initialize distributed autograd using torch.distributed.autograd.init()"
 
@@ -50,7 +50,7 @@ def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ..
     ``retain_graph``, but what ran before the failure has added its gradients: to begin anew, take a new context."""
     check_types(context_id, roots)
     found = _find(context_id)
-    grad_flow.backward(_agent.current(), found, scalars(roots), retain_graph)
+    waves.backward(_agent.current(), found, scalars(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import serialize as _pickling
+from .message import serialize as _pickling
 
 
 class PythonUDF(NamedTuple):

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed import _remote_device
 from torch.utils import _pytree as pytree
 
-from . import agent as _agent
-from . import permits, serialize
+from .calls import agent as _agent
 from .functions import async_execution
-from .futures import fail, mapped
-from .here import Call
-from .rref import RRef, ask, check, fork_of, over
+from .ground.futures import fail, mapped
+from .ground.here import Call
+from .message import permits, serialize
+from .references.handle import RRef, ask, check, fork_of, over
 from .transport import bare
 
 __all__ = ["RemoteModule"]

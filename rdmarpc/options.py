@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from . import constants
-from . import device_maps as _devices
-from .device_maps import DeviceLike, DeviceMap
-from .permits import Permits
+from .ground import device_maps as _devices
+from .ground.device_maps import DeviceLike, DeviceMap
+from .message.permits import Permits
 from .transport import TlsOptions, check_require, check_secret, check_tls
 
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from . import agent as _agent
-from . import trace_events, traced_steps
-from .agent import Agent
+from .calls import agent as _agent
+from .calls.agent import Agent
 from .functions import async_execution
-from .traced import Calls
+from .observe import events, steps
+from .observe.calls import Calls
 from .transport import RdmaError, host_id
 
 _LIMIT = 300_000
@@ -59,7 +59,7 @@ class Timeline:
         wall = time.time_ns() - time.monotonic_ns()
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.observe(self._calls)
-        self._steps = traced_steps.attach(self)
+        self._steps = steps.attach(self)
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
@@ -101,13 +101,13 @@ class Timeline:
             self._stopped = time.monotonic_ns()
             del self.agent.device.count_staged
 
-    def trace(self) -> trace_events.Trace:
+    def trace(self) -> events.Trace:
         """What was recorded. After ``stop``."""
         records = list(self._records)
         worker = self._worker | {"dropped": next(self._count) - len(records)}
         for serving in list(self._calls.serving_now.values()):
             records.append(("served", *serving.key, serving.track, *serving.spans(self._stopped)))
-        return trace_events.trace_of(worker, records, self._tracks, self._stopped)
+        return events.trace_of(worker, records, self._tracks, self._stopped)
 
     # -- the whole group's
 
@@ -136,7 +136,7 @@ class Timeline:
             except RdmaError:
                 pass
         path = self.path if self.path.suffix == ".json" else self.path / "timeline.json"
-        self._kept = _try_to_save(trace_events.merge(traces), path)
+        self._kept = _try_to_save(events.merge(traces), path)
         return [trace["otherData"]["workers"][0]["rank"] for trace in traces] if self._kept else []
 
     def close(self) -> None:
@@ -150,10 +150,10 @@ class Timeline:
         _try_to_save(self.trace(), own)
 
 
-def _try_to_save(trace: trace_events.Trace, path: Path) -> bool:
+def _try_to_save(trace: events.Trace, path: Path) -> bool:
     """A run does not fail for want of its picture."""
     try:
-        trace_events.save(trace, path)
+        events.save(trace, path)
         return True
     except OSError as error:
         warnings.warn(f"the timeline could not be written: {error}", stacklevel=2)
@@ -170,7 +170,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[Timeline]:
         yield line
     finally:
         line.stop()
-        trace_events.save(line.trace(), Path(path))
+        events.save(line.trace(), Path(path))
 
 
 def for_run(agent: Agent) -> Timeline | None:
@@ -215,8 +215,8 @@ def main(arguments: list[str]) -> None:
     merging.add_argument("-o", "--output", type=Path, default=Path("timeline.json"))
     given = parser.parse_args(arguments)
     try:
-        merged = trace_events.merge([trace_events.load(path) for path in given.files])
-        trace_events.save(merged, given.output)
+        merged = events.merge([events.load(path) for path in given.files])
+        events.save(merged, given.output)
     except (ValueError, OSError) as error:
         sys.exit(f"rdmarpc timeline: {error}")
     print(f"{given.output}: {len(merged['otherData']['workers'])} workers, {len(merged['traceEvents'])} events")

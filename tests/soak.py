@@ -26,7 +26,7 @@ import torch
 from forks import forks
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 _SLACK = {"anonymous_mib": 8.0, "rss_mib": 48.0, "arena_mib": 4.0, "fds": 4.0, "threads": 4.0, "rrefs": 8.0, "pending": 8.0}
 """How far the last samples may lie above the first: allocators are not exact, and the resident set counts pages of the peers'

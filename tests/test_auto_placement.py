@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rdmarpc import auto_placement
-from rdmarpc.balance import _Seconds, partition
-from rdmarpc.placing import resolve
+from rdmarpc.wrapped.balance import _Seconds, partition
+from rdmarpc.wrapped.placing import resolve
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
 from test_capture import Gpt, Nested
@@ -111,7 +111,7 @@ class Tick(torch.autograd.Function):
 
 def test_by_time(monkeypatch):
     # By bytes the linear layers are the weight; by time the busy ones.
-    monkeypatch.setattr("rdmarpc.balance.perf_counter", lambda: Busy.clock)
+    monkeypatch.setattr("rdmarpc.wrapped.balance.perf_counter", lambda: Busy.clock)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Busy(), nn.BatchNorm1d(64), Busy())
     x = torch.randn(64, 64)
     before = {key: value.clone() for key, value in net.state_dict().items()}

@@ -14,7 +14,7 @@ import torch
 from test_wrap import CASES, train
 
 import rdmarpc as rpc
-from rdmarpc import here
+from rdmarpc.ground import here
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.nic import sysfs
 

@@ -20,7 +20,7 @@ from rdmarpc.graph.show import describe as transfers
 from rdmarpc.graph.show.describe import describe
 from rdmarpc.graph.trace.capture import TensorSpec
 from rdmarpc.graph.trace.methods import capture_by, methods_of
-from rdmarpc.placing import resolve
+from rdmarpc.wrapped.placing import resolve
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import results, run_group

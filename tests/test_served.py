@@ -21,9 +21,9 @@ from halt import halt
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import serving
-from rdmarpc.served import place, state_of
-from rdmarpc.servers import _open
+from rdmarpc.served import serving
+from rdmarpc.served.model import place, state_of
+from rdmarpc.served.servers import _open
 from rdmarpc.transport import PeerLost
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))

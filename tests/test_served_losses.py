@@ -19,9 +19,10 @@ from halt import halt
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import agent, serving
+from rdmarpc.calls import agent
 from rdmarpc.graph.servers.server import Server
-from rdmarpc.served import ServedModel
+from rdmarpc.served import serving
+from rdmarpc.served.model import ServedModel
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import Meeting, die, on_every_device, results, run_group

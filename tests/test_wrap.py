@@ -19,7 +19,9 @@ import wrap_models as models
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import agent, here, wrap
+from rdmarpc import wrap
+from rdmarpc.calls import agent
+from rdmarpc.ground import here
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import die, may_stage, results, run_group

@@ -14,7 +14,7 @@ from test_wrap import STEADY, assert_same_state, both, drive
 from torch import nn
 
 from rdmarpc import wrap
-from rdmarpc.signature import OWN_PLANS
+from rdmarpc.wrapped.signature import OWN_PLANS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import rdmarpc as rpc
 from rdmarpc import wrap
-from rdmarpc.here import current
+from rdmarpc.ground.here import current
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["tcp", "cuda"]

@@ -17,8 +17,9 @@ from test_wrap import assert_same_state, batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import here, wrap
-from rdmarpc import parts as _parts
+from rdmarpc import wrap
+from rdmarpc.ground import here
+from rdmarpc.wrapped import owner as _parts
 
 CHAIN = {"0": "worker1", "2": "worker2", "4": "worker1"}
 

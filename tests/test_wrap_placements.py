@@ -13,7 +13,8 @@ from test_wrap import STEADY, assert_same_state, batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import here, wrap
+from rdmarpc import wrap
+from rdmarpc.ground import here
 
 sys.path.insert(0, str(Path(__file__).parent / "graph"))
 from test_capture import NESTED, Gpt, Nested

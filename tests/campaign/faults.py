@@ -109,7 +109,7 @@ class Saboteur(threading.Thread):
 
     def _delay(self, fault: Fault) -> None:
         """Frames are sent and read late."""
-        from rdmarpc.link import Link
+        from rdmarpc.links.ring import Link
 
         chance = random.Random(self._scene.trial.number)
         until = time.monotonic() + fault.seconds

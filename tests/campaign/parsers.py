@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rdmarpc import layout, remote_error, serialize, tensors
+from rdmarpc.calls import errors
 from rdmarpc.graph.wire.header import Header, MicroBatch
 from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
-from rdmarpc.link import RING_BYTES, Link
-from rdmarpc.members import Record
-from rdmarpc.rref_mail import DELETE, FORK, Mail
-from rdmarpc.tensors import load_places
+from rdmarpc.ground.worker_info import WorkerInfo
+from rdmarpc.group.members import Record
+from rdmarpc.links.ring import RING_BYTES, Link
+from rdmarpc.message import layout, serialize, tensors
+from rdmarpc.message.tensors import load_places
+from rdmarpc.references.mail import DELETE, FORK, Mail
 from rdmarpc.transport import ArenaFull, RdmaError, RemoteAccessError, RemoteRegion, Window, open_device
 from rdmarpc.transport.verbs import control
-from rdmarpc.worker_info import WorkerInfo
 
 LIMIT_BYTES = 64 << 20
 """What a parser may allocate: ``_Memory`` has no more."""
@@ -187,7 +188,7 @@ def _errors() -> list[bytes]:
         try:
             raise error
         except Exception as raised:
-            found.append(remote_error.dump(raised, WorkerInfo("worker1", 1)))
+            found.append(errors.dump(raised, WorkerInfo("worker1", 1)))
     return found
 
 
@@ -216,7 +217,7 @@ def parsers() -> list[Parser]:
         Parser("layout.decode", _layouts(), _rebuild, anything),
         Parser("tensors.unpack", messages, _unpack, anything),
         Parser("serialize.loads", dumped, lambda data: serialize.loads(data, [torch.ones(3)], [], []), anything),
-        Parser("remote_error.rebuild", _errors(), remote_error.rebuild, anything),
+        Parser("remote_error.rebuild", _errors(), errors.rebuild, anything),
         Parser("Record.load", records, _record, (RdmaError, ValueError, TypeError)),
         Parser("Header.read", [bytes(header)], lambda data: Header.read(memoryview(data.ljust(64, b"\0"))), ()),
         Parser(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import rdmarpc as rpc
-from rdmarpc.link import RING
+from rdmarpc.links.ring import RING
 from rdmarpc.transport.shm.channel import ShmChannel
 from rdmarpc.transport.tcp.channel import TcpChannel
 

@@ -144,10 +144,10 @@ def _substitute_autograd() -> None:
     import torch.distributed.autograd
 
     import rdmarpc
-    from rdmarpc import grad_record
+    from rdmarpc.gradients import record
 
     # Nodes are told apart by their names there.
-    grad_record.RECEIVED.name = lambda node: "torch::distributed::autograd::RecvRpcBackward"
+    record.RECEIVED.name = lambda node: "torch::distributed::autograd::RecvRpcBackward"
     name = "torch.distributed.autograd"
     torch.distributed.autograd = sys.modules[name] = StandIn(name, rdmarpc.autograd)  # type: ignore[assignment]
 

@@ -18,7 +18,7 @@ from typing import Any
 import gpu
 from forks import forks
 
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 
 @dataclass

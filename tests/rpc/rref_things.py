@@ -9,8 +9,8 @@ import time
 import torch
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.rref_forks import Fork
+from rdmarpc.calls import agent
+from rdmarpc.references.forks import Fork
 
 
 def unsettled(store):

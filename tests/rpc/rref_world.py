@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 from rref_things import gaps, unsent, unsettled
 
-from rdmarpc import serialize
-from rdmarpc.rref_context import RRefContext
-from rdmarpc.rref_store import LOCAL_BITS
+from rdmarpc.message import serialize
+from rdmarpc.references.context import RRefContext
+from rdmarpc.references.store import LOCAL_BITS
 
 
 class Value:

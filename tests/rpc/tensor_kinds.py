@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from rdmarpc import layout
+from rdmarpc.message import layout
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTISED, key=str)

@@ -16,9 +16,12 @@ from allowed_things import Failure, Net, Point, add, cached, called_with, dictio
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import autograd, nn, parts, permits, rref
+from rdmarpc import autograd, nn
+from rdmarpc.message import permits
+from rdmarpc.message.permits import NotAllowed, Permits
 from rdmarpc.optim import DistributedOptimizer
-from rdmarpc.permits import NotAllowed, Permits
+from rdmarpc.references import handle
+from rdmarpc.wrapped import owner
 
 ALLOW = [allowed_things, torch.add, torch.nn.functional.relu, torch.optim.SGD]
 
@@ -100,16 +103,16 @@ ATTACKS = [
     Evil("torch._utils", "_rebuild_from_type_v2", add, Point, (1,), {}),
     Evil("torch._utils", "_import_dotted_name", "os.system"),
     Evil("torch._C", "_VariableFunctionsClass.add", 1, 2),
-    Evil("rdmarpc.script", "_find", "os", "system"),
-    Evil("rdmarpc.script", "_load", b""),
-    Evil("rdmarpc.rref", "_fetch", 1),
-    Evil("rdmarpc.grad_flow", "_deliver", 0, b"", b""),
-    Evil("rdmarpc.rref_proxy", "_run", None, "name", (), {}),
-    Evil("rdmarpc.parts", "open_model", "m", "c", b"", [], [], 1.0),
+    Evil("rdmarpc.message.script", "_find", "os", "system"),
+    Evil("rdmarpc.message.script", "_load", b""),
+    Evil("rdmarpc.references.handle", "_fetch", 1),
+    Evil("rdmarpc.gradients.waves", "_deliver", 0, b"", b""),
+    Evil("rdmarpc.references.proxy", "_run", None, "name", (), {}),
+    Evil("rdmarpc.wrapped.owner", "open_model", "m", "c", b"", [], [], 1.0),
     Evil("rdmarpc.graph.plan.program", "find_function", "os:system"),
     Evil("rdmarpc.graph.work.host", "Host"),
-    Evil("rdmarpc.permits", "use", None),
-    Evil("rdmarpc.agent", "current"),
+    Evil("rdmarpc.message.permits", "use", None),
+    Evil("rdmarpc.calls.agent", "current"),
     Evil("cloudpickle.cloudpickle", "_make_function"),
     Evil("cloudpickle.cloudpickle", "subimport", "os"),
     # By way of an allowed module.
@@ -161,7 +164,7 @@ def test_named_in_the_ways_that_old_pickles_have():
 def test_classes_and_functions_are_not_built():
     """BUILD sets attributes of whatever it is given."""
     permitted = Permits(ALLOW)
-    for module, name in (("allowed_things", "Point"), ("allowed_things", "add"), ("rdmarpc.incoming", "landed")):
+    for module, name in (("allowed_things", "Point"), ("allowed_things", "add"), ("rdmarpc.message.incoming", "landed")):
         for state in (b"}(X\x01\x00\x00\x00xX\x01\x00\x00\x00yu", b"N}(X\x01\x00\x00\x00xX\x01\x00\x00\x00yu\x86"):
             with pytest.raises((NotAllowed, TypeError, AttributeError)):
                 permitted.loads(b"\x80\x04c" + f"{module}\n{name}\n".encode() + state + b"b.")
@@ -279,7 +282,7 @@ def requests():
         (Bomb, ()),
         (eval, ("1",)),
         (scripted, (tensor,)),
-        (called_with, (rref._fetch, 0)),
+        (called_with, (handle._fetch, 0)),
     ):
         with pytest.raises(NotAllowed, match="is not among what this worker allows"):
             rpc.rpc_sync("worker1", function, args)
@@ -312,7 +315,7 @@ def requests():
         optimizer.step(context_id)
     assert net.forward(tensor.detach()).tolist() == [0, 0.5, 0]
     with pytest.raises(NotAllowed, match=r"rdmarpc\.parts"):
-        rpc.rpc_sync("worker1", parts.ask_model, ("m", "notes", ()))
+        rpc.rpc_sync("worker1", owner.ask_model, ("m", "notes", ()))
     assert rpc.rpc_sync("worker1", where) != 0
     return rpc.counters()["refused_names"]
 

@@ -13,7 +13,8 @@ from group import die, dismiss, results, run_group, until_dismissed
 from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
+from rdmarpc import autograd
+from rdmarpc.calls import agent
 
 LIMIT_S = 10.0
 

@@ -16,8 +16,9 @@ from test_autograd_many import at_once
 from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
-from rdmarpc.frames import ERROR, REQUEST, RESPONSE
+from rdmarpc import autograd
+from rdmarpc.calls import agent
+from rdmarpc.links.frames import ERROR, REQUEST, RESPONSE
 
 WORKERS, THREADS, CONTEXTS = 4, 3, 8
 SIZE = 3000  # doubles: goes to landing places

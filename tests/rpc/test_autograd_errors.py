@@ -17,8 +17,9 @@ from test_autograd_contexts import gone_everywhere, known
 from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
+from rdmarpc import autograd
 from rdmarpc.autograd import BackwardError
+from rdmarpc.calls import agent
 
 PEER_TIMEOUT_S = 2.0
 

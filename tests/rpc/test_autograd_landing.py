@@ -7,7 +7,8 @@ import torch
 from group import may_stage, results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
+from rdmarpc import autograd
+from rdmarpc.calls import agent
 
 ROWS, WIDTH = 100, 300
 SMALL = 100_000  # bytes: frames, and what rides in them

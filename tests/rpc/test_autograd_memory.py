@@ -15,7 +15,8 @@ from test_autograd_contexts import gone_everywhere
 from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
+from rdmarpc import autograd
+from rdmarpc.calls import agent
 
 SIZE = 1 << 18  # of a large activation, in float32: 1 MiB
 STEPS = 500

@@ -12,8 +12,10 @@ from grad_programs import TABLES, Run, Table, by_value, program
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd, grad_graph
-from rdmarpc.grad_pass import Pass
+from rdmarpc import autograd
+from rdmarpc.calls import agent
+from rdmarpc.gradients import graph
+from rdmarpc.gradients.local import Pass
 
 WORKERS = 3
 WEIGHTS = torch.arange(9, dtype=torch.float64).reshape(3, 3) - 3
@@ -23,7 +25,7 @@ paths: Counter[str] = Counter()
 
 
 def watch() -> None:
-    part, everything, expect, quiet = Pass._run_part, Pass._run_all, Pass.expect, grad_graph._Quiet.__call__
+    part, everything, expect, quiet = Pass._run_part, Pass._run_all, Pass.expect, graph._Quiet.__call__
 
     def run_part(self: Pass, taken: Any, nodes: Any) -> None:
         paths["partial"] += 1
@@ -41,11 +43,11 @@ def watch() -> None:
         expect(self, messages)
 
     def called(self: Any, gradient: Any) -> Any:
-        run = grad_graph.engaged.run
+        run = graph.engaged.run
         paths["quiet hooks"] += run is not None and self._leaf_id in run.collected
         return quiet(self, gradient)
 
-    Pass._run_part, Pass._run_all, Pass.expect, grad_graph._Quiet.__call__ = run_part, run_all, expecting, called
+    Pass._run_part, Pass._run_all, Pass.expect, graph._Quiet.__call__ = run_part, run_all, expecting, called
 
 
 def total(tensors: list[torch.Tensor]) -> torch.Tensor:

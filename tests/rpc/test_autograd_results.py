@@ -12,7 +12,8 @@ from group import results, run_group
 from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd
+from rdmarpc import autograd
+from rdmarpc.calls import agent
 
 FAR_S = 100.0  # a limit of calls that is longer than the test's own
 

@@ -12,7 +12,7 @@ from called import identity, no_result, slow
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 DEVICES = ["shm", "tcp"]
 

@@ -17,7 +17,7 @@ from group import dismiss, on_every_device, until_dismissed
 from timing import after
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 from rdmarpc.nn import RemoteModule
 
 DEADLINE, MARGIN, HELD = 2.0, 1.5, 4.5

@@ -19,11 +19,11 @@ from torch.optim.swa_utils import SWALR
 
 import rdmarpc as rpc
 from rdmarpc import autograd
-from rdmarpc.grad_context import current
+from rdmarpc.gradients.context import current
 from rdmarpc.graph.work.remote_update import hyperparameters
-from rdmarpc.local_optimizer import LocalOptimizer
 from rdmarpc.nn import RemoteModule
 from rdmarpc.optim import DistributedOptimizer
+from rdmarpc.optim.local import LocalOptimizer
 
 OWNERS = ("worker1", "worker2", "worker0")
 """Of parameters 0, 1, 2, 0, ...: worker 0 is the one that steps."""

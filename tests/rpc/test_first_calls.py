@@ -10,7 +10,8 @@ import torch
 from group import die, on_every_device, results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent, progress
+from rdmarpc.calls import agent
+from rdmarpc.links import progress
 
 WORKERS, ROUNDS = 4, 12
 

@@ -17,7 +17,7 @@ from halt import halt
 from programs import run
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 _WHAT = "ValueError: the first cause"
 

@@ -8,7 +8,7 @@ from called import identity
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 from rdmarpc.transport import RemoteAccessError, RemoteRegion
 
 DEVICES = ["shm", "tcp"]

@@ -18,8 +18,10 @@ from rref_things import Thing, wait_until_empty
 from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc import agent, autograd, grad_flow, rref_mail, serialize
-from rdmarpc.frames import (
+from rdmarpc import autograd
+from rdmarpc.calls import agent
+from rdmarpc.gradients import waves
+from rdmarpc.links.frames import (
     CONTROL,
     ENDED,
     FLAT,
@@ -33,9 +35,11 @@ from rdmarpc.frames import (
     Head,
     request_payload,
 )
-from rdmarpc.rref import fork_of
-from rdmarpc.rref_forks import Fork
-from rdmarpc.rref_mail import ACCEPT, CHILD, DELETE, FORK, GONE
+from rdmarpc.message import serialize
+from rdmarpc.references import mail as rref_mail
+from rdmarpc.references.forks import Fork
+from rdmarpc.references.handle import fork_of
+from rdmarpc.references.mail import ACCEPT, CHILD, DELETE, FORK, GONE
 
 FLOOD = 1 << 18
 
@@ -96,9 +100,9 @@ def confirms_children(to, child):
 
 def brings_gradients(context, message):
     """Those of a tensor that worker1 got, to worker0."""
-    header = grad_flow._PASS.pack(context, 2, 7, 7, False)
-    heads = grad_flow._ENTRY.pack(message, 1)
-    return repr(have("worker0", grad_flow._deliver, header, heads, torch.full((3,), 100.0))[0])
+    header = waves._PASS.pack(context, 2, 7, 7, False)
+    heads = waves._ENTRY.pack(message, 1)
+    return repr(have("worker0", waves._deliver, header, heads, torch.full((3,), 100.0))[0])
 
 
 # -- what ends the link

@@ -13,7 +13,7 @@ from called import identity
 from group import on_every_device, results
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 MIB = 1 << 20
 LIMIT, PIECE = 100 * MIB, 40 * MIB

@@ -16,8 +16,8 @@ from halt import halt
 from timing import after
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.link import QUEUE_BYTES, RING_BYTES
+from rdmarpc.calls import agent
+from rdmarpc.links.ring import QUEUE_BYTES, RING_BYTES
 
 TIMEOUT = 2.0
 PIECE = 30 << 10

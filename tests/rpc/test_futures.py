@@ -11,7 +11,7 @@ import torch
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 
 def add(a, b):

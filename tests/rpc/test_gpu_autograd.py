@@ -110,7 +110,7 @@ def training(rank: int) -> Any:
 
 
 def staged() -> int:
-    from rdmarpc import agent
+    from rdmarpc.calls import agent
 
     return agent.current().counters()["bytes_staged"]
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
 def counters() -> dict[str, int]:
-    from rdmarpc import agent
+    from rdmarpc.calls import agent
 
     return agent.current().counters()
 
@@ -348,7 +348,7 @@ def in_a_capture(rank: int) -> None:
 
 def all_read() -> bool:
     """Whether nobody has still to read GPU memory of this worker."""
-    from rdmarpc.gpu import current
+    from rdmarpc.message.gpu import current
 
     return current is not None and current.settled
 

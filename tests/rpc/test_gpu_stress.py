@@ -13,7 +13,7 @@ import torch
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 THREADS, CALLS = 3, 25

@@ -14,8 +14,8 @@ from group import die, results, run_group
 from rref_things import Thing, forget, give, is_own, keep, kept, make, pair_of, tables, value_of, wait_until_empty
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.rref_forks import Fork
+from rdmarpc.calls import agent
+from rdmarpc.references.forks import Fork
 
 DEVICES = ["shm", "tcp"]
 LIVES = 3

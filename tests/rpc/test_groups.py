@@ -15,7 +15,7 @@ from called import identity, slow
 from group import Meeting, die, results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 DEVICES = ["shm", "tcp"]
 MIXED = r"^RPC group mixes statically and dynamically initialized members which is not supported\.$"
@@ -298,7 +298,7 @@ def test_a_dead_record_blocks_nobody(device):
 
 
 def dies_while_joining(meeting):
-    from rdmarpc.registry import Registry
+    from rdmarpc.group.registry import Registry
 
     if meeting.rank == 1:
         swap = Registry._swap

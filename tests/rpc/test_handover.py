@@ -14,7 +14,7 @@ import torch
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 COUNT = 1 << 16  # floats: 256 KiB
 kept: list[object] = []

@@ -14,7 +14,7 @@ from group import results, run_group
 from rref_things import wait_until_empty
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 
 def interrupt_after(seconds):

@@ -13,7 +13,7 @@ from group import may_stage, results, run_group
 from tensor_kinds import distance
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 DEVICES = ["shm", "tcp"]
 

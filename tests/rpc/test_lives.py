@@ -15,8 +15,8 @@ from called import identity, slow
 from group import die, results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.link import RING_BYTES
+from rdmarpc.calls import agent
+from rdmarpc.links.ring import RING_BYTES
 
 DEVICES = ["shm", "tcp"]
 

@@ -15,7 +15,7 @@ from group import die, dismiss, results, run_group, until_dismissed
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 _MORE_MIB = 64
 

@@ -11,8 +11,8 @@ from called import identity
 from group import dismiss, results, run_group, until_dismissed
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST
+from rdmarpc.calls import agent
+from rdmarpc.links.frames import CONTROL, FORGO, HEAD, REFERENCES, REMOTE, REQUEST
 
 FRAMES = {
     "references without a number": (REFERENCES, CONTROL, b"\1\2\3"),

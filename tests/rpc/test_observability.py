@@ -19,7 +19,9 @@ from group import die, results, run_group
 from torch.profiler import ProfilerActivity, profile
 
 import rdmarpc as rpc
-from rdmarpc import agent, holding, trace_events
+from rdmarpc.calls import agent
+from rdmarpc.links import holding
+from rdmarpc.observe import events as trace_events
 
 arrived, may_go = threading.Event(), threading.Event()
 

@@ -15,7 +15,7 @@ from group import die, results, run_group
 from torch import nn
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 from rdmarpc.nn import RemoteModule
 
 ROWS, WIDTH = 64, 1024  # an activation of float32: 256 KiB

@@ -27,7 +27,7 @@ from rref_things import (
 )
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 # -- sharing
 

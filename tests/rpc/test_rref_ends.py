@@ -16,7 +16,7 @@ from group import die, dismiss, on_every_device, results, run_group, until_dismi
 from rref_things import Thing, forget, give, is_own, keep, kept, tables, value_of, wait_until_empty
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 # -- lost workers
 

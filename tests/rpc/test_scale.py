@@ -13,7 +13,7 @@ from called import identity
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 DEVICES = ["shm", "tcp"]
 MANY = 16

@@ -15,8 +15,8 @@ from called import identity
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import job_secret
-from rdmarpc.links import _HELLO, _HELLO_MAGIC
+from rdmarpc.group import job_secret
+from rdmarpc.links.table import _HELLO, _HELLO_MAGIC
 from rdmarpc.transport import RdmaError, open_device
 
 NOBODY = 65534

@@ -17,7 +17,7 @@ from group import die, dismiss, on_every_device, results, run_group, until_dismi
 from halt import halt
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 
 TIMEOUT = 2.0
 

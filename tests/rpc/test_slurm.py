@@ -8,7 +8,7 @@ import pytest
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import slurm
+from rdmarpc.group import slurm
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rdmarpc import grad_context, handover
-from rdmarpc.grad_context import Context
+from rdmarpc.calls import handover
+from rdmarpc.gradients import context as grad_context
+from rdmarpc.gradients.context import Context
 from rdmarpc.transport import open_device
 from rdmarpc.transport.memory import sole
 

@@ -19,7 +19,7 @@ from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, oth
 from test_landing import counted, counters, steady, takes
 
 import rdmarpc as rpc
-from rdmarpc import sharing
+from rdmarpc.message import sharing
 
 DEVICES = ["shm", "tcp"]
 

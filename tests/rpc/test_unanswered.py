@@ -12,7 +12,7 @@ import torch
 from group import results, run_group
 
 import rdmarpc as rpc
-from rdmarpc import agent
+from rdmarpc.calls import agent
 from rdmarpc.nn import RemoteModule
 
 DEVICES = ["shm", "tcp"]

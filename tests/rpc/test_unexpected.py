@@ -11,8 +11,8 @@ from called import identity
 from group import dismiss, on_every_device, results, run_group, until_dismissed
 
 import rdmarpc as rpc
-from rdmarpc import agent
-from rdmarpc.frames import REQUEST
+from rdmarpc.calls import agent
+from rdmarpc.links.frames import REQUEST
 
 T = 20.0
 

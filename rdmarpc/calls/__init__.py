@@ -1,0 +1,1 @@
+"""One worker: both sides of calling."""

@@ -1,0 +1,496 @@
+"""One worker: its device, its links to the others, and its two sides of calling."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from numbers import Real
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import profiler as torch_profiler
+
+from ..gradients import local
+from ..gradients.context import Contexts
+from ..gradients.context import current as _current_context
+from ..ground import exits, forked, here, streams
+from ..ground.device_maps import Targets
+from ..ground.worker_info import WorkerInfo
+from ..group.group import Group
+from ..group.members import Members
+from ..links import holding
+from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
+from ..links.post import Post
+from ..links.progress import Progress
+from ..links.reading import Handler, Reading
+from ..links.ring import Link
+from ..links.table import Links, listens
+from ..message import gpu, permits, serialize
+from ..options import RpcBackendOptions
+from ..references.carrier import Carrier
+from ..references.context import RRefContext
+from ..references.forks import Fork
+from ..references.store import LOCAL_BITS
+from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout, open_device
+from ..transport.gpu import driver
+from ..transport.peers.guard import Guard
+from . import profiled
+from .callee import Callee
+from .caller import Caller
+from .observer import Observer, Recorder
+from .patience import Patience
+from .pending import Future, Outstanding, Pending, timed_out
+from .termination import Termination
+
+if TYPE_CHECKING:
+    from ..gradients import waves
+    from ..references import handle as rref
+
+_CONNECT_TIMEOUT_S = 10.0
+_GOODBYE_S, _PAUSE_S = 5.0, 0.001
+_PASSED_S = 1e-9
+_CONNECT_S = 1.0
+
+PeerLostCallback = Callable[[str, RdmaError], None]
+
+
+class Agent:
+    """Made by ``init_rpc``, one a process. Thread-safe."""
+
+    def __init__(
+        self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
+    ) -> None:
+        """``undo`` takes what is to be done, the last first, if something of this raises."""
+        self.since, self.guard = time.monotonic(), Guard("rdmarpc")
+        self.options, self.rpc_timeout = options, options.rpc_timeout
+        _use(options)
+        self.ready = threading.Event()  # peers may connect before we are complete
+        self._at_close: list[Callable[[], None]] = []
+        self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
+        """What gives each, while it lives."""
+        self.timeline: Recorder | None = None
+        """Of the whole run, if one is recorded: handed in by whoever made us."""
+
+        # The group, and the device by which its workers are reached.
+        self.group = Group(name, rank, world_size, options)
+        self.me, self.name = self.group.me, self.group.me.name
+        self.device = _open_device(self.group, options, self._on_connect)
+        undo.callback(self.device.close)
+        self.device.pin()
+        _join(self.group, self.device, options)
+        undo.callback(self.group.leave)
+        self.number, self.workers, self.resolve = self.group.number, self.group.workers, self.group.resolve
+        if options.require:
+            _check_ways(self.group, self.device)
+        poller = self.device.poller()
+        self.progress = Progress(poller, options.num_worker_threads, "rdmarpc")
+        undo.callback(self.progress.stop)
+
+        # What outlives calls: references and contexts; then the links, and what goes over them.
+        self.outstanding = Outstanding()
+        self.new_id: Callable[[], int] = itertools.count(self.number << LOCAL_BITS).__next__
+        """Draws numbers unique in the group: our own above 40 bits of count."""
+        self.rrefs = RRefContext(
+            self.number,
+            names=self.group.name_of,
+            new_id=self.new_id,
+            run=self.progress.owe,
+            under_way=self.outstanding.creates,
+            knows=partial(_known, self.workers),
+        )
+        self.garbage = self.rrefs.garbage
+        self.links = Links(self.device, poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout)
+        self._links = self.links.by_worker
+        self._carrier = Carrier(self.number, self.device.name, self.links, self.rrefs)
+        self.contexts = Contexts(self.number, partial(_tell_end, self.links))
+        self._open_gpus()
+        self.memory = Patience(self)
+        self.post = Post(self.memory)
+
+        # Both sides of calling; from here on peers are heard.
+        distrust = self.links.distrust
+        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, self.outstanding, distrust)
+        undo.callback(self.caller.stop)
+        self.callee: Callee = Callee(self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, distrust)
+        self.termination = Termination(self)
+        resume = partial(holding.resume, self.callee)
+        self.reading = Reading(self.links, self.progress, self.device.name, resume, _takes(self))
+        self.progress.start(self.reading.read)
+        self.caller.timeouts.on_tick = self._look_after
+
+    def _open_gpus(self) -> None:
+        gpu.current = streams.current = None
+        if not driver.count():
+            return
+        group = self.group
+
+        def plan(number: int) -> tuple[str, str]:
+            record = group.record(number)
+            if record is None:
+                raise group.departed(number)
+            return record.name, record.devices
+
+        def call(worker: int, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
+            return self.call(group.worker(worker), function, args, None, timeout, control=True)
+
+        targets = Targets(self.me.name, self.options.device_maps, plan)
+        gpu.current = gpu.Gpus(self.number, self.device, targets, self.links.to, call)
+        streams.current = gpu.current.streams
+        self.links.at_once = gpu.current.let_go
+
+    # -- for the layers above
+
+    def worker_names(self) -> list[str]:
+        """All workers, in rank order."""
+        self.group.refresh()
+        return [info.name for info in self.workers]
+
+    def get_worker_info(self, worker: Any = None) -> WorkerInfo:
+        return self.me if worker is None else self.resolve(worker)
+
+    def channel(self, worker: str) -> Channel:
+        """The channel to a worker, the same one at both ends. Connects if need be."""
+        return self.links.to(self.resolve(worker).number).channel
+
+    def on_peer_lost(self, callback: PeerLostCallback) -> None:
+        """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is
+        called for as long as its object lives: the agent outlives the models that listen."""
+        callbacks = self._lost_callbacks
+        if isinstance(callback, MethodType):
+            callbacks.append(weakref.WeakMethod(callback, callbacks.remove))
+        else:
+            callbacks.append(lambda: callback)
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called once, when all connections of this worker have ended for good."""
+        self._at_close.append(callback)
+
+    def counters(self) -> dict[str, int]:
+        """The device's counters, and ``rpc_messages`` (frames sent), ``rpc_calls`` (requests of users sent), ``rpc_reads``
+        (messages received of which something large had to be READ, for want of a landing place), ``rpc_queued`` (frames that
+        had to wait for a peer to read what was before them), ``rpc_dropped`` (frames that were not sent because the peer was
+        lost), ``rpc_held`` (requests that were not begun at once, because data of theirs had to come, or answers to be taken,
+        first), ``rpc_failures`` (functions that failed here for others), ``rrefs``, ``autograd_contexts``, ``autograd_surveys``
+        (backward passes that had to find out which calls take part), and what came and was not its sender's to say, which has
+        had no effect: see ``refused``."""
+        sent, requests, _, reads, queued, dropped, held = self.links.counts
+        return {
+            **self.device.counters(),
+            "rpc_messages": sent,
+            "rpc_calls": requests,
+            "rpc_reads": reads,
+            "rpc_failures": self.callee.failures.count,
+            "rpc_queued": queued,
+            "rpc_dropped": dropped + self.callee.dropped,
+            "rpc_held": held,
+            "bytes_handed": self.callee.handovers.nbytes,
+            "rrefs": len(self.rrefs),
+            "autograd_contexts": len(self.contexts.live),
+            "autograd_surveys": self.contexts.surveys,
+            **self.refused(),
+        }
+
+    def refused(self) -> dict[str, int]:
+        """What came from peers and was not theirs to say (docs/protocols.md, 13): answers to calls that were made to others,
+        words about references that others hold, ends of others' autograd contexts, gradients of tensors that others got,
+        landing places that others hold, and names that ``allow`` does not have."""
+        return {
+            "refused_answers": self.caller.refused,
+            "refused_references": self.rrefs.refused,
+            "refused_ends": self.contexts.refused,
+            "refused_gradients": self.contexts.refused_gradients,
+            "refused_grants": self.caller.answers.refused_grants + self.callee.refused_grants,
+            "refused_names": 0 if permits.current is None else permits.current.refused,
+        }
+
+    # -- calls
+
+    def start(
+        self,
+        to: WorkerInfo,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        flags: int = 0,
+        future: bool = False,
+        rref: int = 0,
+        fork: int = 0,
+    ) -> Pending:
+        """See ``here.Agent``. ``rref``, ``fork``: of a value that the call creates."""
+        if not callable(function):
+            raise TypeError("function should be callable.")
+        link = self._links.get(to.number)
+        if link is None:
+            return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)
+        event = None
+        if torch_profiler._is_profiler_enabled:
+            event = profiled.begin(function, args, flags, future, self.name, to.name)
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
+        if self.garbage:
+            self.rrefs.collect()
+        context = None
+        if self.contexts.live and (not flags & CONTROL or hasattr(function, "_carries_context")):
+            context = _current_context.context
+            if context is not None and context.ended:
+                context = None
+        args, observer, begin = tuple(args) if args else (), self.caller.observer, 0
+        if observer is not None:
+            begin = observer.begin()
+        pending = self.caller.request(link, function, args, kwargs, limit, flags, future, rref, fork, context)
+        if observer is not None:
+            observer.sent(begin, pending, function, args, flags, future)
+        if event is not None:
+            profiled.follow(event, pending)
+        return pending
+
+    def _start_first(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
+    ) -> Pending:
+        """``start``, of a call to a worker that has to be connected to, which takes of the call's time. A worker has
+        ``_CONNECT_S`` for it at the least: so a call with less time is made, too."""
+        limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
+        begun = time.monotonic()
+        try:
+            self.links.to(to.number, begun + max(limit, _CONNECT_S) if limit else None)
+        except TransferTimeout:
+            return self.caller.failed(timed_out(limit, to.name), limit, future=future)
+        except RdmaError as error:
+            return self.caller.failed(error, limit, future=future)
+        spent = time.monotonic() - begun
+        pending = self.start(to, function, args, kwargs, timeout, flags, future, *numbers)
+        if pending.deadline is not None:
+            pending.deadline -= spent
+        return pending
+
+    def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
+        """Call and wait. ``control``: of our own, not counted as a user's."""
+        return self.caller.result(self.start(to, function, args, kwargs, timeout, CONTROL if control else 0))
+
+    def call_async(
+        self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False
+    ) -> Future:
+        future = self.start(to, function, args, kwargs, timeout, CONTROL if control else 0, True).future
+        assert future is not None
+        return future
+
+    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
+        """``remote``: have ``to`` keep the result of a call; the reference to it at once."""
+        rref = self.new_id()
+        fork = rref if to.number == self.number else self.new_id()
+        pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
+        return self.rrefs.forks.created(to.number, rref, fork, pending)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` told of every call on both sides from now on; ``None``: nobody."""
+        self.caller.observer = self.callee.observer = self.post.observer = observer
+
+    # -- links
+
+    def _on_connect(self, channel: Channel) -> bytes:
+        self.ready.wait(_CONNECT_TIMEOUT_S)
+        return self.links.on_connect(channel)
+
+    def _ended(self, link: Link, error: RdmaError) -> list[Any]:
+        """A worker is lost, or has left: see ``Links``."""
+        touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
+        self.rrefs.lost(link.worker, error)
+        if link.worker != self.number:
+            self.contexts.lost(link.worker)
+        if gpu.current is not None:
+            gpu.current.lost(link.worker)
+        self.termination.fail(error)
+        for find in list(self._lost_callbacks):
+            try:
+                if (callback := find()) is not None:
+                    callback(link.name, error)
+            except BaseException as reason:  # the others have to hear of it too
+                self.guard.note(reason, "telling of a lost worker")
+        return touched
+
+    def _look_after(self) -> None:
+        """Every second or so."""
+        self.tidy()
+        for link in list(self.links.rows.values()):
+            if link.behind:  # where the device's own queue was full, no frame of the peer need follow
+                link.flush()
+                self.progress.submit(partial(holding.resume, self.callee, link))
+        if gpu.current is not None:
+            gpu.current.sweep()
+
+    def tidy(self) -> None:
+        """Let go what dead references and dead peers left, and what was released."""
+        self.rrefs.collect()
+        self.callee.handovers.sweep()
+        self.links.sweep()
+
+    # -- the end
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is outstanding here, and no function runs."""
+        held = any(link.held.any for link in list(self.links.rows.values()))
+        return not (held or self.progress.busy) and self.outstanding.idle
+
+    def shutdown(self, graceful: bool, timeout: float) -> None:
+        """Leave the group. The local part is always done, whatever is raised."""
+        parted = False
+        try:
+            if graceful:
+                self.termination.part(time.monotonic() + timeout if timeout else None)
+                parted = True
+        finally:
+            if not parted:
+                self.say_goodbye()
+            self.group.leave()
+            self.close()
+
+    def say_goodbye(self) -> None:
+        """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits at most for
+        rings that were never written to; a peer with a full ring does not hear it. Who connects from now on is told so, too,
+        and no link comes about."""
+        kind, text = exits.reason()
+        links = self.links.leave(kind, text)
+        links = links if kind else []
+        for link in links:
+            with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
+                link.post(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
+        limit = time.monotonic() + _GOODBYE_S
+        while (not self.links.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """End everything that runs here, and have our parts let go of each other: what peers could touch is given back when the
+        last tensor over it dies, without Python's collector."""
+        error = PeerLost("RPC was shut down here", peer=self.name, status="CLOSED")
+        self._carrier.stop()
+        self.rrefs.closed = True
+        self.device.on_lost = lambda channel: None
+        self.caller.stop()
+        self.termination.fail(error)
+        self._fail_calls(error)
+        self.progress.stop()
+        self.links.stop()
+        self.device.close()
+        self.contexts.clear()  # not before: who still asks for one is to hear that we are gone, not that it is
+        self._fail_calls(error)  # those begun meanwhile; from here on sending fails
+        if gpu.current is not None:
+            gpu.current.close()
+            gpu.current = streams.current = None
+        self.rrefs.close(error)
+        while self._at_close:
+            try:
+                self._at_close.pop()()
+            except Exception as reason:  # the rest has to be closed, too
+                self.guard.note(reason, "closing what this worker had")
+        self.progress.end()
+        self.reading.close()
+        self.links.close()
+        self._lost_callbacks.clear()
+        if self.timeline is not None:
+            self.timeline.close()
+
+    def forked(self) -> object:
+        """In a forked child: whoever still has a reference, a future or a model of this agent gets an error. Takes no lock.
+        Returns what has to be kept for ever."""
+        kept = self, self._links
+        self._links = self.links.by_worker = {}  # so that every call comes to ``Links.to``, which refuses it
+        self.caller.forked(RdmaError(forked.TEXT))
+        self.garbage.clear()
+        gpu.current = streams.current = None
+        return kept
+
+    def _fail_calls(self, error: RdmaError) -> None:
+        for link in list(self.links.rows.values()):
+            link.lost = link.lost or error
+            link.explained.set()
+            self.caller.lost(link, error)
+
+
+def _takes(agent: Agent) -> dict[int, Handler]:
+    """Who takes which kind of frames."""
+    callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.progress.jobs
+    return {
+        REQUEST: callee.accept,
+        RESPONSE: agent.caller.answer,
+        ERROR: agent.caller.answer,
+        RELEASE: lambda link, frame: callee.release(link, frame.call),
+        FORGO: callee.forgo,
+        REFERENCES: lambda link, frame: rrefs.receive(link.worker, frame.body),
+        ENDED: lambda link, frame: jobs.append(partial(contexts.end, frame.call, link.worker)),
+    }
+
+
+def _use(options: RpcBackendOptions) -> None:
+    """What is of the whole process."""
+    serialize.use_cloudpickle(options.pickler == "cloudpickle")
+    permits.use(None if options.allow is None else permits.Permits(options.allow))
+    local.first_call()
+
+
+def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[[Channel], bytes]) -> Device:
+    secret, kind = group.begin(options)
+    if kind == "shm" and driver.count():
+        kind = "cuda"  # which is that, and GPU memory besides
+    return open_device(
+        kind,
+        require=options.require,
+        tls=options.tls,
+        secret=secret,
+        arena_limit=options.arena_limit,
+        on_connect=on_connect,
+        peer_timeout=options.peer_timeout,
+    )
+
+
+def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
+    key = device.memory.identity.public.hex()
+    group.join(device.address.decode(), key, options, partial(listens, device))
+
+
+def _check_ways(group: Group, device: Device) -> None:
+    """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
+    for record in group.workers.records():
+        if record.number != group.number and (why := device.why_not(record.address.encode())):
+            group.leave()
+            hint = "`rdmarpc doctor` at both workers says what is missing"
+            raise NotSupported(f"not reached by what is required: {why}", peer=record.name, hint=hint)
+
+
+def _tell_end(links: Links, worker: int, context: int) -> None:
+    """An autograd context is over: a worker that heard of it from us is told."""
+    link = links.by_worker.get(worker)
+    if link is None:
+        return  # lost, and its part with it
+    try:
+        link.post(ENDED, context, CONTROL)
+    except RdmaError:
+        pass
+
+
+def _known(workers: Members, worker: int) -> bool:
+    return workers.ever(worker) is not None
+
+
+def _seconds(timeout: float) -> float:
+    """A call's own limit: 0 for none, and what is negative has passed already."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"a timeout is a number of seconds, got {type(timeout).__name__}")
+    return float(timeout) if timeout >= 0 else _PASSED_S
+
+
+# Typed for the rooms above, which may know all of the agent.
+current: Callable[[], Agent] = here.current
+require: Callable[[str], Agent] = here.require
+found: Callable[[], Agent | None] = here.found
+
+if TYPE_CHECKING:
+
+    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, waves.Worker, rref.Worker]:
+        return agent, agent, agent

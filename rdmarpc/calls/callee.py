@@ -1,0 +1,496 @@
+"""The called side: requests in, functions run, answers out."""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.autograd import profiler as torch_profiler
+
+from ..functions import MAY_DEFER, TOLD_WHO
+from ..gradients.context import Context, Contexts, current
+from ..gradients.record import unbound
+from ..ground import streams as gpu_streams
+from ..ground.failures import Failures
+from ..ground.futures import Value, known
+from ..ground.worker_info import WorkerInfo
+from ..links import bulks, holding
+from ..links.bulks import Kept
+from ..links.fetches import AWAY, Fetch
+from ..links.frames import (
+    BULK,
+    CONTROL,
+    ERROR,
+    FLAT,
+    HEAD,
+    LONE,
+    NO_CONTEXT,
+    READS,
+    REFERENCE,
+    REMOTE,
+    RESPONSE,
+    Body,
+    Frame,
+    Head,
+    NotTheirs,
+    created,
+    function_of,
+    lone,
+    request_body,
+    response_payload,
+)
+from ..links.post import Post
+from ..links.progress import Progress
+from ..links.promises import Promises
+from ..links.ring import MAX_BODY, Link
+from ..message import permits, serialize
+from ..message.tensors import (
+    NOTHING,
+    Outgoing,
+    describe,
+    describe_all,
+    load_places,
+    pack,
+    pack_handed,
+    pack_lone,
+    unpack,
+    unpack_lone,
+)
+from ..references.context import RRefContext
+from ..references.forks import Fork
+from ..references.unsent import take_back
+from ..transport import Device, PeerLost, RdmaError, RemoteRegion
+from ..transport.memory.arena import Block
+from . import errors, profiled
+from .handover import Handovers, sole
+from .observer import Serving
+
+_MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
+"""How many functions are remembered by their pickles, and the longest of these."""
+_ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+
+
+class Answering:
+    """A request from when its frame is here until it is answered. Written by one thread at a time."""
+
+    # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
+    request: Fetch | None = None
+    """Where it was held, what was READ of it."""
+    references: list[Fork] | None = None
+    """Those among its arguments, when they are confirmed."""
+    body: Body | None = None
+    """Of one that needs more than a look at its frame."""
+    rref: int | None = None
+    """The reference whose value it creates."""
+    context: Context | None = None
+    """The autograd context that it carries."""
+    sizes: tuple[int, ...] = ()
+    """Of what among its arguments needs landing places."""
+    places: list[RemoteRegion] | None = None
+    """The caller's, for the result."""
+    function: Any = None
+    """Unpickled, and its arguments, while it runs."""
+    args: tuple[Any, ...] = ()
+
+    def __init__(self, link: Link, frame: Frame) -> None:
+        self.link, self.frame, self.call = link, frame, frame.call
+        self.control = frame.flags & CONTROL
+
+
+class Callee:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        device: Device,
+        progress: Progress,
+        post: Post,
+        me: WorkerInfo,
+        rrefs: RRefContext,
+        contexts: Contexts,
+        distrust: Callable[[Link, RdmaError], None],
+    ) -> None:
+        """``distrust``: see ``Caller``."""
+        self.device, self.progress, self.post, self.memory = device, progress, post, post.memory
+        self.me, self.rrefs, self.contexts, self._distrust = me, rrefs, contexts, distrust
+        self.observer: Serving | None = None
+        self.running: dict[int, Answering] = {}
+        """By thread: the requests that are served this moment."""
+        self._functions: dict[bytes, Any] = {}
+        self.promises = Promises(device.arena)
+        self._sources: dict[tuple[Link, int], Kept] = {}
+        self.dropped = 0
+        """Answers that came too late for a peer that was lost."""
+        self.handovers = Handovers(device)
+        self.failures = Failures()
+        self.refused_grants = 0
+        """Landing places given back by a worker that does not hold them."""
+
+    # -- frames
+
+    def accept(self, link: Link, frame: Frame) -> None:
+        """A request arrived (called by the holder of the polling role): leave it to the pool. ``NotTheirs`` if it creates a
+        value under another worker's number."""
+        if frame.flags & REMOTE and not frame.flags & BULK:
+            self._introduce(link, frame)
+        if self.observer is not None:
+            self.observer.came(link, frame)
+        self.progress.jobs.append(partial(self._serve, Answering(link, frame)))
+
+    def release(self, link: Link, call: int) -> None:
+        """The peer has read what a response left in our memory."""
+        kept = self._sources.pop((link, call), None)
+        if kept is not None:
+            kept.end()
+            holding.resume(self, link)
+
+    def _lend(self, link: Link, call: int, runs: list[torch.Tensor]) -> Kept:
+        """Keep what the peer will READ of an answer. Before that is sent: ``release`` may come before we are back."""
+        kept = self._sources[link, call] = Kept(runs, link.lend)
+        return kept
+
+    def forgo(self, link: Link, frame: Frame) -> None:
+        """The peer gives back landing places it will not use."""
+        for (grant,) in struct.iter_unpack("<Q", frame.body):
+            if self.promises.take(link, grant) is None:
+                self.refused_grants += 1
+
+    def lost(self, link: Link) -> list[Any]:
+        """Forget what we kept for a peer that is gone; returned is what it may still touch if it stopped in a copy."""
+        found: list[Any] = [self._sources.pop(key, None) for key in list(self._sources) if key[0] is link]
+        found += self.promises.forget(link)
+        self.handovers.sweep()
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether no peer has still to fetch a result from our memory."""
+        return not self._sources
+
+    # -- running a request
+
+    def begin(self, link: Link, request: Fetch) -> None:
+        """What was held may begin."""
+        answering = Answering(link, request.frame)
+        answering.request = request
+        self._serve(answering)
+
+    def _serve(self, answering: Answering) -> None:
+        """For the first time, or when the references among the arguments are confirmed."""
+        link, flags = answering.link, answering.frame.flags
+        first = answering.request is None and answering.references is None
+        if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
+            holding.hold(self, link, answering.frame)
+            return
+        thread, observer, streams = get_ident(), self.observer, gpu_streams.current
+        self.running[thread] = answering
+        if observer is not None:
+            observer.serving(answering)
+        try:
+            try:
+                plain = first and flags & FLAT and not flags & (BULK | REMOTE)
+                if not (plain or self._prepare(answering)):
+                    return
+                answer = self._run(answering, streams)
+                if answer is None:
+                    return
+            except BaseException as error:
+                answering.args = ()  # the error holds this frame
+                if answering.references:
+                    answering.references.clear()
+                if streams is not None:
+                    streams.ended()
+                if isinstance(error, NotTheirs):
+                    self._distrust(link, error)
+                self._fail(answering, error)
+                return
+            self._reply(answering, answer)
+        finally:
+            self.running.pop(thread, None)
+            if observer is not None:
+                observer.served(answering)
+
+    def _prepare(self, answering: Answering) -> bool:
+        """Have all of a request here, its body and what its references refer to. ``False``: it goes on when these are
+        confirmed."""
+        link, frame, request = answering.link, answering.frame, answering.request
+        if frame.flags & BULK:
+            whole = bulks.fetch(frame, self.memory, link) if request is None else request.whole(self.memory)
+            frame = answering.frame = whole._replace(flags=frame.flags & ~BULK)
+            if frame.flags & REMOTE:
+                answering.rref = created(frame)[0]
+                self._introduce(link, frame)
+        elif frame.flags & REMOTE:
+            answering.rref = created(frame)[0]
+        if request is not None:
+            request.check()
+        if frame.flags & FLAT or answering.references is not None:
+            return True
+        answering.body = request_body(frame)
+        payload = answering.body[1]
+        if payload[0] != serialize.MARK:
+            return True
+        answering.references = self.rrefs.adopt(link.worker, payload)
+        return not self.rrefs.hold(answering.references, partial(self._resume, answering))
+
+    def _resume(self, answering: Answering, error: Exception | None = None) -> None:
+        """The references among the arguments are confirmed by their owners, or (``error``) one of them never will be."""
+        if self.rrefs.closed:
+            return  # nobody hears of it
+        if error is None:
+            self._serve(answering)
+        else:
+            self._fail(answering, error)
+
+    def _run(self, answering: Answering, streams: gpu_streams.Streams | None) -> list[Any] | None:
+        """The result of the function; ``None`` if it comes later."""
+        if streams is not None:
+            streams.begin()
+        try:
+            function, args, kwargs = self._decode(answering)
+        finally:
+            if streams is not None:
+                streams.begun()
+        answering.function, answering.args = function, args
+        if self.observer is not None:
+            self.observer.unpickled(answering, function, args)
+        if answering.references:
+            answering.references.clear()  # the arguments hold them now
+        link, context = answering.link, answering.context
+        inner = getattr(function, "_wrapped_async_rpc_function", None)
+        if inner is TOLD_WHO:
+            args = (link.worker, *args)
+        if torch_profiler._is_profiler_enabled and not answering.control:
+            function = profiled.serving(function, args, link.name, self.me.name)
+        try:
+            answer = [function(*args, **kwargs) if context is None else _within(context, function, args, kwargs)]
+        finally:
+            args, kwargs, answering.args = (), {}, ()  # an error holds this frame
+        if streams is not None:
+            streams.ended()
+        if inner is not None:
+            if isinstance(answer[0], torch._C.Future):
+                answering.function, answering.frame = None, answering.frame._replace(body=b"")  # nobody needs these meanwhile
+                later = partial(self._reply_later, answering, known(answer[0]))
+                answer.pop().add_done_callback(later)
+                return None
+            if inner is not MAY_DEFER and inner is not TOLD_WHO:
+                raise RuntimeError(f"{_ASYNC_HINT} but got {type(answer[0])}")
+        return answer
+
+    def _introduce(self, link: Link, frame: Frame) -> None:
+        """A call that creates a value arrived: from now on its creator's reference is known."""
+        self.rrefs.introduce(*created(frame), link.worker)
+
+    def _decode(self, answering: Answering) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Function and arguments. Runs user code (unpickling)."""
+        link, frame = answering.link, answering.frame
+        if frame.flags & (LONE | HEAD) == LONE:
+            return self._function(function_of(frame)), (unpack_lone(*lone(frame)),), {}
+        head, payload, table, data = answering.body or request_body(frame)
+        answering.body = None
+        if head.context != NO_CONTEXT:
+            answering.context = self.contexts.join(head.context, link.worker)
+        if head.places:
+            answering.places = load_places(head.places, link.places)
+        tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
+        parts: list[torch.Tensor] = []
+        args: tuple[Any, ...]
+        kwargs: dict[str, Any] = {}
+        references = answering.references
+        try:
+            if frame.flags & LONE:
+                tensors = [unpack_lone(table, data)]
+                function, args = self._function(function_of(frame)), tuple(tensors)
+            elif frame.flags & FLAT:
+                args = serialize.load_flat(payload, tensors)
+                function = self._function(function_of(frame))
+            elif frame.flags & REFERENCE:
+                args, kwargs = serialize.loads(payload, tensors, references, parts)
+                function = self._function(function_of(frame))
+            else:
+                function, args, kwargs = serialize.loads(payload, tensors, references, parts)
+        except (AttributeError, ImportError) as error:
+            raise errors.unknown_name(error) from error
+        if head.message and answering.context is not None:
+            answering.context.attach(link.worker, head.message, [*tensors, *parts])
+        return function, args, kwargs
+
+    def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytes) -> list[torch.Tensor]:
+        link, request = answering.link, answering.request
+        landing = self.promises.take(link, grant) if grant else None
+        ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then
+        if request is not None and request.runs is not None:
+            ahead = request.take()
+        count = answering.frame.tensors
+        tensors, answering.sizes, was_read = unpack(
+            table, data, count, self.memory, link.channel, landing, link.places, ahead=ahead
+        )
+        if was_read:
+            link.count_read()
+        return tensors
+
+    def _function(self, name: bytes) -> Any:
+        found = self._functions.get(name)
+        if found is None:
+            found = permits.load_called(name)
+            if len(name) <= _MAX_NAME:
+                if len(self._functions) >= _MAX_FUNCTIONS:
+                    self._functions.clear()
+                self._functions[name] = found
+        return found
+
+    # -- answering
+
+    def _reply_later(self, answering: Answering, source: Value | None, future: torch.futures.Future[Any]) -> None:
+        try:
+            answer = [(source or future).value()]
+        except BaseException as error:
+            self._fail(answering, error)
+            # The future holds the error, the error this frame, and this frame the future: no collector sees that circle, as the
+            # future is C++, and all of this worker would live in it.
+            error.__traceback__ = None
+            return
+        self._reply(answering, answer)
+
+    def _reply(self, answering: Answering, answer: list[Any]) -> None:
+        """``answer`` holds the result, and nothing else here does: once it is packed it dies, and what the arguments lay in is
+        what is promised next. Memory that one writes again and again is many times faster than memory that goes round.
+        """
+        observer = self.observer
+        if observer is None:
+            self._answer(answering, answer)
+            return
+        noted = observer.returned(answering, answer)
+        self._answer(answering, answer)
+        observer.replied(answering, noted, "")
+
+    def _answer(self, answering: Answering, answer: list[Any]) -> None:
+        link, call, sizes, context = answering.link, answering.call, answering.sizes, answering.context
+        result = answer.pop()
+        if answering.rref is not None:
+            self.rrefs.store.fulfil(answering.rref, result)
+            result = None
+        flags, payload, message = answering.control, b"", 0
+        try:
+            if context is not None:
+                result = unbound(result, {})
+            if type(result) is torch.Tensor and (alone := pack_lone(result)):
+                flags |= LONE | FLAT
+                if context is not None:
+                    message = context.send(link.worker, (result,))
+                if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, b"", b"", alone[0], alone[1]):
+                    return
+                out = Outgoing(alone[0], alone[1], 1, [])
+            else:
+                answer.append(result)
+                result = None
+                payload, out, carried, flat = self._pack(answering, answer)
+                flags |= flat | (READS if out.lent else 0)
+                if context is not None:
+                    message = context.send(link.worker, carried)
+                del carried
+            result = None
+            grant, places = self.promises.give(link, sizes) if sizes else (0, b"")
+            if grant or message:
+                flags |= HEAD
+                payload = response_payload(Head(grant, places, message), payload)
+            kept = None
+            if out.lent or len(payload) + len(out.table) + len(out.data) > MAX_BODY:
+                kept = self._lend(link, call, out.lent)
+            dropped = None
+            if not flags & FLAT and payload:
+                dropped = partial(take_back, self.rrefs, link.worker, RESPONSE, flags, payload)
+            self.post.send(link, RESPONSE, call, flags, out, b"", payload, kept, dropped)
+        except PeerLost:
+            self.dropped += 1
+            self.release(link, call)
+            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+        except BaseException as error:
+            self.release(link, call)
+            take_back(self.rrefs, link.worker, RESPONSE, flags, payload)
+            answering.rref = None
+            self._fail(answering, errors.unsendable(error))
+
+    def _pack(self, answering: Answering, answer: list[Any]) -> tuple[bytes, Outgoing, list[torch.Tensor], int]:
+        """The result in ``answer``, which alone holds it, as it is sent: payload, tensors, those that may require grad, and
+        ``FLAT`` or 0."""
+        link, result, flags = answering.link, answer.pop(), 0
+        tensors: list[torch.Tensor] | None
+        parts: list[torch.Tensor] = []
+        out = NOTHING
+        if type(result) is torch.Tensor and link.channel.can_adopt and (block := sole(result, self.device.arena)):
+            flags = FLAT
+            payload, out = serialize.ONE_TENSOR, self._hand_over(link, result, block)
+            tensors = None if out.tensors else [result]
+        elif (tensors := serialize.flat(result if type(result) is tuple else (result,))) is not None:
+            flags = FLAT
+            payload = serialize.dump_flat_one(result)
+        else:
+            payload, tensors = serialize.dumps(result, link.worker, parts=parts, reply=True)
+        if tensors:
+            out = pack(describe_all(tensors, self.device), self.device, link.channel, answering.places, self.memory)
+        return payload, out, [*(tensors or ()), *parts], flags
+
+    def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
+        """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
+        if result.is_conj() or result.is_neg() or not result.is_contiguous():
+            return NOTHING
+        if block.segment.pool is not link.pool:  # whoever owns it may write it, which this peer cannot there
+            return NOTHING
+        run, text = describe(result)
+        place = self.handovers.give(link.channel, run, block)
+        return NOTHING if place is None else pack_handed(text, place)
+
+    def _fail(self, answering: Answering, error: BaseException) -> None:
+        observer = self.observer
+        if observer is None:
+            self._answer_error(answering, error)
+            return
+        noted = observer.returned(answering, None)
+        self._answer_error(answering, error)
+        if answering.rref is None:  # else it has replied
+            observer.replied(answering, noted, type(error).__name__)
+
+    def _answer_error(self, answering: Answering, error: BaseException) -> None:
+        link, call, rref = answering.link, answering.call, answering.rref
+        self.release(link, call)  # of an answer that could not be sent
+        if self.rrefs.closed:
+            return  # it may have failed because we leave: the end of the link says so
+        payload = errors.dump(error, self.me)
+        if not answering.control:
+            self.failures.tell(error, errors.text_of(payload))
+        if rref is not None:
+            # The creator learns that the reference exists; the error waits for whoever fetches the value.
+            error = errors.ordinary(error)
+            traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
+            self.rrefs.store.fail(rref, error)
+            done = Answering(link, answering.frame)
+            self._reply(done, [None])
+            return
+        try:
+            kept = None
+            if len(payload) > MAX_BODY:
+                kept = self._lend(link, call, [])
+            self.post.send(link, ERROR, call, answering.control, NOTHING, b"", payload, kept)
+        except PeerLost:
+            self.dropped += 1
+            self.release(link, call)
+
+
+def _within(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` in the caller's autograd context."""
+    current.context = context
+    try:
+        return function(*args, **kwargs)
+    finally:
+        current.context = None
+
+
+SERVE = Callee._serve.__code__
+"""On the stack of a thread that serves a request, this is below the user's function."""

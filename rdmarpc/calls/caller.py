@@ -1,0 +1,480 @@
+"""The calling side: requests out, answers in, and the landing places granted ahead for both.
+
+Grant-ahead: the answer to a call carries the landing place for the arguments of the *next* call of the same size
+classes, whatever its function, so that from the second call on they are WRITTEN and the frame only announces them. The request
+likewise carries a place for the result once the function's sizes are known. A place is always fresh arena memory,
+used once: the receiver may keep what it got for ever.
+
+A call that times out leaves its memory (arguments that may still be read, places that may still be written) in ``_expired``
+until the late answer comes or the peer is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..gradients.context import Context
+from ..gradients.record import unbound
+from ..ground import streams as gpu_streams
+from ..links.fetches import AWAY, Fetch
+from ..links.frames import (
+    BULK,
+    CONTROL,
+    FLAT,
+    HEAD,
+    LONE,
+    NO_CONTEXT,
+    READS,
+    REFERENCE,
+    REMOTE,
+    REQUEST,
+    Frame,
+    Head,
+    NotTheirs,
+    request_payload,
+)
+from ..links.post import Post
+from ..links.progress import Progress
+from ..links.ring import Link, Room
+from ..message import serialize
+from ..message.tensors import NOTHING, Landing, Memory, Outgoing, describe_all, pack, pack_lone, size_classes
+from ..references.context import RRefContext
+from ..references.unsent import take_back
+from ..transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
+from . import errors
+from .answers import Answers
+from .observer import Calling
+from .pending import Answer, Future, Outstanding, Pending
+from .timeouts import Timeouts
+
+_CALL = ("function", "args", "kwargs")
+
+
+class _Pickled(NamedTuple):
+    """A call as it is sent, without its large tensors."""
+
+    name: bytes
+    """Of the function, by reference; empty: the payload has it."""
+    label: bytes | str
+    """What the call is in signatures (``grants``)."""
+    payload: bytes
+    flags: int
+    tensors: list[torch.Tensor] | None
+    parts: list[torch.Tensor]
+    """Tensors that require grad and travel in the payload."""
+    lone: tuple[bytes, bytes] | None
+    """The one small tensor that is all arguments: table and data."""
+
+
+def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
+    """Raises what pickling raises."""
+    label: bytes | str
+    name = label = serialize.reference(function) or b""
+    tensors: list[torch.Tensor] | None = None
+    parts: list[torch.Tensor] = []
+    lone = None
+    if not name:
+        label = serialize.label(function, args)
+        payload, tensors = serialize.dumps((function, args, kwargs or {}), to, _CALL, parts)
+    elif kwargs:
+        payload, tensors = serialize.dumps((args, kwargs), to, _CALL[1:], parts)
+        flags |= REFERENCE
+    elif len(args) == 1 and type(args[0]) is torch.Tensor and (lone := pack_lone(args[0])):
+        payload = b""
+        flags |= LONE | FLAT | REFERENCE
+    elif (tensors := serialize.flat(args)) is not None:
+        payload = serialize.dump_flat(args)
+        flags |= FLAT | REFERENCE
+    else:
+        payload, tensors = serialize.dumps((args, {}), to, _CALL[1:], parts)
+        flags |= REFERENCE
+    if lone is None and hasattr(function, "_names_callee"):
+        label = serialize.label(function, args)
+    # Not by name: see ``link.Link.read``.
+    return _new_pickled(_Pickled, (name, label, payload, flags, tensors, parts, lone))
+
+
+_new_pickled = tuple.__new__
+
+
+def _place(
+    device: Device, memory: Memory, pending: Pending, label: bytes | str, tensors: list[torch.Tensor]
+) -> tuple[Outgoing, int]:
+    """The tensors of a request, WRITTEN where places were granted for them, and the number of that grant, or 0."""
+    link = pending.link
+    described = describe_all(tensors, device)
+    sizes = described.sizes
+    granted = link.grants.take(size_classes(sizes)) if sizes else None
+    places = granted[1] if granted else None
+    out = pack(described, device, link.channel, places, memory, pending.deadline)
+    pending.key, pending.keep = (label, sizes), out.lent
+    return out, granted[0] if granted else 0
+
+
+def _expect(pending: Pending) -> bytes:
+    """Landing places for the result of a call, whose function's results are known by size."""
+    link = pending.link
+    sizes = link.grants.result_sizes.get(pending.key)
+    if not sizes:  # another thread was faster
+        return b""
+    try:
+        pending.landing = Landing(link.channel, sizes)
+    except ArenaFull:
+        return b""  # the result finds a place when it is here
+    return pending.landing.places
+
+
+class Caller:
+    """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
+
+    def __init__(
+        self,
+        device: Device,
+        progress: Progress,
+        post: Post,
+        rrefs: RRefContext,
+        outstanding: Outstanding,
+        distrust: Callable[[Link, RdmaError], None],
+    ) -> None:
+        """``distrust`` ends a link (from any thread, without waiting) by which something came that its peer had no right to
+        say."""
+        self.device, self.progress, self.post, self.rrefs = device, progress, post, rrefs
+        self.pending, self.expired = outstanding.pending, outstanding.expired
+        self.futures: dict[int, object] = progress.outstanding
+        """Those of ``pending`` that users hold futures of."""
+        self.refused = 0
+        """Answers to calls that were made to another worker."""
+        self.observer: Calling | None = None
+        self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
+        self._decode = self.answers.decode
+        self._calls = itertools.count(1)
+        progress.finish = self._finish_all
+        self.timeouts = Timeouts(self.pending, self._give_up)
+        self._ticking = self.timeouts.ticking
+
+    # -- out
+
+    def failed(self, error: RdmaError, timeout: float, *, future: bool) -> Pending:
+        """A call that could not even be sent: its error is raised where the answer is awaited."""
+        # No link is ever looked at: the answer is an error.
+        pending = Pending(self, None, 0, timeout)  # type: ignore[arg-type]
+        if future:
+            pending.future = Future(self, pending)
+        self._answer(pending, error)
+        return pending
+
+    def request(
+        self,
+        link: Link,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        flags: int,
+        future: bool,
+        rref: int,
+        fork: int,
+        context: Context | None,
+    ) -> Pending:
+        """Send a call. Raises what pickling raises, and ``ArenaFull``; a broken link is the answer's error, and so is a
+        deadline that passes before the request could even be queued. ``context``: the autograd context that it carries."""
+        if context is not None:
+            views: dict[int, torch.Tensor] = {}
+            args, kwargs = unbound(args, views), unbound(kwargs, views)
+        name, label, payload, flags, tensors, parts, lone = _pickle(link.worker, function, args, kwargs, flags)
+        call = next(self._calls)
+        pending = Pending(self, link, call, timeout)
+        now = time.monotonic()
+        if timeout > 0:
+            pending.deadline = now + timeout
+        else:
+            pending.since = now
+        pending.control, pending.key = bool(flags & CONTROL), (label, ())
+        try:
+            out, grant = _place(self.device, self.post.memory, pending, label, tensors) if tensors else (NOTHING, 0)
+            flags |= READS if out.lent else 0
+            places = _expect(pending) if pending.key in link.grants.result_sizes else b""
+            if grant or places or flags & REMOTE or context is not None:
+                if flags & REMOTE:
+                    pending.rref = rref
+                number, message = NO_CONTEXT, 0
+                if context is not None:
+                    pending.context, number = context, context.number
+                    message = context.send(link.worker, args if lone is not None else [*(tensors or ()), *parts])
+                payload = request_payload(Head(grant, places, message, number, rref, fork), payload)
+                flags |= HEAD
+            if future:
+                self._promise(pending, not flags & FLAT and serialize.lends(payload), now)
+            self.pending[call] = pending
+            if lone is not None:
+                if link.try_send(REQUEST, call, flags, 1, name, payload, lone[0], lone[1]):
+                    return pending
+                out = Outgoing(lone[0], lone[1], 1, [])
+            self._post(pending, flags, out, name, payload)
+        except (PeerLost, TransferTimeout) as error:
+            self._not_sent(pending, flags, payload)
+            if future and pending.future is None:
+                pending.future = Future(self, pending)
+            if not (pending.answers or pending.done):
+                self._answer(pending, link.why(error) if isinstance(error, PeerLost) else error)
+        except BaseException:
+            self._not_sent(pending, flags, payload)
+            self.futures.pop(call, None)
+            raise
+        return pending
+
+    def _promise(self, pending: Pending, lends: bool, now: float) -> None:
+        """A future of the call, which begins ``now``. ``lends``: it lends memory of GPUs."""
+        streams = gpu_streams.current
+        on_gpu = streams is not None and (lends or pending.key[0] in streams.expected)
+        pending.future = Future(self, pending, streams.devices if streams is not None and on_gpu else ())
+        if pending.deadline is not None and not self._ticking.is_set():
+            self._ticking.set()
+        if not pending.control:
+            self.futures[pending.call] = pending
+            self.progress.linger(now)
+
+    def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
+        link = pending.link
+        if link.full and not flags & CONTROL:
+            # The peer has not read for a while, and as many requests are queued for it as may be.
+            room = self.progress.wait_for(Room(link), pending.deadline)
+            if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
+                raise pending.timed_out()
+        dropped = None
+        if not flags & FLAT:
+            dropped = partial(take_back, self.rrefs, link.worker, REQUEST, flags, payload)
+        self.post.send(link, REQUEST, pending.call, flags, out, name, payload, pending, dropped)
+
+    def _not_sent(self, pending: Pending, flags: int, payload: bytes) -> None:
+        self.pending.pop(pending.call, None)
+        self.expired.pop(pending.call, None)
+        take_back(self.rrefs, pending.link.worker, REQUEST, flags, payload)
+
+    # -- in
+
+    def answer(self, link: Link, frame: Frame) -> None:
+        """A response arrived (called by the holder of the polling role). ``NotTheirs`` if that call was made to another worker:
+        answers count by the link that they come by. What nobody waits for any more has no effect.
+
+        Where a READ takes a thread of the peer's, an answer that has to be READ leaves its call where it is till it is here."""
+        pending = self.pending.get(frame.call) or self.expired.get(frame.call)
+        if pending is None:
+            return
+        if pending.link is not link:
+            self.refused += 1
+            raise NotTheirs("it answered a call that was made to another worker")
+        if frame.flags & AWAY and link.channel.reads_take_peer:
+            self._begin_reading(pending, frame)
+        elif self.pending.pop(frame.call, None) is not None:
+            self._answer(pending, frame)
+        elif self.expired.pop(frame.call, None) is not None:
+            self.progress.jobs.append(partial(self._bury, pending, frame))
+
+    def _begin_reading(self, pending: Pending, frame: Frame) -> None:
+        if not pending.arriving:  # a call is answered once
+            pending.arriving = True
+            fetch = Fetch(pending.link, frame)
+            fetch.run(partial(self._arrived, pending, fetch))
+
+    def _arrived(self, pending: Pending, fetch: Fetch) -> None:
+        """All of an answer is here, or never will be (mostly by the thread that hears the peers)."""
+        lost = pending.link.channel.error is not None  # whoever deals with the loss answers the call
+        if not lost and self.pending.pop(pending.call, None) is not None:
+            self._answer(pending, fetch)
+            self.progress.interrupt()
+        elif self.expired.pop(pending.call, None) is not None and not lost:
+            self.progress.submit(partial(self._bury, pending, fetch))
+
+    def _expect_rest(self, pending: Pending, fetch: Fetch) -> None:
+        """Not all of an answer had come at its call's deadline: it is taken when it is here."""
+        pending.expired = True
+        self.expired[pending.call] = pending
+        fetch.run_on(partial(self._arrived, pending, fetch))
+
+    def _answer(self, pending: Pending, answer: Answer) -> None:
+        future = pending.future
+        if future is not None:
+            self.futures.pop(pending.call, None)
+            if answer.__class__ is Frame and not (future.has_callbacks or pending.waited):
+                if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT and not answer.tensors:
+                    # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
+                    # may want the landing places that the answer brings.
+                    self._complete(future, pending, answer)
+                    pending.done = True
+                    self.progress.completed()
+                    return
+                # This thread reads the rings. Completing a future may run code of users (callbacks of ``collect_all`` are
+                # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
+                pending.answers.append(answer)
+                pending.done = True
+                self._forget_finished()
+                self.progress.unfinished.append(pending)
+                self.progress.completed()
+                return
+        pending.answers.append(answer)
+        if future is None or pending.waited:
+            pending.done = True
+            self.progress.completed()
+            return
+        self.progress.owe(partial(self._finish_elsewhere, pending))
+
+    def _forget_finished(self) -> None:
+        """Of the answers that nobody had come for, those at the front that somebody came for since."""
+        unfinished = self.progress.unfinished
+        while unfinished:
+            try:
+                head = unfinished.popleft()
+            except IndexError:  # the pool was faster
+                return
+            if head.answers:
+                unfinished.appendleft(head)
+                return
+
+    def _finish_elsewhere(self, pending: Pending) -> None:
+        pending.done = True
+        self.finish(pending)
+        self.progress.completed()
+
+    def _finish_all(self) -> None:
+        unfinished = self.progress.unfinished
+        while unfinished:
+            try:
+                pending = unfinished.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self.finish(pending)
+        self.progress.completed()
+
+    def finish(self, pending: Pending) -> None:
+        """Decode the answer of a call with a future, once, and complete the future."""
+        try:
+            answer = pending.answers.pop()
+        except IndexError:
+            return
+        assert pending.future is not None
+        self._complete(pending.future, pending, answer)
+
+    def _complete(self, future: Future, pending: Pending, answer: Answer) -> None:
+        streams = gpu_streams.current
+        try:
+            if streams is not None:
+                streams.touched()
+            value = self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
+            if streams is not None and streams.touched() and not future.on_gpu:
+                # Nobody expected that, so the future does not know of streams. Once for each function.
+                streams.expected.add(pending.key[0])
+                streams.synchronize()
+                future.unforeseen = True
+                self.device.count("gpu_host_waits")
+        except BaseException as error:
+            # Unpickling runs code of users, which may raise anything; but an interrupt of the main thread is for that.
+            if not pending.expired:
+                pending.keep = None
+            future._pending = None
+            future.fail(errors.ordinary(error))
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            return
+        try:
+            torch._C.Future.set_result(future, value)
+        except RuntimeError:
+            if not future.done():
+                raise
+            # The user has completed it: what came is not wanted.
+        finally:
+            # The two know each other: without this, results would live until the garbage collector comes.
+            future._pending = None
+
+    def result(self, pending: Pending) -> Any:
+        """Wait for the answer of a call without a future, and decode it."""
+        try:
+            try:
+                answered = self.progress.wait_for(pending, pending.deadline)
+            except BaseException:
+                self.abandon(pending)
+                raise
+            if not answered:
+                self._give_up(pending)
+            answer = pending.answers.pop()
+            return self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
+        finally:
+            if pending.event is not None:
+                pending.event.__exit__(None, None, None)
+
+    def _read(self, pending: Pending, answer: Answer) -> Any:
+        """The result, or raise the exception."""
+        observer = self.observer
+        return self._decode(pending, answer) if observer is None else observer.reading(self._decode, pending, answer)
+
+    # -- giving up
+
+    def _expect_late(self, pending: Pending) -> bool:
+        """Move a call to those whose answers nobody wants. ``False`` if its answer came at the last moment."""
+        # In one table or the other at every moment: ``creates`` must find it.
+        self.expired[pending.call] = pending
+        if self.pending.pop(pending.call, None) is None:
+            # It is being entered: where somebody has a future, soon, by the pool.
+            self.expired.pop(pending.call, None)
+            if pending.future is None:
+                self.progress.wait_for(pending)
+            return False
+        pending.expired = True
+        return True
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody wants the answer any more: an interrupt, or what else a handler of a signal raises, has taken the waiting
+        thread away, or another call of several has failed."""
+        if not self._expect_late(pending):
+            self.progress.submit(partial(self._bury, pending, pending.answers.pop()))
+
+    def _give_up(self, pending: Pending) -> None:
+        if not self._expect_late(pending):
+            return
+        self._answer(pending, pending.timed_out())
+
+    def _bury(self, pending: Pending, answer: Answer) -> None:
+        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        try:
+            self._read(pending, answer)
+        except Exception:
+            # Whatever was to be told to the caller: it has given up.
+            return
+        finally:
+            self.rrefs.collect()
+
+    def forked(self, error: RdmaError) -> None:
+        """In a forked child: no answer ever comes to a call of the parent."""
+        for pending in list(self.pending.values()):
+            pending.answers.append(error)
+            pending.done = True
+
+    def lost(self, link: Link, error: RdmaError) -> list[Pending]:
+        """Fail every call that waits for this peer, and forget what is queued for it. Returns the calls, which hold the memory
+        that the peer may touch. Futures are completed here and now, but for those whose callbacks may block."""
+        link.drop()
+        found = []
+        for calls in (self.pending, self.expired):
+            for call in [call for call, pending in list(calls.items()) if pending.link is link]:
+                pending = calls.pop(call, None)
+                if pending is None:
+                    continue
+                found.append(pending)
+                if calls is self.expired:
+                    continue
+                self._answer(pending, error)
+                if pending.future is not None and not pending.future.has_callbacks:
+                    self.finish(pending)
+        self.progress.interrupt()
+        return found
+
+    def stop(self) -> None:
+        self.timeouts.stop()
+        self.answers.stop()

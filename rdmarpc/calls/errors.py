@@ -1,0 +1,96 @@
+"""How an exception of a function crosses: with its type, its text and the remote traceback.
+
+What goes out is a text (which the callee logs too: ``failures``) and, each pickled by itself so that one that cannot be read
+back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+
+1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
+2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;
+3. the type, made with the remote text;
+4. where even that fails: ``RuntimeError`` with both. So arrive types that ``allow`` does not have, which are not looked for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+
+from ..ground.worker_info import WorkerInfo
+from ..message import permits
+from ..transport import for_others
+
+_PICKLER_HINT = (
+    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
+)
+
+
+def dump(error: BaseException, me: WorkerInfo) -> bytes:
+    """What is sent. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and ``KeyboardInterrupt`` of a
+    function are ``RuntimeError`` for the caller: they must not end it."""
+    error = for_others(error, me.name)
+    name = type(error).__name__
+    try:
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as reason:
+        summary, trace = f"{name} (its text cannot be made: {type(reason).__name__})", ""
+    if not isinstance(error, Exception):
+        return pickle.dumps((name, summary, _dump(RuntimeError), b""), 5)
+    text = f"On {me}:\n{summary}\n{trace}"
+    return pickle.dumps((name, text, _dump(type(error)), b"" if _is_text(error) else _dump(error)), 5)
+
+
+def text_of(payload: bytes) -> str:
+    """What people are to see of it: type, text and traceback."""
+    return str(pickle.loads(payload)[1])
+
+
+def rebuild(payload: bytes) -> Exception:
+    """The exception to raise at the caller."""
+    name, text, kind, whole = permits.loads(payload)
+    if whole:
+        try:
+            error = permits.loads(whole)
+            if isinstance(error, Exception):
+                error.__cause__ = RuntimeError(text)
+                return error
+        except BaseException:
+            pass
+    try:
+        error = permits.loads(kind)(text)
+        if isinstance(error, Exception):
+            return error
+    except BaseException:
+        pass
+    return RuntimeError(f"An exception of type {name} could not be rebuilt here. Original exception on remote side was {text}")
+
+
+def unknown_name(error: Exception) -> RuntimeError:
+    """For a function, or a class, that unpickling did not find in this process."""
+    return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
+
+
+def ordinary(error: BaseException) -> Exception:
+    """An exception that may cross, or be kept: those that would end an interpreter are ``RuntimeError`` for everybody else."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def unsendable(error: BaseException) -> BaseException:
+    """For a result that cannot be pickled: a ``RuntimeError`` in any case, as it is not the function that failed."""
+    if isinstance(error, RuntimeError):
+        return error
+    made = RuntimeError(f"the result of the function cannot be sent: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
+def _is_text(error: Exception) -> bool:
+    """Whether an exception is nothing but its type and one text, and shows that text as it is."""
+    args = error.args
+    return len(args) == 1 and type(args[0]) is str and not error.__dict__ and type(error).__str__ is BaseException.__str__
+
+
+def _dump(value: object) -> bytes:
+    try:
+        return pickle.dumps(value, 5)
+    except BaseException:
+        return b""

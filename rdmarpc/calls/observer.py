@@ -1,0 +1,73 @@
+"""What whoever records calls is told. A side of calling looks once at its ``observer``, which mostly is ``None``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..links.frames import Frame
+from ..links.post import Sending
+from ..links.ring import Link
+from .pending import Answer, Pending
+
+Noted = tuple[int, dict[str, int]]
+"""When a function ended, and what its answer carries if ``packed`` is not called for it."""
+
+
+class Request(Protocol):
+    """A request that is being served."""
+
+    link: Link
+    call: int
+
+
+class Calling(Sending, Protocol):
+    """Sees the calling side."""
+
+    def begin(self) -> int:
+        """A call begins on this thread. The time, for ``sent``."""
+
+    def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
+        """Its request was pickled and written."""
+
+    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        """``wait()`` for a future of this thread's."""
+
+    def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
+        """``decode(pending, answer)``: an answer is read back."""
+
+
+class Serving(Sending, Protocol):
+    """Sees the called side."""
+
+    def came(self, link: Link, frame: Frame) -> None:
+        """A request was read from the ring."""
+
+    def serving(self, request: Request) -> None:
+        """It begins on this thread, or goes on."""
+
+    def unpickled(self, request: Request, function: Any, args: Sequence[Any]) -> None: ...
+
+    def returned(self, request: Request, values: Sequence[Any] | None) -> Noted:
+        """Its function has ended; on its own thread or, of an asynchronous one, on any. It will be answered with ``values``
+        (one), or (``None``) an error."""
+
+    def replied(self, request: Request, noted: Noted, error: str) -> None:
+        """It was answered; ``error`` is the name of its type, if it is one."""
+
+    def served(self, request: Request) -> None:
+        """This thread has done with it."""
+
+
+class Observer(Calling, Serving, Protocol):
+    """Sees both."""
+
+
+class Recorder(Protocol):
+    """Records a whole run."""
+
+    def gather(self, deadline: float | None) -> None:
+        """In a graceful shutdown, when no call is under way any more."""
+
+    def close(self) -> None:
+        """This worker has ended."""

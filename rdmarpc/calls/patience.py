@@ -1,0 +1,119 @@
+"""Waiting for arena memory: a full arena is an error only when nothing frees enough of it in time.
+
+Memory comes back late: peers release what they have read, answers under way end, Python's collector has not run. Who needs
+memory for a message waits for its own call's deadline at most, or ``DEFAULT_S`` where this side knows of none (the callee's
+does not travel). Where nothing is under way that could free memory, it waits for ``_GRACE_S`` only. Whoever reads the rings
+never waits here: the memory that it would wait for comes back through them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Protocol
+
+import torch
+
+from ..links.progress import Progress
+from ..links.table import Links
+from ..transport import ArenaFull, Channel, Device
+from ..transport.memory.arena import Arena, size_class
+from .callee import Callee
+from .caller import Caller
+
+DEFAULT_S = 10.0
+_GRACE_S = 1.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+
+
+class Worker(Protocol):
+    """Whoever holds memory here, and waits for it."""
+
+    device: Device
+    progress: Progress
+    links: Links
+    caller: Caller
+    callee: Callee
+
+    def tidy(self) -> None:
+        """Let go what nobody needs any more."""
+
+
+class Patience:
+    """Of one worker. Thread-safe."""
+
+    def __init__(self, agent: Worker) -> None:
+        self._agent = weakref.proxy(agent)
+        self._arena: Arena = agent.device.arena
+        self._waiting: set[int] = set()
+        """The threads of the pool that wait here, by ``Progress.slot``: none of them frees anything meanwhile."""
+        self.waits = 0
+        """Allocations that had to wait, ever."""
+
+    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
+        """``nbytes`` > 0 of memory that the channel's peer alone may touch. ``deadline``: of the call that needs it
+        (``time.monotonic``), if there is one. Raises ``ArenaFull``."""
+        try:
+            return channel.pool.run(nbytes)
+        except ArenaFull as full:
+            if self._agent.progress.reading:
+                raise
+            return self._wait(channel, nbytes, deadline, full)
+
+    def _wait(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
+        slot = self._agent.progress.slot
+        self._waiting.add(slot)
+        try:
+            return self._retry(channel, nbytes, deadline, full)
+        finally:
+            self._waiting.discard(slot)
+
+    def _retry(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
+        self.waits += 1
+        begin = time.monotonic()
+        limit = begin + DEFAULT_S if deadline is None else deadline
+        fits = size_class(nbytes) <= self._arena.limit
+        if fits:
+            gc.collect()
+        pause, hope = _FIRST_PAUSE_S, begin
+        while fits:
+            self._agent.tidy()
+            try:
+                return channel.pool.run(nbytes)
+            except ArenaFull as again:
+                full = again
+            now = time.monotonic()
+            if self._under_way():
+                hope = now
+            if now >= limit or now - hope >= _GRACE_S:
+                break
+            self._agent.progress.pause(min(pause, limit - now))
+            pause = min(2 * pause, _LAST_PAUSE_S)
+        waited = time.monotonic() - begin
+        held = [f"{what} {nbytes} bytes" for what, nbytes in self.holders().items() if nbytes]
+        raise ArenaFull(
+            f"{full.message}, after {waited:.1f} s of waiting for memory; in use: {', '.join(held)}", hint=full.hint
+        ) from None
+
+    def _under_way(self) -> bool:
+        """Whether something runs, or is lent, that may free memory when it ends."""
+        agent = self._agent
+        return bool(
+            agent.progress.others_run(self._waiting)
+            or not agent.callee.settled
+            or any(link.held.reading for link in list(agent.links.rows.values()))
+            or agent.callee.handovers.outstanding
+            or any(not pending.control for pending in list(agent.caller.pending.values()))
+        )
+
+    def holders(self) -> dict[str, int]:
+        """Bytes of the arena by who holds them, as far as is known here."""
+        agent = self._agent
+        held: dict[str, int] = {}
+        for link, nbytes in agent.callee.promises.held().items():
+            held[f"granted to {link.name} for calls to come"] = nbytes
+        for link in list(agent.links.rows.values()):
+            held[f"lent to {link.name}, which has not read its results"] = link.lent
+        held["handed over to callers"] = agent.callee.handovers.outstanding
+        return held | self._arena.held()

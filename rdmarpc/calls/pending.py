@@ -1,0 +1,214 @@
+"""What a caller holds while its call is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..ground import streams
+from ..ground.futures import fail
+from ..links.fetches import Fetch
+from ..links.frames import Frame
+from ..links.grants import Signature
+from ..links.progress import Progress
+from ..links.ring import Link
+from ..message.tensors import Landing
+from ..transport import TransferTimeout, bare
+
+Answer = Frame | Fetch | Exception
+"""What came; with a ``Fetch`` all of it, unless there was no memory (``Caller``)."""
+
+if TYPE_CHECKING:
+    from ..gradients.context import Context
+
+
+class Waiting(Protocol):
+    """Sees who waits for futures: see ``observer``."""
+
+    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        """``wait()``."""
+
+
+class Asked(Protocol):
+    """The side of this worker that calls, as far as its calls have to ask it."""
+
+    progress: Progress
+
+    @property
+    def observer(self) -> Waiting | None: ...
+
+    def result(self, pending: Pending) -> Any:
+        """Wait for the answer of a call without a future, and decode it."""
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody wants the answer any more."""
+
+    def finish(self, pending: Pending) -> None:
+        """Decode the answer of a call with a future, once, and complete the future."""
+
+
+def timed_out(timeout: float, worker: str) -> TransferTimeout:
+    """What ends a call to a worker that took longer than so many seconds."""
+    text = f"RPC ran for more than set timeout ({int(timeout * 1000)} ms) and will now be marked with an error"
+    return TransferTimeout(f"RPCErr:1:{text}", peer=worker)
+
+
+class Pending:
+    """One outstanding call. Written by the thread that reads the response, or by the one that gives it up."""
+
+    # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
+    deadline: float | None = None
+    event: Any = None
+    """The profiler's, of a call that somebody waits for at once (``profiling``)."""
+    since = 0.0
+    """When it was sent, where no deadline tells."""
+    control = False
+    done = False
+    """The answer is there (not yet decoded)."""
+    waited = False
+    """Some thread waits in ``Future.wait`` and will decode the answer itself."""
+    future: Future | None = None
+    key: Signature = (b"", ())
+    """The signature: function and sizes of the large arguments."""
+    keep: Any = None
+    """What the callee may still read."""
+    landing: Landing | None = None
+    """Where the callee may still write the result."""
+    context: Context | None = None
+    """The autograd context that it carries."""
+    rref: int | None = None
+    """The reference whose value the call creates (``remote``). 0 is one."""
+    expired = False
+    """Given up: the answer may still come."""
+    arriving = False
+    """Something of the answer is being READ."""
+
+    def __init__(self, caller: Asked, link: Link, call: int, timeout: float) -> None:
+        self.caller, self.link, self.call, self.timeout = caller, link, call, timeout
+        self.answers: list[Answer] = []
+        """At most one; whoever pops it decodes it."""
+
+    def age(self, now: float) -> float:
+        """Seconds since it was sent (``time.monotonic``)."""
+        return now - (self.since if self.deadline is None else self.deadline - self.timeout)
+
+    def result(self) -> Any:
+        """Of a call without a future: wait for the answer, once. Raises what the call did."""
+        return self.caller.result(self)
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        """Keep this, which the callee is to READ."""
+        self.keep = (self.keep, bulk)
+
+    def expose(self) -> None:
+        """Of a call with a future: from here on code of users may depend on its completion."""
+        assert self.future is not None
+        self.future.has_callbacks = True
+
+    def abandon(self) -> None:
+        """Of a call without a future: nobody wants the answer any more."""
+        self.caller.abandon(self)
+
+    def timed_out(self) -> TransferTimeout:
+        """What ends it at its deadline."""
+        return timed_out(self.timeout, self.link.name)
+
+    @property
+    def refused(self) -> bool:
+        """Of a call with a future: answered by an error, not merely given up."""
+        future = self.future
+        if self.expired or future is None or not future.done():
+            return False
+        try:
+            future.value()
+        except Exception:
+            return True
+        return False
+
+
+class Outstanding:
+    """The calls of this worker that are not answered: each in one table or the other at every moment."""
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Pending] = {}
+        """By number: those under way, and (``expired``) those given up, whose answers still have to be taken."""
+        self.expired: dict[int, Pending] = {}
+
+    def creates(self, rref: int, worker: int) -> bool:
+        """Whether a call that creates this reference at ``worker`` is unanswered, given up or not."""
+        calls = list(self.pending.values()) + list(self.expired.values())
+        return any(pending.rref == rref and pending.link.worker == worker for pending in calls)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is under way."""
+        return all(pending.control for pending in list(self.pending.values()))
+
+
+class Future(torch.futures.Future[Any]):
+    """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
+
+    has_callbacks = False
+    unforeseen = False
+    """The result has tensors on GPUs, which this object does not know of. They are there."""
+
+    def __init__(self, caller: Asked, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
+        """``devices``: those that the result may have tensors on. What is done in the order of their streams is then usable by
+        whoever waits, without waiting for the devices; it costs a pickling of the result."""
+        # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
+        torch._C.Future.__init__(self, list(devices))
+        self.on_gpu = bool(devices)
+        self._caller = caller
+        self._pending: Pending | None = pending
+        """``None`` once the result is there."""
+
+    def wait(self) -> Any:
+        """The result of the call, or its exception."""
+        if not self.done():
+            pending = self._pending
+            if pending is not None:
+                observer = self._caller.observer
+                if observer is None:
+                    self._wait(pending)
+                else:
+                    observer.waiting(partial(self._wait, pending), pending)
+        found = torch._C.Future.wait(self)
+        if self.unforeseen:
+            streams.use_here(tree_leaves(found))
+        return found
+
+    def _wait(self, pending: Pending) -> None:
+        pending.waited = True
+        if not pending.answers:
+            # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
+            self._caller.progress.wait_for(pending)
+        self._caller.finish(pending)
+
+    def done(self) -> bool:
+        return torch._C.Future.done(self)
+
+    def set_exception(self, result: Any) -> None:
+        fail(self, bare(result))
+
+    def fail(self, error: Exception) -> None:
+        """Complete it with an error, unless the user has completed it."""
+        if self.done():  # ``set_exception`` would spoil what is there before it finds out
+            return
+        try:
+            self.set_exception(error)
+        except RuntimeError:
+            if not self.done():
+                raise
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        """See ``torch.futures.Future.then``. Callbacks run in threads that may block and call RPC."""
+        self.has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[..., Any]) -> None:
+        self.has_callbacks = True
+        super().add_done_callback(callback)

@@ -1,0 +1,76 @@
+"""What ``torch.profiler`` shows of calls.
+
+On the calling side ``rpc_sync#module.function(worker0 -> worker1)``, and the same with ``rpc_async``, ``remote``, ``to_here``
+and, for a message of our own, ``control``; on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's
+function. The event of a call with a future ends when that future completes.
+
+torch profiles the thread that started the profiler, and with ``profile_all_threads`` every thread. Functions called by others
+run in threads of the pool, so the called side needs the latter: ``profile(experimental_config=profiling.all_threads())``.
+
+Whether any profiler runs in this process is one attribute of torch, ``torch.autograd.profiler._is_profiler_enabled`` (its C++
+twin, ``torch.autograd._profiler_enabled()``, knows the thread-local one only). It is looked at once a call on each side, and
+all that is here runs only if it is set.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from ..links.frames import CONTROL, REMOTE
+from .pending import Pending
+
+
+def name_of(function: Any, args: Any = ()) -> str:
+    """``module.function``; of a callable object, its class. A function that calls a method, which its second argument names,
+    says so by ``_method_of``, and then it is what that says, and the method: ``rref.method``."""
+    if len(args) > 1 and (owner := getattr(function, "_method_of", None)):
+        return f"{owner}.{args[1]}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = getattr(named, "__module__", None)
+    return f"{module}.{named.__qualname__}" if module else str(named.__qualname__)
+
+
+def kind_of(function: Any, flags: int, future: bool) -> str:
+    """What a call is for its user; ``control``: a message of our own. One that users ask for has its name in ``_asked_by``."""
+    if flags & CONTROL:
+        return str(getattr(function, "_asked_by", "control"))
+    if flags & REMOTE:
+        return "remote"
+    return "rpc_async" if future else "rpc_sync"
+
+
+def begin(function: Any, args: Any, flags: int, future: bool, me: str, to: str) -> record_function:
+    """The event of a call that this thread begins now. It ends at the latest when it dies (nothing was sent)."""
+    event = record_function(_text(kind_of(function, flags, future), function, args or (), me, to))
+    event.__enter__()
+    return event
+
+
+def follow(event: record_function, pending: Pending) -> None:
+    """Let the event end with its call, which was sent."""
+    if pending.future is None:
+        pending.event = event  # ended by ``Caller.result``
+        return
+    # Ending it ourselves would not do: the thread that completes the future need not be one that is profiled, and there
+    # torch leaves the event open. This way it takes the profiler of this thread along.
+    event._call_end_callbacks_on_future(pending.future)
+
+
+def serving(function: Callable[..., Any], args: Any, caller: str, me: str) -> Callable[..., Any]:
+    """``function`` inside the event of the called side."""
+    text = _text("rpc", function, args, caller, me)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(text):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _text(kind: str, function: Any, args: Any, source: str, target: str) -> str:
+    return f"{kind}#{name_of(function, args)}({source} -> {target})"

@@ -1,0 +1,191 @@
+"""Graceful shutdown: how a group finds out that nothing is left to do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..functions import TOLD_WHO
+from ..ground import here
+from ..ground.futures import fail
+from ..group.group import Group
+from ..group.members import Members
+from ..links.table import Links
+from ..message import gpu
+from ..references.context import RRefContext
+from ..transport import RdmaError, TransferTimeout, fresh, kept
+from .callee import Callee
+from .observer import Recorder
+from .pending import Outstanding
+
+_LEAVE_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.005
+
+
+class Worker(here.Agent, Protocol):
+    """Who leaves the group, and what of it has to come to an end first."""
+
+    @property
+    def workers(self) -> Members: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no user's call is outstanding here, and no function runs."""
+
+    group: Group
+    links: Links
+    callee: Callee
+    outstanding: Outstanding
+    rrefs: RRefContext
+    timeline: Recorder | None
+    termination: Termination
+
+
+_current: Callable[[], Worker] = here.current
+
+
+class Termination:
+    """Graceful shutdown: everybody keeps serving until nobody has anything left to do (rank 0 decides).
+
+    Mattern's four counters ("Algorithms for distributed termination detection", 1987): a worker that is idle reports how
+    many requests it sent and answered. When the sums over all workers agree, and are those of the round before, no request
+    is under way.
+    """
+
+    def __init__(self, agent: Worker) -> None:
+        self._agent = weakref.proxy(agent)
+        self._reports: dict[int, dict[int, tuple[int, int, torch.futures.Future[bool]]]] = {}
+        self._round = 0
+        self._last: tuple[int, int] | None = None
+        self._error: RdmaError | None = None
+        self._waiting: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    def report(self, number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+        """On rank 0: a worker's counts in round ``number``; completes with whether all is done."""
+        future: torch.futures.Future[bool] = torch.futures.Future()
+        with self._lock:
+            if self._error is not None:
+                fail(future, self._error)
+                return future
+            if number != self._round:
+                raise RuntimeError(f"round {number} of the shutdown is reported in round {self._round}")
+            reports = self._reports.setdefault(number, {})
+            reports[rank] = (sent, answered, future)
+            if len(reports) < len(self._agent.workers):
+                return future
+            del self._reports[number]
+            self._round += 1
+            totals = sum(item[0] for item in reports.values()), sum(item[1] for item in reports.values())
+            done = totals[0] == totals[1] and totals == self._last
+            self._last = totals
+        for _, _, waiting in reports.values():
+            waiting.set_result(done)
+        return future
+
+    def fail(self, error: RdmaError) -> None:
+        """A worker was lost: no graceful end is possible any more."""
+        with self._lock:
+            self._error = self._error or error
+            reports, self._reports = self._reports, {}
+        for entries in reports.values():
+            for _, _, waiting in entries.values():
+                fail(waiting, error)
+        if self._waiting is not None:
+            self._waiting.set()
+
+    def part(self, deadline: float | None) -> None:
+        """Serve until nothing is left to do, anywhere (in a dynamic group: here), and take leave. Raises ``RdmaError`` where
+        that cannot be: what others wait for here has had its time then."""
+        agent = self._agent
+        try:
+            agent.rrefs.collect()
+            if agent.group.dynamic:
+                self._leave(deadline)
+                return
+            self.wait(deadline)
+            self._let_gpus_finish(deadline)
+            if agent.timeline is not None:
+                agent.timeline.gather(deadline)
+            agent.group.part()
+        except RdmaError as error:
+            self.fail(kept(error))  # who has come already, and waits for all others
+            # Others may still wait for functions that run here.
+            self._finish(deadline)
+            raise
+
+    def _leave(self, deadline: float | None) -> None:
+        """A dynamic group: our own calls end first; then no new caller finds us, and who called gets its answer."""
+        agent = self._agent
+        while not agent.outstanding.idle:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TransferTimeout("calls of this worker are still under way", hint="shutdown(timeout=) sets the limit")
+            time.sleep(_IDLE_POLL_S)
+        agent.group.leave()
+        self._finish(deadline)
+
+    def _finish(self, deadline: float | None) -> None:
+        """Let functions that run here for others end, and their results be fetched: for seconds, not for ever."""
+        agent, limit = self._agent, _limit(deadline)
+        while not (agent.idle and agent.callee.settled and agent.links.flushed) and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
+        self._let_gpus_finish(deadline)
+
+    def _let_gpus_finish(self, deadline: float | None) -> None:
+        """Peers may still copy from our GPU memory, which goes with our process: for seconds, not for ever."""
+        limit = _limit(deadline)
+        while gpu.current is not None and not gpu.current.settled and time.monotonic() < limit:
+            time.sleep(_IDLE_POLL_S)
+
+    def wait(self, deadline: float | None) -> None:
+        """Keep serving until all workers are done. The calling thread sleeps: it must not compete with the pool."""
+        agent = self._agent
+        leader = agent.workers[0]
+        if agent.me.id == 0:
+            for info in agent.workers:
+                if info.id:
+                    agent.links.to(info.number)
+        for number in itertools.count():
+            while not agent.idle:
+                self._sleep(threading.Event(), deadline, 0.001)
+            arrived = threading.Event()
+            self._waiting = arrived
+            _, sent, answered, *_ = agent.links.counts
+            arguments = (number, sent, answered)
+            future = agent.call_async(leader, _report, arguments, None, 0, control=True)
+            future.add_done_callback(lambda _, arrived=arrived: arrived.set())
+            if self._error is not None:
+                raise fresh(self._error)
+            while not arrived.is_set():
+                self._sleep(arrived, deadline, 0.1)
+            if self._error is not None:
+                raise fresh(self._error)
+            if future.wait():
+                return
+
+    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float) -> None:
+        event.wait(seconds)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TransferTimeout(
+                "not every worker came to shutdown in time",
+                hint="a worker may still be busy; shutdown(timeout=) sets the limit",
+            )
+
+
+def _limit(deadline: float | None) -> float:
+    limit = time.monotonic() + _LEAVE_TIMEOUT_S
+    return limit if deadline is None else min(limit, deadline)
+
+
+def _report(sender: int, number: int, sent: int, answered: int) -> torch.futures.Future[bool]:
+    me = _current()
+    return me.termination.report(number, me.group.worker(sender).id, sent, answered)
+
+
+_report._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]

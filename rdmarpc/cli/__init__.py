@@ -1,0 +1,42 @@
+"""The `rdmarpc` command. Each subcommand is a module of its own and is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+USAGE = """usage: rdmarpc COMMAND [arguments]
+
+  bench [--json] [key=value ...]   every latency beside its physical floor and beside torch RPC
+  doctor [PEER] [--json]           what this host can do, how a peer is reached, and why not faster
+  graph FILE [--draw OUT]          what crosses in a wrapped model, from a file that it saved
+  timeline merge FILES [-o OUT]    one timeline of those that several workers wrote
+"""
+
+MODULES = {"doctor": "rdmarpc.cli.doctor", "graph": "rdmarpc.transfers", "timeline": "rdmarpc.timeline"}
+
+
+def main() -> None:
+    """Runs the subcommand that `sys.argv` names; exits with 1 when there is none of that name."""
+    command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if command in MODULES:
+        importlib.import_module(MODULES[command]).main(arguments)
+        return
+    if command != "bench":
+        sys.exit(f"rdmarpc: no such command: {command!r}\n\n{USAGE}" if command else USAGE)
+    sys.argv = ["rdmarpc bench", *arguments]
+    run_bench()
+
+
+def run_bench() -> None:
+    """The experiments stand above this package, so nothing here may need them before this command runs."""
+    try:
+        bench = importlib.import_module("rdmarpc.experiments.bench")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("rdmarpc"):
+            raise
+        sys.exit(f"rdmarpc bench needs {error.name}: pip install 'rdmarpc[experiments]'")
+    bench.main()

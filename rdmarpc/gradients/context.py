@@ -1,0 +1,326 @@
+"""Contexts of distributed autograd: what a worker knows of one forward and backward computation that spans workers.
+
+A context is made by whoever enters it, and on every other worker by the first call that carries its number. It holds the
+gradient edges of the tensors that left (``Sent``) and the gradients of leaves; tensors themselves are held by nobody but their
+users. It ends where it was entered; its end is passed on to every worker that heard of it from here, once, without waiting.
+With a worker end those that it entered, and those that nobody else brought: their end would come by way of it.
+
+Its end may overtake calls that carry it, if these wait for a thread: numbers that ended are remembered, and who comes late
+finds no context; nor does a call that was left by a worker which is lost. A thread that was about to send while the context
+ended tells the end itself (``send``). Numbers are never used twice.
+
+Who may end a context here: the worker that entered it, and the first that brought it here (``Context.by``). The first bringers
+form a tree with the entering worker as its root, so the end reaches everybody. The word of any other worker counts for that
+worker's own calls only: those that come late find no context. Were it to count for all, any member could end any context by
+its number, also one that is still to be entered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..ground.streams import Joint, use_here
+from ..transport.memory.sole import KEPT, references
+from ..transport.peers.ended import nobody
+from .local import Pass
+from .record import ANCHOR, Sent, Source, flagged, received, sent
+
+WORKER_SHIFT = 48
+_REMEMBERED = 4096
+_MAX_BROUGHT = 1 << 16
+"""Contexts that one worker may have brought here and not ended."""
+MAX_PASSES = 4096
+"""Backward passes of one context that may be under way here."""
+_serials = itertools.count(1)
+# References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
+_UNSHARED = 2
+
+
+class Context:
+    """Thread-safe."""
+
+    def __init__(self, number: int, brought_by: int, messages: itertools.count[int], tell: Callable[[int, int], None]) -> None:
+        self.number = number
+        self.brought_by = {brought_by}
+        """Numbers of the workers whose calls carried it here (ours, if it was entered here), as far as they are not lost, and
+        have not said that it is over."""
+        self.by: int | None = brought_by
+        """The first of these: its word ends the context here. ``None`` once it is lost: then the word of any of them does."""
+        self.sent: dict[int, Sent] = {}
+        """By the number of the message."""
+        self.received: dict[tuple[int, int], Any] = {}
+        """Nodes of the local graph, by the worker and the number of the message that brought their tensors. To be looked at."""
+        self.workers: set[int] = set()
+        """Numbers of the workers that were told of it by us."""
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.joint = Joint()
+        """Of those who add to ``gradients``."""
+        self.passes: dict[tuple[int, int], Pass] = {}
+        """Backward passes here, by the number of the worker that began it and its count."""
+        self.oldest: dict[int, int] = {}
+        """By worker: of the passes that it began, those counted less are over."""
+        self.ended = False
+        self.lock = threading.Lock()
+        self._messages, self._tell = messages, tell
+
+    def send(self, to: int, tensors: Iterable[torch.Tensor]) -> int:
+        """Note the tensors of a message to worker number ``to``; its number, 0 if none of them needs a gradient."""
+        self.workers.add(to)
+        if self.ended:
+            self._tell(to, self.number)  # it ended a moment ago, and that may have passed over this worker
+            return 0
+        left = sent(to, tensors)
+        if left is None:
+            return 0
+        message = next(self._messages)
+        self.sent[message] = left
+        return message
+
+    def attach(self, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the tensors of a message that arrived, leaves so far, their place in the local graph."""
+        leaves = flagged(tensors)
+        if not leaves or not torch.is_grad_enabled():
+            return
+        received(ANCHOR, leaves, Source(self.number, worker, message))
+        self.received[worker, message] = leaves[0].grad_fn
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
+        """Add to the gradient of a leaf. ``gradient`` is taken over if it is ``ours``, or, from a prehook of the leaf's
+        accumulator, if nothing else refers to it; it is copied otherwise."""
+        with self.lock:
+            self.joint.enter()
+            before = self.gradients.get(leaf)
+            use_here((before, gradient))
+            if before is None:
+                self.gradients[leaf] = gradient if ours or _unshared(gradient) else _copy(gradient)
+            elif before.is_sparse and not gradient.is_sparse:
+                self.gradients[leaf] = gradient + before
+            elif not gradient.is_sparse and references(before) <= KEPT:
+                before.add_(gradient)
+            else:
+                self.gradients[leaf] = before + gradient
+            self.joint.leave()
+
+    def begin_pass(self, me: int, retain_graph: bool) -> tuple[Pass, int, int]:
+        """Our part of a backward pass that begins here, at worker number ``me``; its count, and that of the oldest of ours that
+        is not over."""
+        run = Pass(self, retain_graph)
+        with self.lock:
+            self.check()
+            serial = next(_serials)  # under the lock: a pass that is counted, and not yet known, would be taken as over
+            self.passes[me, serial] = run
+            oldest = min(other for worker, other in self.passes if worker == me)
+        return run, serial, oldest
+
+    def join_pass(self, me: int, worker: int, serial: int, oldest: int, retain_graph: bool) -> Pass:
+        """Our part of a pass that ``worker`` began, made by the first message of it. What that worker began before ``oldest``
+        is over. ``RuntimeError`` where the pass, or the context, is over, and where too many are under way."""
+        with self.lock:
+            self.check()
+            if len(self.oldest) >= MAX_PASSES and worker not in self.oldest:
+                raise RuntimeError(f"{MAX_PASSES} workers have begun backward passes in autograd context {self.number}")
+            oldest = self.oldest[worker] = max(oldest, self.oldest.get(worker, 0))
+            for other in [other for other in self.passes if other[0] == worker and other[1] < oldest]:
+                self.passes.pop(other).end()
+            found = self.passes.get((worker, serial))
+            if found is None:
+                if worker == me or serial < oldest:
+                    raise RuntimeError("this backward pass is over")
+                if len(self.passes) >= MAX_PASSES:
+                    raise RuntimeError(f"{MAX_PASSES} backward passes of autograd context {self.number} are under way")
+                found = self.passes[worker, serial] = Pass(self, retain_graph)
+        return found
+
+    def end_pass(self, worker: int, serial: int) -> None:
+        """It is over; nothing more runs of it here."""
+        with self.lock:
+            run = self.passes.pop((worker, serial), None)
+        if run is not None:
+            run.end()
+
+    def check(self) -> None:
+        """``RuntimeError`` if it has ended."""
+        if self.ended:
+            raise RuntimeError(f"autograd context {self.number} has ended during a backward pass")
+
+    def close(self) -> None:
+        """Nothing comes in any more, passes that run here stop, and the graph goes. (Gradients: with the context itself, as
+        somebody may just be adding one.)"""
+        with self.lock:
+            self.ended = True
+            passes = list(self.passes.values())
+            self.passes.clear()
+        for each in passes:
+            each.end()
+        self.sent.clear()
+        self.received.clear()
+
+    def __repr__(self) -> str:
+        return f"Context({self.number})"
+
+
+def _unshared(gradient: torch.Tensor) -> bool:
+    if gradient._use_count() > _UNSHARED:  # type: ignore[attr-defined]
+        return False
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
+    return gradient.layout is torch.strided and gradient.is_contiguous()
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is torch.strided:
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient.clone()
+
+
+class _Current(threading.local):
+    context: Context | None = None
+
+
+current = _Current()
+"""The context that this thread is in."""
+
+
+class _Recent:
+    """The numbers that were added last. Guarded by its owner's lock."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def add(self, number: int) -> None:
+        self._numbers[number] = None
+        if len(self._numbers) > _REMEMBERED:
+            self._numbers.popitem(last=False)
+
+
+class Contexts:
+    """Those that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not raise."""
+
+    def __init__(self, me: int, tell: Callable[[int, int], None]) -> None:
+        self._me, self._tell = me, tell
+        self.live: dict[int, Context] = {}
+        self._gone: set[int] = set()
+        """Numbers of the workers that are lost."""
+        self._count = itertools.count(me << WORKER_SHIFT)
+        self._messages = itertools.count(1)
+        self._past = _Recent()
+        self._said: dict[int, _Recent] = {}
+        """By worker: contexts that it says are over, which it has no right to end for others."""
+        self._lock = threading.Lock()
+        self.refused = 0
+        """Ends that did not count for others, and (``refused_gradients``) gradients that did not come from the worker that had
+        the tensors."""
+        self.refused_gradients = 0
+        self.surveys = 0
+        """Backward passes that had to ask which calls take part (``gradients/waves``)."""
+
+    def new(self) -> Context:
+        return self._enter(next(self._count), self._me)
+
+    def _enter(self, number: int, brought_by: int) -> Context:
+        made = Context(number, brought_by, self._messages, self._tell)
+        self.live[number] = made
+        return made
+
+    def join(self, number: int, worker: int) -> Context | None:
+        """The context that a call of a worker carries, made if need be; ``None`` if it has ended, or the worker has.
+        ``RuntimeError`` where that worker has brought too many."""
+        found = self.live.get(number)
+        if found is not None and worker in found.brought_by:
+            return found
+        with self._lock:
+            if number in self._past or worker in self._gone or number in self._said.get(worker, ()):
+                return None
+            found = self.live.get(number)
+            if found is None:
+                if len(self.live) >= _MAX_BROUGHT and sum(each.by == worker for each in self.live.values()) >= _MAX_BROUGHT:
+                    raise RuntimeError(f"worker number {worker} has {_MAX_BROUGHT} autograd contexts here that have not ended")
+                return self._enter(number, worker)
+            found.brought_by.add(worker)
+            return found
+
+    def find(self, number: int) -> Context:
+        """``RuntimeError`` if there is none of that number."""
+        found = self.live.get(number)
+        if found is None:
+            raise RuntimeError(f"Could not find autograd context with id: {number}")
+        return found
+
+    def end(self, number: int, heard_from: int | None = None) -> None:
+        """It ends here, and everywhere that we brought it to. ``heard_from``: the worker that says so, if it is not our own
+        decision."""
+        with self._lock:
+            if heard_from is not None and not self._believed(number, heard_from):
+                return
+            context = self._take_out(number)
+        if context is not None:
+            self._finish(context, heard_from)
+
+    def _believed(self, number: int, worker: int) -> bool:
+        """With the lock held: whether a worker that says that a context is over ends it for everybody. If not, its own calls
+        that come late will find none."""
+        if number in self._past or worker in self._gone:
+            return False
+        found = self.live.get(number)
+        if number >> WORKER_SHIFT == worker or (found is not None and found.by == worker):
+            return True
+        if found is not None and worker in found.brought_by:
+            if found.by is None:
+                return True
+            found.brought_by.discard(worker)
+        else:
+            self.refused += 1
+        self._said.setdefault(worker, _Recent()).add(number)
+        return False
+
+    def _take_out(self, number: int) -> Context | None:
+        """With the lock held."""
+        if number in self._past:
+            return None
+        self._past.add(number)
+        return self.live.pop(number, None)
+
+    def _finish(self, context: Context, heard_from: int | None) -> None:
+        context.close()
+        for worker in list(context.workers):
+            if worker != heard_from:
+                self._tell(worker, context.number)
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone, and with it the contexts that it had entered, and those that only it had brought."""
+        ended = []
+        with self._lock:
+            self._gone.add(worker)
+            self._said.pop(worker, None)
+            for context in list(self.live.values()):
+                context.brought_by.discard(worker)
+                if context.by == worker:
+                    context.by = None
+                if context.number >> WORKER_SHIFT == worker or not context.brought_by:
+                    self._take_out(context.number)
+                    ended.append(context)
+        for context in ended:
+            self._finish(context, worker)
+
+    def clear(self) -> None:
+        """The end of this worker: nobody is told of anything any more."""
+        self._tell = nobody
+        with self._lock:
+            left = list(self.live.values())
+            self.live.clear()
+        for context in left:
+            context.close()
+
+    @property
+    def largest(self) -> int:
+        """The largest number that we may draw."""
+        return (self._me << WORKER_SHIFT) + (1 << WORKER_SHIFT) - 1

@@ -1,0 +1,374 @@
+"""The part of a backward pass that runs on one worker: gradients come in at messages, the local engine runs, gradients leave.
+
+A worker does not know which of the messages that it sent will get gradients, nor when. So that each node runs once, with all
+that flows into it, a node *waits* while an unanswered message that it took part in might still bring a gradient to it; what has
+arrived on its edges is *held*. Leaves do not wait: adding up is all they do (but the hooks of a leaf see the whole sum, once).
+
+Usually nothing waits, and one call of the engine runs everything that the arrived gradients reach. Else only the nodes in front
+of those that wait run. The engine cannot stop at an edge: it runs at least the tensor hooks behind it. So gradients for waiting
+nodes are taken off by hooks behind the nodes in front of them, raw, and the engine is halted before it comes to the waiting
+ones: of the nodes that are ready it takes the one with the largest sequence number, and so, as all run on one thread, a
+node that raises comes after those that are to run, and before those that are not.
+
+Invariants: (1) a node runs in at most one call of the engine, after everything in ``held`` for it is complete; (2) one thread
+at a time runs a pass here (``_running``); who brings gradients meanwhile leaves them to it; (3) what is in ``held`` belongs to
+the pass alone, and is summed in order of arrival.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.variable import Variable
+
+from ..ground.streams import Joint, use_here
+from ..transport import NotSupported
+from .graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
+from .record import ANCHOR, RECEIVED, Sent, Source, adds_up, engaged
+from .record import edge as edge_of
+
+_engine = Variable._execution_engine
+_AFTER, _HALT, _BEFORE = range(3)
+Gradients = tuple[torch.Tensor | None, ...]
+_FREED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed): "
+    "what was sent has had its gradient. Specify retain_graph=True if you need to backward through the graph a second time."
+)
+
+
+@functools.cache
+def first_call() -> None:
+    """Before anything else of this module, by one thread. Not on import: the engine starts a thread for each GPU, and may not
+    be used in forked children then."""
+    # With the first edge that it is given torch (2.13) makes a type, behind the guard of a C++ static; making it can start the
+    # garbage collector, and that can let go of the GIL. Two first calls at once could so wait for each other for ever.
+    with torch.enable_grad():
+        edge = get_gradient_edge(ANCHOR.clone())
+    _engine.run_backward((edge,), (NOTHING_MORE.new_zeros(ANCHOR.shape),), False, False, (BEHIND,), True, True)
+
+
+_ordering = threading.Condition()
+_ordered: set[Node] = set()
+"""Nodes whose sequence numbers are set for a run. Passes over one graph (``retain_graph``) that share some take turns."""
+
+
+class ForeignGradients(RuntimeError):
+    """Gradients came from a worker that never had the tensors."""
+
+
+class Emitted(NamedTuple):
+    """Gradients of received tensors: to be sent to whoever had sent these."""
+
+    worker: int
+    message: int
+    gradients: Gradients
+
+
+class Account(Protocol):
+    """The context of a pass, as far as a pass needs it (``grad_context.Context``)."""
+
+    number: int
+    sent: dict[int, Sent]
+    """By the number of the message."""
+
+    def check(self) -> None:
+        """``RuntimeError`` if it has ended."""
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
+        """Add to the gradient of a leaf; ``ours``: nothing else refers to ``gradient``."""
+
+
+class Pass:
+    """Thread-safe."""
+
+    def __init__(self, context: Account, retain_graph: bool) -> None:
+        self.context, self.retain_graph = context, retain_graph
+        self.held: dict[tuple[Node, int], torch.Tensor] = {}
+        """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""
+        self.collected: set[int] = set()
+        """Leaves (by id) whose gradients are being held, while the engine runs."""
+        self._collecting: dict[int, Node] = {}
+        self._owners: list[list[GradientEdge]] = []
+        """What keeps the nodes alive (``grad_record.edge``) for which something is held."""
+        self._arrived: set[int] = set()
+        self._expected: set[int] | None = None
+        self._labels: dict[Node, int] = {}
+        self._labelled: dict[int, int] = {}
+        """The bit of each message in ``_labels``."""
+        self._emitted: list[Emitted] = []
+        self._running = False
+        self._over = False
+        self._lock = threading.Lock()
+        self._joint = Joint()
+        """Of those who bring gradients, run nodes and take what these bring."""
+
+    # -- gradients in
+
+    def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
+        """The roots."""
+        with self._lock:
+            self._joint.enter()
+            self._owners.append(edges)
+            for edge, gradient in zip(edges, gradients):
+                self._hold(edge.node, edge.output_nr, gradient)
+            self._joint.leave()
+
+    def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
+        """Gradients of the tensors of a message that left here, from the worker that they went to (nobody else has them to
+        say: ``RuntimeError``); ``None`` for those that had no part in the roots."""
+        with self._lock:
+            if self._over:
+                return
+            known = self.context.sent.get(message)
+            if known is not None and known.to != worker:
+                text = f"worker number {worker} brings gradients of tensors that went to worker number {known.to}"
+                raise ForeignGradients(text)
+            sent = self.context.sent.get(message) if self.retain_graph else self.context.sent.pop(message, None)
+            if sent is None:
+                self.context.check()
+                raise RuntimeError(_FREED)
+            self._arrived.add(message)
+            self._joint.enter()
+            owners: list[GradientEdge] = []
+            memory: set[int] = set()
+            for target, gradient in zip(sent.targets, gradients, strict=True):
+                if gradient is None:
+                    continue
+                if isinstance(target, torch.Tensor):
+                    if adds_up(target):
+                        self.context.accumulate(target, gradient, ours=_new(gradient, memory))
+                        continue
+                    target = edge_of(target)
+                owners.append(target)
+                self._hold(target.node, target.output_nr, gradient)
+            if owners:
+                self._owners.append(owners)
+            self._joint.leave()
+
+    def expect(self, messages: set[int]) -> None:
+        """Of the messages that have had no gradient yet, only these will."""
+        with self._lock:
+            self._expected = messages
+
+    def _hold(self, node: Node, output: int, gradient: torch.Tensor) -> None:
+        before = self.held.get((node, output))
+        use_here((before, gradient))
+        self.held[node, output] = gradient if before is None else before + gradient
+
+    def starts(self) -> list[Node]:
+        """The nodes that something is held for."""
+        with self._lock:
+            return [node for node, _ in self.held]
+
+    def end(self) -> None:
+        """It failed, or a later one takes its place: nothing more runs."""
+        with self._lock:
+            self._over = True
+            self.held.clear()
+            self._labels.clear()
+            self._owners.clear()
+
+    # -- running
+
+    def run(self, leave: Callable[[list[Emitted]], None]) -> None:
+        """Run what can run; ``leave`` is given what each call of the engine brought to received tensors. Returns at once if
+        another thread is at it, which then does this too. Raises what nodes and hooks raise."""
+        while True:
+            with self._lock:
+                if self._running or self._over:
+                    return
+                work = self._next()
+                if work is None:
+                    return
+                self._running = True
+                self._joint.enter()
+            outer, engaged.run = engaged.run, self
+            # The engine would run nodes of GPU tensors on threads of its own, which know nothing of this pass, and in an order
+            # of their own.
+            threads = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
+            try:
+                work()
+            finally:
+                torch._C._set_multithreading_enabled(threads)
+                engaged.run = outer
+                self._joint.enter()  # what was emitted
+                self.collected.clear()
+                self._collecting.clear()
+                with self._lock:
+                    self._running = False
+                    emitted, self._emitted = self._emitted, []
+            leave(emitted)
+
+    def _next(self) -> Callable[[], None] | None:
+        """With the lock held: what can run of what is held, taken out of it."""
+        if not self.held:
+            self._owners.clear()
+            return None
+        waits = self._waiting()
+        ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)
+        if not ready:
+            return None
+        reached = reach({node for node, _ in ready})
+        held_up = [node for node in reached if waits(node)] if waits else []
+        for node in reached:
+            if type(node) is ACCUMULATE:
+                divert(node)
+            elif type(node) is REENTRANT:
+                raise NotSupported(
+                    "a reentrant checkpoint runs a backward pass of its own, into .grad",
+                    hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) works",
+                )
+        inner = [node for node in held_up if type(node) is not ACCUMULATE]
+        if inner:
+            blocked = set(held_up)
+            part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked.__contains__)
+            part = {node for node in part if node not in blocked and not _ends(node)}
+            if part:
+                taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
+                return lambda: self._run_part(taken, part)
+            ready = {edge for edge in ready if _ends(edge[0])}
+            held_up = []
+        for node in held_up:
+            leaf = node.variable
+            quieten(leaf)
+            self.collected.add(id(leaf))
+            self._collecting[id(leaf)] = node
+        taken = [(edge, self.held.pop(edge)) for edge in ready]
+        return lambda: self._run_all(taken)
+
+    def _waiting(self) -> Callable[[Node], bool] | None:
+        """Whether a node waits for a message; ``None`` if none can."""
+        sent = self.context.sent.copy()  # others change it
+        unanswered = [message for message in sent if message not in self._arrived]
+        if self._expected is not None:
+            unanswered = [message for message in unanswered if message in self._expected]
+        if not unanswered:
+            return None
+        if not self._labelled.keys() >= set(unanswered):
+            # New ones: they were sent since, by a forward pass that goes on.
+            self._labels = label([[each.node for each in sent[message].edges()] for message in unanswered])
+            self._labelled = {message: bit for bit, message in enumerate(unanswered)}
+        if not self._labels:
+            return None
+        mask = sum(1 << self._labelled[message] for message in unanswered)
+        labels = self._labels
+
+        def waits(node: Node) -> bool:
+            if not labels.get(node, 0) & mask:
+                return False
+            return type(node) is not ACCUMULATE or bool(node.variable._backward_hooks)
+
+        return waits
+
+    def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]]) -> None:
+        use_here(gradient for _, gradient in taken)
+        edges = tuple([GradientEdge(*edge) for edge, _ in taken])
+        gradients = tuple([gradient for _, gradient in taken])
+        taken.clear()
+        _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)
+
+    def _run_part(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], part: set[Node]) -> None:
+        """Run the nodes of ``part``, and hold what they bring to others."""
+        use_here(gradient for _, gradient in taken)
+        exits: dict[Node, list[int]] = {}
+        beyond: dict[tuple[Node, int], None] = {}
+        for node in part:
+            for index, edge in enumerate(node.next_functions):
+                if edge[0] is not None and edge[0] not in part:
+                    exits.setdefault(node, []).append(index)
+                    beyond[edge] = None
+        nodes = part | {node for node, _ in beyond}
+        with _ordering:
+            _ordering.wait_for(lambda: _ordered.isdisjoint(nodes))
+            _ordered.update(nodes)
+        hooks: list[Any] = []
+        order = {node: node._sequence_nr() for node, _ in beyond if type(node) is not ACCUMULATE}
+        try:
+            for node, indices in exits.items():
+                hooks.append(node.register_hook(self._taker(node.next_functions, indices)))
+            for node in order:
+                node._set_sequence_nr(_AFTER)
+            for node, _ in beyond:
+                if type(node) is ACCUMULATE:  # goes first whatever its number; it is not run, but the hooks of its leaf are
+                    quieten(node.variable)
+            for node in part:
+                node._set_sequence_nr(max(node._sequence_nr(), _BEFORE))
+            _engine.run_backward(
+                (*[GradientEdge(*edge) for edge, _ in taken], halting(_HALT)),
+                (*[gradient for _, gradient in taken], NOTHING_MORE),
+                self.retain_graph,
+                False,
+                (*[GradientEdge(*edge) for edge in beyond], BEHIND),
+                True,
+                False,
+            )
+        except Halted:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for node, number in order.items():
+                node._set_sequence_nr(number)
+            with _ordering:
+                _ordered.difference_update(nodes)
+                _ordering.notify_all()
+
+    def _taker(self, following: tuple[tuple[Node, int], ...], indices: list[int]) -> Callable[..., Any]:
+        """A hook behind a node that takes what it brings to some of the nodes that follow."""
+
+        def take(brought: Gradients, _: Gradients) -> Gradients | None:
+            if engaged.run is not self:
+                return None
+            with self._lock:
+                self._joint.enter()
+                for index in indices:
+                    gradient = brought[index]
+                    if gradient is not None:
+                        self._hold(*following[index], gradient)
+                self._joint.leave()
+            return tuple([None if index in indices else gradient for index, gradient in enumerate(brought)])
+
+        return take
+
+    # -- called while the engine runs
+
+    def emit(self, source: Source, gradients: Gradients) -> None:
+        if source.context != self.context.number:
+            raise RuntimeError(
+                f"a tensor that was received in autograd context {source.context} takes part in a backward pass of context "
+                f"{self.context.number}: call backward in the context of the forward pass, or detach() the tensor"
+            )
+        with self._lock:
+            self._joint.enter()
+            self._emitted.append(Emitted(source.worker, source.message, gradients))
+            self._joint.leave()
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        if id(leaf) in self.collected:
+            with self._lock:
+                self._joint.enter()
+                self._hold(self._collecting[id(leaf)], 0, gradient)
+                self._joint.leave()
+        else:
+            self.context.accumulate(leaf, gradient)
+
+
+def _new(gradient: torch.Tensor, memory: set[int]) -> bool:
+    """Whether a gradient that arrived can be kept as it is: it is dense, and no other of its message lies in that memory."""
+    if gradient.layout is not torch.strided or not gradient.is_contiguous():
+        return False
+    storage = gradient.untyped_storage()._cdata
+    if storage in memory:
+        return False
+    memory.add(storage)
+    return True
+
+
+def _ends(node: Node) -> bool:
+    return type(node) is ACCUMULATE or type(node) is RECEIVED

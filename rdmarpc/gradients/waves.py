@@ -1,0 +1,499 @@
+"""How a backward pass goes from worker to worker.
+
+The gradients of received tensors go to whoever had sent these, in a call (``_deliver``): into landing places granted ahead, as
+arguments do. It is answered when everything that it set off is done, there and further on; gradients for the asker itself ride
+in the answer. So whoever began the pass knows when it is over, and no thread waits for a gradient: what one call of
+``_deliver`` sets off is a ``Wave``, which goes on when an answer comes.
+
+Waits (``gradients/local``) are for messages that may never get a gradient. If all waves are over and some worker still holds
+something, the one that began asks (``_survey``) which messages can be reached from what is held, on all workers, until no new
+ones are found, and tells the holders (``_settle``): after that nothing waits for a message that will not come. As the whole
+graph has no cycles, something can then run; if nodes bring undefined gradients to a message nothing is sent, and asking again
+finds that out. In most programs nothing is ever held when the waves are over, and nobody is asked.
+
+Invariants: (1) a message's gradients are delivered at most once a pass; (2) a wave is answered once, when nothing that it
+started is under way, or at its first error; (3) work left to another thread that runs the pass belongs to that thread's wave,
+which somebody waits for.
+
+Who may say what: gradients of a message come from the worker that the message went to (``Pass.arrive``), which its link tells
+(``functions.TOLD_WHO``); what a pass can reach is asked, and what it expects is told, by the worker that began it. Within a
+context its workers trust each other's account of which passes are over.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..functions import TOLD_WHO
+from ..ground import here
+from ..links.frames import CONTROL
+from . import error as grad_error
+from .context import Context, Contexts
+from .graph import reach
+from .local import Emitted, ForeignGradients, Gradients, Pass
+from .record import RECEIVED, edge
+
+_PASS = struct.Struct("<QQQQ?")  # the fields of Name
+_ENTRY = struct.Struct("<QI")  # message, number of gradients
+_HOLDER = struct.Struct("<Q")
+_REACHED = struct.Struct("<QQ")  # worker, message
+_SMALL = 1_024  # elements
+_MAX_SURVEYS = 1_000  # each makes at least one node run
+
+
+class Worker(here.Agent, Protocol):
+    """What a backward pass needs of the workers that take part."""
+
+    @property
+    def contexts(self) -> Contexts: ...
+
+
+_current: Callable[[], Worker] = here.current
+
+
+class Name(NamedTuple):
+    """What a pass is called on all workers."""
+
+    context: int
+    worker: int
+    serial: int
+    oldest: int
+    """Passes of this context that the same worker began before are over."""
+    retain_graph: bool
+
+
+class Reply(NamedTuple):
+    arrivals: list[tuple[int, Gradients]]
+    """Messages of the asker, and their gradients."""
+    holders: set[int]
+    """Workers (numbers) that may hold something."""
+
+
+def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
+    """A gradient that occurs again (those of both inputs of an addition) goes as the index of the first."""
+    heads: list[bytes] = []
+    gradients: list[torch.Tensor | int | None] = []
+    known: dict[int, int] = {}
+    for message, some in entries:
+        heads.append(_ENTRY.pack(message, len(some)))
+        for gradient in some:
+            if gradient is None:
+                gradients.append(None)
+                continue
+            first = known.setdefault(id(gradient), len(gradients))
+            if first < len(gradients):
+                gradients.append(first)
+            else:
+                # Of a small one that is expanded, nothing is won by sending only what is in memory.
+                small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
+                gradients.append(gradient.contiguous() if small else gradient)
+    return b"".join(heads), gradients
+
+
+def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]]:
+    gradients = tuple([packed[gradient] if type(gradient) is int else gradient for gradient in packed])
+    entries, at = [], 0
+    for message, count in _ENTRY.iter_unpack(heads):
+        entries.append((message, gradients[at : at + count]))
+        at += count
+    return entries
+
+
+def _open(agent: Worker, context: Context, name: Name) -> Pass:
+    """This worker's part of a pass, made by the first message of it."""
+    return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
+
+
+def _arrive(agent: Worker, run: Pass, worker: int, entries: Iterable[tuple[int, Gradients]]) -> None:
+    try:
+        for message, gradients in entries:
+            run.arrive(worker, message, gradients)
+    except ForeignGradients:
+        agent.contexts.refused_gradients += 1
+        raise
+
+
+class Wave:
+    """What one cause sets off. ``asker``: number of the worker that waits for it. Runs on the thread that starts it, and on
+    threads of the pool as answers come; subclasses say how calls are made and what happens at the end."""
+
+    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+        self.agent, self.name, self.run_, self.asker = agent, name, run, asker
+        self.header = _PASS.pack(*name)
+        self.holders: set[int] = set()
+        self._back: list[tuple[int, Gradients]] = []
+        self._open = 1
+        self._lock = threading.Lock()
+
+    # -- how it goes on
+
+    def go_on(self) -> None:
+        """Run what can run here, and send on what comes out."""
+        back: list[tuple[int, Gradients]] = []
+        self.run_.run(partial(self._leave, back))
+        if not back:
+            return
+        with self._lock:
+            last = self._open == 1
+            if last:
+                self._back += back
+        if not last:
+            assert self.asker is not None
+            self._send(self.asker, back)  # it need not wait for others
+
+    def _leave(self, back: list[tuple[int, Gradients]], emitted: list[Emitted]) -> None:
+        groups: dict[int, list[tuple[int, Gradients]]] = {}
+        for worker, message, gradients in emitted:
+            groups.setdefault(worker, []).append((message, gradients))
+        for worker, entries in groups.items():
+            if worker == self.agent.number:
+                for message, gradients in entries:
+                    self.run_.arrive(worker, message, gradients)
+            elif worker == self.asker:
+                back += entries
+            else:
+                self._send(worker, entries)
+
+    def _send(self, worker: int, entries: list[tuple[int, Gradients]]) -> None:
+        with self._lock:
+            self._open += 1
+        heads, gradients = _pack(entries)
+        self.call(worker, _deliver, (self.header, heads, *gradients))
+
+    def heard(self, worker: int, answer: tuple[Any, ...]) -> None:
+        """An answer to one of our calls came from ``worker``. Raises what ended the pass."""
+        reply = _load_reply(answer)
+        self.holders |= reply.holders
+        _arrive(self.agent, self.run_, worker, reply.arrivals)
+        self.go_on()
+
+    def close_one(self) -> bool:
+        """One thing less is under way; whether it was the last."""
+        with self._lock:
+            self._open -= 1
+            return self._open == 0
+
+    def open_with(self, calls: Calls) -> None:
+        for call in calls:
+            with self._lock:
+                self._open += 1
+            self.call(*call)
+
+    def reply(self) -> Reply:
+        """Raises if the context has ended meanwhile: gradients may have been lost."""
+        self.run_.context.check()
+        if self.run_.held:
+            self.holders.add(self.agent.number)
+        return Reply(self._back, self.holders)
+
+    def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
+        """Start a call; whoever gets the answer calls ``heard``, then ``close_one``."""
+        raise NotImplementedError
+
+
+class Sprung(Wave):
+    """A wave that no thread waits for: ``future`` is completed at its end, with a ``Reply`` or by its first error."""
+
+    def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
+        super().__init__(agent, name, run, asker)
+        self.result: Reply | Exception | None = None
+        self.future: torch.futures.Future[Reply | Exception] | None = None
+
+    def start(self, calls: Calls) -> Reply | Exception | torch.futures.Future[Reply | Exception]:
+        """Begin with ``calls``, and with what the pass holds already. The result, or a future of it; errors are ``located``."""
+        try:
+            self.open_with(calls)
+            self.go_on()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._close()
+        with self._lock:
+            if self.result is not None:
+                return self.result
+            self.future = torch.futures.Future()
+            return self.future
+
+    def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
+        to = self.agent.group.worker(worker)
+        self.agent.call_async(to, function, args, None, -1.0, control=True).add_done_callback(partial(self._answered, worker))
+
+    def _answered(self, worker: int, future: torch.futures.Future[Any]) -> None:
+        try:
+            self.heard(worker, future.value())
+        except BaseException as error:
+            self._fail(error)
+        self._close()
+
+    def _close(self) -> None:
+        if not self.close_one():
+            return
+        try:
+            self._end(self.reply())
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        # As it crosses: what was raised holds frames, and these hold us.
+        self._end(_located(self.agent, error))
+
+    def _end(self, result: Reply | Exception) -> None:
+        with self._lock:
+            if self.result is not None:
+                return
+            self.result = result
+            future = self.future
+        if isinstance(result, Exception):
+            self.run_.end()
+        if future is not None:
+            future.set_result(result)
+
+
+class _AnyOf:
+    def __init__(self, calls: list[here.Call]) -> None:
+        self._calls = calls
+
+    @property
+    def done(self) -> bool:
+        return any(call.done for call in self._calls)
+
+
+class Driven(Wave):
+    """The wave of whoever calls ``backward``: that thread makes it go on."""
+
+    def __init__(self, agent: Worker, name: Name, run: Pass) -> None:
+        super().__init__(agent, name, run, None)
+        self._calls: list[here.Call] = []
+
+    def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
+        self._calls.append(self.agent.start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
+
+    def drive(self, calls: Calls) -> Reply:
+        """Until all is done, beginning with ``calls``. Raises the first error."""
+        try:
+            self.open_with(calls)
+            self.go_on()
+            while self._calls:
+                if len(self._calls) > 1:
+                    deadlines = [call.deadline for call in self._calls if call.deadline is not None]
+                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
+                call = next((call for call in self._calls if call.done), self._calls[0])
+                self._calls.remove(call)
+                answer = call.result()
+                assert call.link is not None  # what was never sent has no result
+                self.heard(call.link.worker, answer)
+                self.close_one()
+            return self.reply()
+        finally:
+            for call in self._calls:
+                call.abandon()
+
+
+# -- one pass, as a whole
+
+Calls = list[tuple[int, Callable[..., Any], tuple[Any, ...]]]
+
+
+def _begin(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> tuple[Name, Pass]:
+    run, serial, oldest = context.begin_pass(agent.number, retain_graph)
+    run.begin([edge(root) for root in roots], [torch.ones_like(root) for root in roots])
+    return Name(context.number, agent.number, serial, oldest, retain_graph), run
+
+
+def _located(agent: Worker, error: BaseException) -> Exception:
+    return grad_error.located(error, agent.me.id, agent.name)
+
+
+def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+    """Returns when all gradients are in the context, on all workers. Raises ``BackwardError``."""
+    name, run = _begin(agent, context, roots, retain_graph)
+    try:
+        calls: Calls = []
+        for _ in range(_MAX_SURVEYS):
+            holders = Driven(agent, name, run).drive(calls).holders
+            if not holders:
+                return
+            calls = _settlement(agent, name, run, holders)
+        raise RuntimeError(
+            f"gradients are held on {[agent.group.name_of(worker) for worker in holders]} that nothing waits for"
+        )
+    except Exception as error:
+        raise _located(agent, error) from error
+    finally:
+        context.end_pass(name.worker, name.serial)
+
+
+class Unattended:
+    """``backward`` without a thread that waits: the value of ``future`` is ``None`` or the ``BackwardError``."""
+
+    def __init__(self, agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+        self.future: torch.futures.Future[Exception | None] = torch.futures.Future()
+        self._agent, self._context = agent, context
+        self._name, self._run = _begin(agent, context, roots, retain_graph)
+        self._surveys = 0
+        self._launch([])
+
+    def _launch(self, calls: Calls) -> None:
+        wave = Sprung(self._agent, self._name, self._run, None)
+        result = wave.start(calls)
+        if isinstance(result, torch.futures.Future):
+            result.add_done_callback(lambda future: self._ended(future.value()))
+        else:
+            self._ended(result)
+
+    def _ended(self, result: Reply | Exception) -> None:
+        if isinstance(result, Exception):
+            self._finish(result)
+        elif not result.holders:
+            self._finish(None)
+        else:
+            # Not by the pool: it asks, and waits for answers, which on other workers may wait for the same.
+            try:
+                threading.Thread(target=self._survey, args=(result.holders,), name="rdmarpc-survey", daemon=True).start()
+            except RuntimeError as error:  # no more threads
+                self._finish(error)
+
+    def _survey(self, holders: set[int]) -> None:
+        try:
+            self._surveys += 1
+            if self._surveys > _MAX_SURVEYS:
+                raise RuntimeError("gradients are held that nothing waits for")
+            self._launch(_settlement(self._agent, self._name, self._run, holders))
+        except BaseException as error:
+            self._finish(_located(self._agent, error))
+
+    def _finish(self, error: Exception | None) -> None:
+        self._context.end_pass(self._name.worker, self._name.serial)
+        if not self.future.done():
+            self.future.set_result(error)
+
+
+# -- what is held for messages that will get no gradient
+
+
+def _settlement(agent: Worker, name: Name, run: Pass, holders: set[int]) -> Calls:
+    """Find out which messages can still get a gradient. Tells our own part; returns the calls that tell the other holders, and
+    set off what can run there."""
+    agent.contexts.surveys += 1
+    header = _PASS.pack(*name)
+    expected: dict[int, set[int]] = {}
+    asking = [(worker, b"", True) for worker in holders]
+    while asking:
+        found: dict[int, set[int]] = {}
+        for answer in [_ask(agent, worker, (header, messages, held)) for worker, messages, held in asking]:
+            for worker, message in _REACHED.iter_unpack(answer.wait() if isinstance(answer, torch.futures.Future) else answer):
+                found.setdefault(worker, set()).add(message)
+        asking = []
+        for worker, messages in found.items():
+            fresh = messages - expected.setdefault(worker, set())
+            if fresh:
+                expected[worker] |= fresh
+                asking.append((worker, _packed(fresh), False))
+    calls: Calls = []
+    for worker in holders:
+        if worker == agent.number:
+            run.expect(expected.get(worker, set()))
+        else:
+            calls.append((worker, _settle, (header, _packed(expected.get(worker, set())))))
+    return calls
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    return b"".join(map(_HOLDER.pack, numbers))
+
+
+def _unpacked(packed: bytes) -> set[int]:
+    return {number for (number,) in _HOLDER.iter_unpack(packed)}
+
+
+def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
+    if worker == agent.number:
+        return _survey(worker, *args)
+    return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
+
+
+# What other workers call here; the first argument is the number of the one that does.
+
+
+def _load(header: bytes) -> tuple[Worker, Context, Name]:
+    name = Name(*_PASS.unpack(header))
+    agent = _current()
+    return agent, agent.contexts.find(name.context), name
+
+
+def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
+    """Of a pass that the sender must have begun."""
+    agent, context, name = _load(header)
+    if name.worker != sender:
+        agent.contexts.refused_gradients += 1
+        raise ForeignGradients(f"worker number {sender} speaks for a backward pass that worker number {name.worker} began")
+    return agent, context, name
+
+
+def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
+    """Gradients of messages that this worker sent."""
+    agent = _current()
+    try:
+        agent, context, name = _load(header)
+        if sender not in context.workers:
+            agent.contexts.refused_gradients += 1
+            raise ForeignGradients(f"worker number {sender} brings gradients in a context that it did not get from here")
+        run = _open(agent, context, name)
+        _arrive(agent, run, sender, _unpack(heads, gradients))
+        return _answered(Sprung(agent, name, run, sender).start([]))
+    except Exception as error:
+        return _dump_reply(_located(agent, error))
+
+
+def _settle(sender: int, header: bytes, messages: bytes) -> Any:
+    """Of the messages that this worker sent and that had no gradient yet, only these will get one."""
+    agent = _current()
+    try:
+        agent, context, name = _load_own(sender, header)
+        run = _open(agent, context, name)
+        run.expect(_unpacked(messages))
+        return _answered(Sprung(agent, name, run, sender).start([]))
+    except Exception as error:
+        return _dump_reply(_located(agent, error))
+
+
+def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
+    """Which messages that this worker received are reached from these that it sent, and from what is held here."""
+    agent, context, name = _load_own(sender, header)
+    starts = _open(agent, context, name).starts() if held else []
+    for message in _unpacked(messages):
+        sent = context.sent.get(message)
+        if sent is not None:
+            starts += [each.node for each in sent.edges()]
+    sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
+    return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
+
+
+_deliver._wrapped_async_rpc_function = _settle._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
+_survey._wrapped_async_rpc_function = TOLD_WHO  # type: ignore[attr-defined]
+
+
+def _answered(result: Reply | Exception | torch.futures.Future[Any]) -> Any:
+    if isinstance(result, torch.futures.Future):
+        return result.then(lambda future: _dump_reply(future.value()))
+    return _dump_reply(result)
+
+
+def _dump_reply(result: Reply | Exception) -> tuple[Any, ...]:
+    if isinstance(result, Exception):
+        return (grad_error.dump(result),)
+    heads, gradients = _pack(result.arrivals)
+    return b"", heads, _packed(result.holders), *gradients
+
+
+def _load_reply(answer: tuple[Any, ...]) -> Reply:
+    if answer[0]:
+        raise grad_error.load(answer[0])
+    _, heads, holders, *gradients = answer
+    return Reply(_unpack(heads, tuple(gradients)), _unpacked(holders))

@@ -1,0 +1,50 @@
+"""Why this process ends, for the workers that will lose it: they say so in their ``PeerLost``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import util
+
+from ..transport import RdmaError
+
+_HEAD, _TAIL = 300, 500
+"""Characters of a text that is too long. A loss that was caused by another loss has the first cause at its end."""
+_FIRST = 1000
+INTERRUPTED = KeyboardInterrupt.__name__
+
+
+def reason() -> tuple[str, str]:
+    """The type and the text of the exception that ends this process, as far as it can be seen: one that is being handled, or
+    the one that reached the top of the main thread. Two empty texts if there is none."""
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # at a prompt, errors end nothing
+        error = getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return "", ""
+        # ``except ...: sys.exit(1)``, as in torch.multiprocessing.spawn.
+        error = error.__context__ or error
+    return ("", "") if error is None else (type(error).__name__, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        if isinstance(error, RdmaError):
+            text = f"{type(error).__name__}: {error.message}"
+        else:
+            text = "".join(traceback.format_exception_only(error)).strip()
+    except Exception:
+        return type(error).__name__  # its own methods fail
+    text = text.split("\nTraceback", 1)[0]  # that of another worker, where the error came from
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+def when_a_child_ends(tell: Callable[[], object]) -> util.Finalize | None:
+    """In a process of ``multiprocessing``: have ``tell`` called when its function has returned or raised, which ``reason`` sees
+    then; later it cannot, as the exception ends there. Elsewhere ``None``."""
+    if multiprocessing.parent_process() is None:
+        return None
+    return util.Finalize(None, tell, exitpriority=0)

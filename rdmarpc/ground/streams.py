@@ -1,0 +1,243 @@
+"""What of the order of streams a worker has to see to: a stream of its own for each thread that runs functions, and values that
+pass from one thread's streams to another's.
+
+The rule: what a function had given to its streams when it ended comes before whatever functions give to theirs that begin
+later. So what a function did to a module, or an optimizer to parameters, is there for those who hear that it is done. Functions
+that run at once are not ordered.
+
+A *mark* stands for all that the streams of the thread that set it had been given; who waits for it has the current
+streams of its own thread wait, and blocks nobody. Devices that this process does not use cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..transport import RdmaError
+from ..transport.gpu import driver
+from ..transport.gpu.events import Event
+
+Place = tuple[int, int]
+"""A stream: index of its device, the driver's handle."""
+
+
+_spare: defaultdict[int, deque[int]] = defaultdict(deque)
+"""Streams of threads that have ended."""
+
+
+class _Own:
+    """The streams of one thread that runs functions, by device. Made by us: those that torch gives out are used by others too,
+    who may capture graphs on them."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
+
+    def __del__(self, spare: defaultdict[int, deque[int]] = _spare) -> None:
+        for index, stream in self.streams.items():
+            spare[index].append(stream)
+
+
+class _Serving(threading.local):
+    own: _Own | None = None
+    """On a thread that runs functions."""
+    decoding = False
+    """It reads a request: the function has not begun."""
+    touched = False
+    """A message had tensors on a device."""
+
+
+_serving = _Serving()
+
+
+class Streams:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self.kind = driver.kind()
+        self.devices = [self.device(index) for index in range(driver.count())]
+        self.expected: set[Any] = set()
+        """Labels of functions whose results lay on a GPU: futures of such calls know of streams."""
+        self.used: set[int] = set()
+        """Indices of the devices that this process is known to use."""
+        self._made: dict[Place, None] = {}
+        self._ended: dict[Place, Event] = {}
+        """Where functions ended last, by the stream that they ran on."""
+        self._retired: deque[tuple[Any, Mark]] = deque()
+        self._lock = threading.Lock()
+
+    def device(self, index: int) -> torch.device:
+        return torch.device(self.kind, index)
+
+    def use(self, index: int) -> None:
+        """A message has tensors on that device."""
+        if index not in self.used:
+            torch.empty(0, device=self.device(index))  # torch may not have begun with it
+            self.used.add(index)
+        _serving.touched = True
+        if _serving.decoding and _serving.own is not None and index not in _serving.own.streams:
+            self._take(index, _serving.own)
+            self._follow()
+
+    def touched(self) -> bool:
+        """Whether this thread has seen a message with tensors on a device since it asked last."""
+        found, _serving.touched = _serving.touched, False
+        return found
+
+    def synchronize(self) -> None:
+        """Wait for the current streams of this thread."""
+        for index in self.used:
+            with driver.driver().relaxed():
+                torch.accelerator.current_stream(self.device(index)).synchronize()
+
+    def begin(self) -> None:
+        """This thread, which is ours, reads a request and then runs its function: on streams of its own, for good, on the
+        devices that are in use. Not once the function has begun: it may have chosen streams itself."""
+        _serving.decoding = True
+        if _serving.own is None:
+            _serving.own = _Own()
+        self._look()
+        if len(_serving.own.streams) < len(self.used):
+            for index in self.used.difference(_serving.own.streams):
+                try:
+                    self._take(index, _serving.own)
+                except RuntimeError:  # the GPU has failed, which whoever uses it is told
+                    return
+        # Before the arguments are copied, too: they may get memory that a function has just let go of, and still reads.
+        self._follow()
+
+    def begun(self) -> None:
+        """The function begins."""
+        _serving.decoding = False
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have the current streams wait for the functions that have ended."""
+        if not self._ended:
+            return
+        with self._lock:
+            others = list(self._ended.items())
+        for place, event in others:
+            if driver.current_stream(place[0]) == place[1]:
+                continue
+            try:
+                if not event.over():
+                    event.follow()
+                    continue
+            except RdmaError:  # as in ``ended``
+                pass
+            with self._lock:
+                if self._ended.get(place) is event:
+                    del self._ended[place]
+
+    def ended(self) -> None:
+        """The function has ended, and the answer is still to be sent."""
+        self._look()
+        for place in self._current():
+            try:
+                event = Event(*place)
+            except RdmaError:  # the GPU has failed, which whoever uses it is told
+                return
+            with self._lock:
+                self._ended[place] = event
+
+    def _current(self) -> list[Place]:
+        return [(index, driver.current_stream(index)) for index in self.used]
+
+    def _look(self) -> None:
+        """For devices that functions have begun to use by themselves. Looking does not begin with one."""
+        if len(self.used) < len(self.devices) and driver.active():
+            self.used.update(index for index in range(len(self.devices)) if driver.has_context(index))
+
+    def _take(self, index: int, own: _Own) -> None:
+        cuda, before = driver.driver(), Event(index, driver.current_stream(index))
+        try:
+            stream = _spare[index].popleft()
+        except IndexError:
+            with cuda.on(index):
+                stream = cuda.new_stream()
+        if not own.streams:
+            cuda.relax()
+        own.streams[index] = stream
+        with driver.same_device():
+            torch.accelerator.set_stream(driver.as_torch(index, stream))
+        before.follow()
+        with self._lock:
+            self._made[index, stream] = None
+
+    def mark(self) -> Mark | None:
+        """``None`` while no device is in use."""
+        self._look()
+        return Mark(self._current()) if self.used else None
+
+    def retire(self, value: Any) -> None:
+        """Let go of a value that functions may have used on any of our threads, when what these were given until now is done:
+        its memory goes back to the allocator, which knows of the stream that made it only."""
+        if not self.used:
+            return
+        with self._lock:
+            made = list(self._made)
+        self._retired.append((value, Mark([*made, *self._current()])))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Let go of what is done."""
+        dead = []
+        with self._lock:  # held by nobody who asks the driver for more than whether an event has come
+            while self._retired and self._retired[0][1].passed():
+                dead.append(self._retired.popleft())
+
+
+class Joint:
+    """What several threads work on in turn, each on its own streams: between ``enter`` and ``leave``, under a lock of
+    theirs."""
+
+    _mark: Mark | None = None
+
+    def enter(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+
+    def leave(self) -> None:
+        if current is not None:
+            self._mark = current.mark()
+
+
+class Mark:
+    """What some streams have been given until now."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, places: list[Place]) -> None:
+        self._events = [Event(*place) for place in places]
+
+    def wait(self) -> None:
+        """Have the current streams of this thread wait."""
+        for event in self._events:
+            event.follow()
+
+    def passed(self) -> bool:
+        """Whether all of it is done; also where a GPU has failed."""
+        return all(event.over() for event in self._events)
+
+
+def use_here(things: Iterable[Any]) -> None:
+    """This thread uses these tensors, which another one may have made: what its streams have been given by the time that a
+    tensor dies comes before its memory is used again."""
+    if current is None:
+        return
+    for tensor in things:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != current.kind:
+            continue
+        stream = torch.accelerator.current_stream(tensor.device)
+        for part in (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,):
+            if part.layout is torch.strided:
+                part.record_stream(stream)
+
+
+current: Streams | None = None
+"""This process's; ``None`` without a GPU."""

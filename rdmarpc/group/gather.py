@@ -1,0 +1,134 @@
+"""Meetings of workers by RPC: everybody's object to everybody (``torch.distributed.rpc.api._all_gather``), and barriers.
+
+The first worker by name leads. The others bring it their objects; when the last has come, it hands all of them out. A meeting
+is known by its members and by how often these have met before, so every member has to call in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from .. import constants
+from ..ground import here
+
+_Key = tuple[tuple[str, ...], int]
+
+
+class Worker(here.Agent, Protocol):
+    """A member."""
+
+    @property
+    def rpc_timeout(self) -> float: ...
+
+    def worker_names(self) -> list[str]:
+        """All workers, in rank order."""
+
+
+_current: Callable[[], Worker] = here.current
+
+
+class Meeting:
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.complete = threading.Event()
+
+
+class Meetings:
+    """Those of one agent. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._held: dict[_Key, Meeting] = {}
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._lock = threading.Lock()
+
+    def next_key(self, names: tuple[str, ...]) -> _Key:
+        with self._lock:
+            self._counts[names] += 1
+            return names, self._counts[names]
+
+    def meeting(self, key: _Key) -> Meeting:
+        """Made by whoever comes first: a member, or news of one."""
+        with self._lock:
+            return self._held.setdefault(key, Meeting())
+
+    def bring(self, key: _Key, name: str, value: Any) -> None:
+        meeting = self.meeting(key)
+        with self._lock:
+            meeting.objects[name] = value
+            complete = len(meeting.objects) == len(key[0])
+        if complete:
+            meeting.complete.set()
+
+    def hand_out(self, key: _Key, objects: dict[str, Any]) -> None:
+        meeting = self.meeting(key)
+        meeting.objects = objects
+        meeting.complete.set()
+
+    def end(self, key: _Key) -> None:
+        with self._lock:
+            self._held.pop(key, None)
+
+
+_held: weakref.WeakKeyDictionary[Worker, Meetings] = weakref.WeakKeyDictionary()
+
+
+def _meetings(agent: Worker) -> Meetings:
+    return _held.setdefault(agent, Meetings())
+
+
+def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: float = constants.UNSET_RPC_TIMEOUT) -> Any:
+    """``{name: value}`` of all workers (or of ``worker_names``, each of which has to call). ``timeout`` in seconds limits the
+    wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises ``RuntimeError``."""
+    agent = _current()
+    names = tuple(sorted(set(agent.worker_names() if worker_names is None else worker_names)))
+    unset = timeout == constants.UNSET_RPC_TIMEOUT
+    limit = agent.rpc_timeout if unset else timeout
+    meetings = _meetings(agent)
+    key = meetings.next_key(names)
+    meeting = meetings.meeting(key)
+    leader = names[0]
+    try:
+        if agent.name == leader:
+            meetings.bring(key, agent.name, value)
+        else:
+            agent.call(agent.resolve(leader), _bring, (key, agent.name, value), None, limit)
+        if not meeting.complete.wait(None if unset or not limit else limit):
+            missing = sorted(set(names) - set(meeting.objects))
+            raise RuntimeError(f"{agent.name} timed out in _all_gather after {limit:.2f} seconds: no sign of {missing}")
+        if agent.name == leader:
+            _hand_out_all(agent, key, meeting, limit)
+        return meeting.objects
+    finally:
+        meetings.end(key)
+
+
+def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
+    sent = {name: agent.call_async(agent.resolve(name), _hand_out, (key, meeting.objects), None, limit) for name in key[0][1:]}
+    errors: dict[str, Exception] = {}
+    for name, future in sent.items():
+        try:
+            future.wait()
+        except Exception as error:
+            errors[name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        raise RuntimeError(
+            f"Followers {list(errors)} timed out in _all_gather after {limit:.2f} seconds. The first exception is {first}"
+        ) from first
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of ``worker_names`` (we are one of them) have come here."""
+    _all_gather(None, worker_names)
+
+
+def _bring(key: _Key, name: str, value: Any) -> None:
+    _meetings(_current()).bring(key, name, value)
+
+
+def _hand_out(key: _Key, objects: dict[str, Any]) -> None:
+    _meetings(_current()).hand_out(key, objects)

@@ -1,0 +1,158 @@
+"""The group that a worker belongs to: how it got in, who else is in, and how it gets out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Container
+from typing import Any
+
+from ..ground import device_maps, forked
+from ..ground.worker_info import WorkerInfo
+from ..options import RpcBackendOptions
+from ..transport import PeerLost, host_id
+from .members import Members, Record
+from .registry import Registry
+from .rendezvous import Rendezvous, open_store
+
+_LEAVE_TIMEOUT_S = 5.0
+
+
+class Group:
+    """A static group, complete before the first call, or (no ``world_size``) a dynamic one. Thread-safe after ``join``."""
+
+    def __init__(self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+        store, rank, world_size = open_store(options, rank, world_size)
+        self._store = store
+        forked.share(store)
+        self.me = WorkerInfo(name, rank)
+        self._meeting = Rendezvous(store, rank, world_size, options.rpc_timeout) if world_size else None
+        self._registry = None if world_size else Registry(store, options.rpc_timeout)
+        self.dynamic = self._registry is not None
+        self._refresh_lock = threading.Lock()
+        self.missed: Callable[[int], None] = lambda number: None
+        """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
+        self.lost: Container[int] = ()
+        """Numbers of workers to whom the connection ended: others may have their names, and ranks, by now."""
+
+    def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
+        """The secret to open a device with (none: that of this user on this host), and the transport: a group that is complete
+        and on one host needs nothing but ``shm``. Raises what ``Rendezvous.begin`` and ``Registry.begin`` raise."""
+        if self._meeting is None:
+            assert self._registry is not None
+            return self._registry.begin(options), options.transport
+        secret, hosts = self._meeting.begin(self.me.name, options)
+        alone = options.transport == "auto" and len(hosts) == 1
+        return secret, "shm" if alone else options.transport
+
+    def join(self, address: str, key: str, options: RpcBackendOptions, listens: Callable[[Record], bool]) -> None:
+        """Enter as a worker that is reached at ``address`` and holds ``key``; sets ``workers`` and ``number``.
+        ``listens``: whether a worker of that record still runs.
+
+        Raises what ``Rendezvous.meet``, ``Registry.join`` and ``device_maps.check`` raise."""
+        devices = device_maps.dump(options.device_maps, options.devices)
+        self._mine = Record(self.me.name, self.me.id, host_id(), address, number=self.me.id, devices=devices, key=key)
+        try:
+            if self._meeting is not None:
+                records = self._meeting.meet(self._mine)
+            else:
+                assert self._registry is not None
+                self._mine, records = self._registry.join(self._mine, listens)
+            device_maps.check({record.name: record.devices for record in records})
+        except BaseException:
+            self.leave()
+            raise
+        self.number = self._mine.number
+        """See ``Record``: what the others know us by."""
+        self.workers = Members(records)
+
+    # -- who is in it
+
+    def refresh(self) -> None:
+        """In a dynamic group: find out who is in it now."""
+        if self._registry is None:
+            return
+        # What is read is entered in the same order: who seems to have left has left for good.
+        with self._refresh_lock:
+            try:
+                records = self._registry.members()
+            except (RuntimeError, ValueError) as error:
+                # The store is gone, and with it everybody who could still join: what we know stands.
+                logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
+                return
+            before = self.workers.records()
+            if self._mine not in records:  # others gave us up, or we are leaving: we know ourselves all the same
+                records = [self._mine, *records]
+            self.workers.replace(records)
+        for record in before:
+            if self.workers.record(record.number) is None:
+                self.missed(record.number)
+
+    def record(self, number: int) -> Record | None:
+        """Of a worker that is in the group now."""
+        record = self.workers.record(number)
+        if record is None:
+            self.refresh()
+            record = self.workers.record(number)
+        return record
+
+    def worker(self, number: int) -> WorkerInfo:
+        """Who has, or had, that number (see ``Record``). ``PeerLost`` if it left before we heard of it."""
+        info = self.workers.ever(number)
+        if info is None:
+            self.refresh()
+            info = self.workers.ever(number)
+        if info is None:
+            self.missed(number)
+            raise self.departed(number)
+        return info
+
+    def name_of(self, number: int) -> str:
+        info = self.workers.ever(number)
+        return f"number {number}" if info is None else info.name
+
+    def departed(self, number: int) -> PeerLost:
+        name = self.name_of(number)
+        return PeerLost(f"worker {name} has left the group", peer=name, status="CLOSED")
+
+    def resolve(self, to: Any) -> WorkerInfo:
+        """The worker that a name, rank or ``WorkerInfo`` means."""
+        if isinstance(to, WorkerInfo):
+            to = to.name
+        if isinstance(to, str):
+            found = self.workers.by_name.get(to)
+            if found is None or found.number in self.lost:
+                self.refresh()
+                found = self.workers.by_name.get(to)
+            if found is None:
+                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination name {to}")
+            return found
+        if type(to) in (int, bool):
+            found = self.workers.get(to)
+            if found is None or found.number in self.lost:
+                self.refresh()
+                found = self.workers.get(to)
+            if found is None:
+                raise RuntimeError(f"name:{self.me.name},rank:{self.me.id} could not find destination id {to}")
+            return found
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+    # -- the end
+
+    def part(self) -> None:
+        """A static group, when nothing is left to do: nobody goes before all have come here."""
+        assert self._meeting is not None
+        self._meeting.leave(_LEAVE_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """A dynamic group: nobody new finds us afterwards."""
+        self.take_out(self._mine)
+
+    def take_out(self, record: Record) -> None:
+        """Of the members of a dynamic group, if it still is in."""
+        if self._registry is None:
+            return
+        try:
+            self._registry.remove(record, _LEAVE_TIMEOUT_S)
+        except (RuntimeError, ValueError) as error:
+            logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)

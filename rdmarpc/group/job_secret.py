@@ -1,0 +1,130 @@
+"""Which secret the workers of a group share: the one that the user chose, or that of this user on this host, or none.
+
+A chosen one comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE`` names.
+Without one, workers of one host share what only their user can read there (``user_secret``); nothing of it is told to anybody.
+A group that reaches beyond that is refused, unless every worker says ``insecure``: then rank 0 draws a secret and puts it into
+the store, which keeps nobody out who reaches the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from ..transport import AuthenticationError, check_secret, host_id, read_private, user_secret
+
+if TYPE_CHECKING:
+    from ..options import RpcBackendOptions
+
+CHOSEN, USERS, INSECURE = "chosen", "users", "insecure"
+HOW = (
+    "every worker needs the same random text: export RDMARPC_SECRET=$(openssl rand -hex 32), once before srun, which passes it "
+    "on, or with the same value on each node before torchrun; or RDMARPC_SECRET_FILE=FILE, mode 600, where all hosts see it. "
+    "RDMARPC_INSECURE=1 goes without: whoever reaches the store may then have any code run in every worker"
+)
+
+
+def chosen_secret(options: RpcBackendOptions) -> bytes:
+    """What the user chose, or nothing. ``ValueError`` if it is short, ``AuthenticationError`` for a file others can read."""
+    path = os.environ.get("RDMARPC_SECRET_FILE")
+    if options.secret:
+        found, where = options.secret.encode(), "option secret"
+    elif text := os.environ.get("RDMARPC_SECRET"):
+        found, where = text.encode(), "RDMARPC_SECRET"
+    elif path:
+        found, where = _read(path), "RDMARPC_SECRET_FILE"
+    else:
+        return b""
+    try:
+        check_secret(found)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return found
+
+
+def _read(path: str) -> bytes:
+    try:
+        return read_private(path)
+    except FileNotFoundError:
+        raise AuthenticationError(f"RDMARPC_SECRET_FILE: there is no file {path}") from None
+
+
+def is_insecure(options: RpcBackendOptions) -> bool:
+    return options.insecure or os.environ.get("RDMARPC_INSECURE", "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a worker of a static group says of itself first, before anybody can check it. It decides nothing but which error all
+    of them raise, or which of the secrets that they have already they take."""
+
+    name: str
+    rank: int
+    pid: int
+    host: str
+    source: str
+    place: str
+    """Where the secret of this user is, or why there is none."""
+    mark: str
+    """Tells it from others, and not what it is; empty: there is none."""
+    token: str
+    """Tells two that are otherwise the same."""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str | bytes) -> Claim:
+        return Claim(**json.loads(text))
+
+
+def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, bytes]:
+    """Ours, and the secret that we would take."""
+    secret, place, mark = chosen_secret(options), "", ""
+    source = CHOSEN if secret else INSECURE if is_insecure(options) else USERS
+    if not secret:
+        try:
+            secret, path = user_secret()
+            place, mark = f"{path} of user {os.geteuid()}", hmac.digest(secret, b"mark", hashlib.sha256)[:8].hex()
+        except AuthenticationError as error:
+            place = error.message
+    return Claim(name, rank, os.getpid(), host_id(), source, place, mark, secrets.token_hex(8)), secret
+
+
+def agree(claims: Sequence[Claim]) -> str:
+    """Which secret the group takes: ``CHOSEN``, ``USERS``, or ``INSECURE`` (one from the store). All workers find the same, or
+    all raise the same ``AuthenticationError``."""
+    without = [each for each in claims if each.source != CHOSEN]
+    if not without:
+        return CHOSEN
+    if len(without) < len(claims):
+        given = next(each for each in claims if each.source == CHOSEN)
+        raise AuthenticationError(
+            f"worker {given.name} (rank {given.rank}) was given a job secret, and {_names(without)} not", hint=HOW
+        )
+    hosts = {each.host for each in claims}
+    if len(hosts) == 1 and len({each.mark for each in claims}) == 1 and claims[0].mark:
+        return USERS
+    strict = [each for each in claims if each.source != INSECURE]
+    if not strict:
+        return INSECURE
+    if len(strict) < len(claims):
+        raise AuthenticationError(f"some workers go without a job secret (insecure), but not {_names(strict)}", hint=HOW)
+    if len(hosts) > 1:
+        raise AuthenticationError(f"this group is on {len(hosts)} hosts, or networks, and was given no job secret", hint=HOW)
+    places = {each.mark: f"{each.name}: {each.place}" for each in claims}
+    raise AuthenticationError(
+        "no job secret was given, and the workers of this host share none: they are of several users, or in containers with "
+        f"file systems of their own ({'; '.join(places.values())})",
+        hint=HOW,
+    )
+
+
+def _names(claims: Iterable[Claim]) -> str:
+    return ", ".join(f"{each.name} (rank {each.rank})" for each in claims)

@@ -1,0 +1,238 @@
+"""How workers find each other: records in a torch store, checked before anybody trusts them.
+
+Each worker publishes who it is, where it listens, which key it holds, and a proof (HMAC over the record) that it knows the job
+secret. Who publishes first for a rank has it. Keys of the store carry a prefix per ``init_rpc`` of the process, so that a store
+can be used again, also beside a process group.
+
+A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from ..transport import AuthenticationError, PeerLost, TransferTimeout
+from . import slurm
+from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
+from .members import Record, record_key, refuse_twins
+
+if TYPE_CHECKING:
+    from ..options import RpcBackendOptions
+
+_generation = itertools.count()
+_FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
+_FIRST_LOOK_S = 0.5
+"""When it is noted for the first time who is missing; then at twice that time, and so on."""
+_DIAL_S = 0.05
+_KIND = "rdmarpc/kind"
+FOR_EVER_S = 24 * 3600.0
+
+
+def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
+    """The store behind ``init_method``, our rank, and how many workers there will be: 0 in a dynamic group. Raises what torch's
+    rendezvous raises, ``TransferTimeout`` if nobody hosts the store, and ``RuntimeError`` if it belongs to a group of the other
+    kind."""
+    method, scheme = options.init_method, urlparse(options.init_method).scheme
+    if scheme == "slurm":
+        task = slurm.this_task(method)
+        rank, world_size, method = task.rank, task.world_size, task.init_method
+    limit = timedelta(seconds=options.rpc_timeout or FOR_EVER_S)
+    # As torchrun leaves it: everything is in the environment.
+    launched = rank == -1 and scheme == "env" and "WORLD_SIZE" in os.environ
+    if world_size or launched:
+        store, rank, size = _static_store(method, rank, world_size or -1, limit)
+    else:
+        store, size = dist._create_store_from_options(options, rank), 0
+        if scheme == "env":
+            rank = int(os.environ.get("RANK", rank))
+    store.set_timeout(limit)
+    kind = b"static" if size else b"dynamic"
+    if store.compare_set(_KIND, "", kind.decode()) != kind:
+        raise RuntimeError("RPC group mixes statically and dynamically initialized members which is not supported.")
+    return store, rank, size
+
+
+def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
+    """As torch's rendezvous. But its rank 0 waits for the others without saying who is missing, and the others wait for a store
+    without saying whose: so here nobody waits in there."""
+    url = urlparse(method)
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT") or 0) or None
+        rank = int(os.environ.get("RANK", -1)) if rank == -1 else rank
+        world_size = int(os.environ.get("WORLD_SIZE", -1)) if world_size == -1 else world_size
+    if url.scheme not in ("env", "tcp") or not host or not port or rank < 0 or world_size < 1:
+        return next(dist.rendezvous(method, rank, world_size, timeout=limit))
+    launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    whose = "torchrun" if launcher else "rank 0"
+    if rank or launcher:
+        _dial(host, port, limit.total_seconds(), whose)
+    query = "&".join(filter(None, (url.query, f"rank={rank}&world_size=-1")))
+    try:
+        store, *_ = next(dist.rendezvous(f"tcp://{f'[{host}]' if ':' in host else host}:{port}?{query}", timeout=limit))
+    except dist.DistNetworkError as error:
+        if not rank and not launcher:  # the port is taken, say
+            raise
+        raise _no_store(host, port, limit.total_seconds(), whose, str(error).partition("\n")[0]) from None
+    return store, rank, world_size
+
+
+def _dial(host: str, port: int, timeout: float, whose: str) -> None:
+    """Return when somebody listens there."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _DIAL_S > deadline:
+                raise _no_store(host, port, timeout, whose, str(error)) from None
+        time.sleep(_DIAL_S)
+
+
+def _no_store(host: str, port: int, timeout: float, whose: str, why: str) -> TransferTimeout:
+    return TransferTimeout(
+        f"no store at {host}:{port} within {timeout:g} s, so no sign of {whose}, which hosts it: {why}",
+        hint="does it run, and does a firewall let us there? rpc_timeout sets this limit",
+    )
+
+
+def wrong_secret(record: Record, name: str, rank: int) -> AuthenticationError:
+    return AuthenticationError(
+        f"worker {record.name} (rank {record.rank}) and worker {name} (rank {rank}) do not hold the same job secret",
+        peer=str(record.name),
+        hint=f"without a chosen one a group is of one user on one host; else {HOW}",
+    )
+
+
+class Rendezvous:
+    """One static group's meeting point. Used by one thread, at start and at the end."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._prefix = f"rdmarpc/{next(_generation)}"
+        self._store = dist.PrefixStore(self._prefix, store)
+        self._key = b""
+
+    def begin(self, name: str, options: RpcBackendOptions) -> tuple[bytes, set[str]]:
+        """The secret to open a device with (empty: that of this user on this host), and the host ids of all workers.
+
+        Raises ``RuntimeError`` if another process has our rank, what ``claim`` and ``agree`` raise, and as ``meet`` for who is
+        missing."""
+        mine, secret = claim(name, self.rank, options)
+        first = Claim.load(self._first(f"host/{self.rank}", mine.dump()))
+        if first != mine:
+            raise RuntimeError(f"rank {self.rank} is taken by {first.name}{_since(first, mine)}")
+        claims = [Claim.load(text) for text in self._all("host")]
+        agreed = agree(claims)
+        if agreed == INSECURE:
+            secret = self._drawn()
+        self._key = record_key(secret, self._prefix)
+        return b"" if agreed == USERS else secret, {each.host for each in claims}
+
+    def meet(self, mine: Record) -> list[Record]:
+        """Publish our record and return all, in rank order, once everybody is there.
+
+        Raises the same error at every worker: ``AuthenticationError`` for a wrong secret, ``RuntimeError`` for a name used
+        twice; ``TransferTimeout`` naming the ranks that did not join, or ``PeerLost`` naming them if the store ends meanwhile.
+        """
+        self._first(f"worker/{self.rank}", mine.dump(self._key))
+        records = []
+        for rank, text in enumerate(self._all("worker")):
+            record, proof = Record.load(text)
+            if not record.proven(proof, self._key):
+                raise wrong_secret(record, mine.name, mine.rank)
+            if record.rank != rank or record.number != rank:
+                raise AuthenticationError(f"worker {record.name} (rank {record.rank}) stands in the store as rank {rank}")
+            records.append(record)
+        refuse_twins(records)
+        return records
+
+    def _drawn(self) -> bytes:
+        """From the store, for whoever reads it."""
+        if self.rank == 0:
+            self._first("secret", secrets.token_hex(32))
+        self._wait([("secret", "rank 0 (it draws the job secret)")])
+        return bytes(self._store.get("secret"))
+
+    def _first(self, key: str, mine: str) -> bytes:
+        """Publish this, unless somebody has; returns what stands there now."""
+        try:
+            return bytes(self._store.compare_set(key, "", mine))
+        except dist.DistError:
+            raise _store_ended() from None
+
+    def _all(self, kind: str) -> list[bytes]:
+        """What all workers published under that name, in rank order."""
+        keys = [f"{kind}/{rank}" for rank in range(self.world_size)]
+        self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
+        return [bytes(text) for text in self._store.multi_get(keys)]
+
+    def leave(self, timeout: float) -> None:
+        """The last thing a worker does: nobody closes its connections before all have come here, and rank 0, which may host
+        the store, stays until all others have seen that."""
+        deadline = time.monotonic() + timeout
+        self._store.add("left", 1)
+        self._wait_count("left", self.world_size, deadline)
+        if self.rank != 0:
+            self._store.add("gone", 1)
+        else:
+            self._wait_count("gone", self.world_size - 1, deadline)
+
+    def _wait_count(self, key: str, count: int, deadline: float) -> None:
+        pause = _FIRST_POLL_S
+        while self._store.add(key, 0) < count and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
+
+    def _wait(self, keys: Sequence[tuple[str, str]]) -> None:
+        start = time.monotonic()
+        pause, look = _FIRST_POLL_S, _FIRST_LOOK_S
+        missing: list[str] = []
+        try:
+            while not self._store.check([key for key, _ in keys]):
+                waited = time.monotonic() - start
+                late = waited > (self.timeout or FOR_EVER_S)
+                if late or waited > look:
+                    missing, look = [who for key, who in keys if not self._store.check([key])], 2 * look
+                if late:
+                    raise TransferTimeout(
+                        f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}",
+                        hint="are all workers started with the same init_method and world_size? rpc_timeout sets this limit",
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_POLL_S)
+        except dist.DistError:
+            raise _store_ended(missing) from None
+
+
+def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
+    """``missing``: who had not come when it was last asked, if it was."""
+    whom = f"; a moment before there was no sign of {', '.join(missing)}" if missing else ""
+    return PeerLost(
+        f"the group's store ended before every worker had joined: rank 0 (or torchrun), which hosts it, gave up or died{whom}",
+        hint="the output of rank 0 says why",
+    )
+
+
+def _since(first: Claim, mine: Claim) -> str:
+    """What else is known of the process that has our rank."""
+    if first.host != mine.host:
+        return ", on another host"
+    try:
+        os.kill(first.pid, 0)
+    except ProcessLookupError:
+        return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"
+    except PermissionError:
+        pass
+    return f" (process {first.pid})"

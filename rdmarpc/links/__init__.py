@@ -1,0 +1,1 @@
+"""Frames to one peer, and the rule that whoever waits, polls."""

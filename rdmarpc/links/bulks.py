@@ -1,0 +1,98 @@
+"""Bodies of messages that are too large for a frame: they stay in the sender's memory, for the receiver to READ."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..message.tensors import Memory
+from ..transport import Channel, RemoteRegion
+from .frames import BULK, Frame
+
+_LENGTHS = struct.Struct("<QQQQ")
+
+
+class Source(Protocol):
+    """The link by which a message came, or goes."""
+
+    channel: Channel
+
+    def count_read(self) -> None:
+        """Something large had to be READ."""
+
+
+class Keeper(Protocol):
+    """Keeps what a peer may still READ of a message."""
+
+    @property
+    def deadline(self) -> float | None:
+        """Until when memory for it may be waited for (``time.monotonic``), if there is a limit."""
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        """This, too."""
+
+
+class Kept:
+    """What a peer may still READ of an answer, which is told to ``lend`` in bytes."""
+
+    __slots__ = ("_keep", "_lend", "nbytes")
+    deadline: float | None = None
+
+    def __init__(self, runs: list[torch.Tensor], lend: Callable[[int], None]) -> None:
+        self._keep, self._lend = [*runs], lend
+        self.nbytes = sum([run.nbytes for run in runs])
+        lend(self.nbytes)
+
+    def hold(self, bulk: torch.Tensor) -> None:
+        self._keep.append(bulk)
+        self.nbytes += bulk.nbytes
+        self._lend(bulk.nbytes)
+
+    def end(self) -> None:
+        """It was READ."""
+        self._lend(-self.nbytes)
+
+
+def leave(
+    parts: tuple[bytes, bytes, bytes, bytes], memory: Memory, link: Source, deadline: float | None
+) -> tuple[bytes, torch.Tensor]:
+    """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
+    body = b"".join(parts)
+    bulk = memory.empty(link.channel, len(body), deadline)
+    memoryview(bulk.numpy())[:] = body
+    lengths = _LENGTHS.pack(*[len(part) for part in parts])
+    return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
+
+
+def fetch(frame: Frame, memory: Memory, link: Source, deadline: float | None = None) -> Frame:
+    """The frame with its body, READ from the sender if it did not fit."""
+    if not frame.flags & BULK:
+        return frame
+    body, place = place_of(frame, memory, link, deadline)
+    link.channel.memcpy(body, place).wait()
+    return filled(frame, body, link)
+
+
+def place_of(frame: Frame, memory: Memory, link: Source, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
+    """Memory for a body that did not fit its frame, and where the sender has it."""
+    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)), deadline)
+    return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
+
+
+def table_of(frame: Frame, body: torch.Tensor | None) -> bytes:
+    """The table of a message: of its frame, or of the body that was READ."""
+    if body is None:
+        start = frame.function + frame.payload
+        return frame.body[start : start + frame.table]
+    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
+    return body[function + payload : function + payload + table].numpy().tobytes()
+
+
+def filled(frame: Frame, body: torch.Tensor, link: Source) -> Frame:
+    """The frame with its body, which was READ."""
+    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
+    link.count_read()
+    return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())

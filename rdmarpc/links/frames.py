@@ -1,0 +1,132 @@
+"""What frames are: their kinds and flags, and the layout of the bodies of requests and answers (docs/protocols.md).
+
+A body is the concatenation of function, payload, table and data; the frame says how long each is. The payload of a request or
+an answer with ``HEAD`` begins with a head of fixed layout and landing places; the pickle follows, with the references in front
+of it (``serialize.MARK``).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ..transport import RdmaError
+
+# Kinds of frames.
+REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
+
+# Flags of requests and responses. With CONTROL a message of our own, not of a user.
+FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128
+
+# grant used, RRef id, fork id, bytes of result places, autograd context or NO_CONTEXT, number of its message or 0
+_REQUEST_HEAD = struct.Struct("<QQQIQQ")
+# grant given, bytes of places, number of its message
+_RESPONSE_HEAD = struct.Struct("<QIQ")
+NO_CONTEXT = (1 << 64) - 1
+
+
+class NotTheirs(RdmaError):
+    """What came names something that its sender has no say in, where only malice or a bug can be the reason: the link that it
+    came by ends."""
+
+
+class Frame(NamedTuple):
+    """What came: ``body`` is the concatenation of function, payload, table and data, of the lengths given."""
+
+    kind: int
+    flags: int
+    tensors: int
+    call: int
+    function: int
+    payload: int
+    table: int
+    body: bytes
+
+
+class Head(NamedTuple):
+    """What a request or an answer says besides its payload."""
+
+    grant: int = 0
+    """The landing places that it uses (request), or gives (answer); 0: none."""
+    places: bytes = b""
+    """Those for the result (request), or for the arguments of the next call (answer): ``tensors.load_places``."""
+    message: int = 0
+    """Its number in the autograd context (``gradients/record``), or 0."""
+    context: int = NO_CONTEXT
+    """That context (request)."""
+    rref: int = 0
+    """With ``REMOTE``: of the value to be created, and (``fork``) of its creator's reference."""
+    fork: int = 0
+
+
+_NO_HEAD = Head()
+
+
+Body = tuple[Head, bytes, bytes, bytes]
+"""Of a request or an answer: head, payload, table, data."""
+
+
+def request_payload(head: Head, payload: bytes) -> bytes:
+    """With ``HEAD``."""
+    fixed = _REQUEST_HEAD.pack(head.grant, head.rref, head.fork, len(head.places), head.context, head.message)
+    return fixed + head.places + payload
+
+
+def response_payload(head: Head, payload: bytes) -> bytes:
+    """With ``HEAD``."""
+    return _RESPONSE_HEAD.pack(head.grant, len(head.places), head.message) + head.places + payload
+
+
+def without_head(kind: int, flags: int, payload: bytes) -> bytes:
+    """The pickle in what was to be sent as payload."""
+    if not flags & HEAD:
+        return payload
+    if kind == REQUEST:
+        return payload[_REQUEST_HEAD.size + _REQUEST_HEAD.unpack_from(payload)[3] :]
+    return payload[_RESPONSE_HEAD.size + _RESPONSE_HEAD.unpack_from(payload)[1] :]
+
+
+def function_of(frame: Frame) -> bytes:
+    """The function of a request, by reference; empty: the pickle has it."""
+    return frame.body[: frame.function]
+
+
+def created(frame: Frame) -> tuple[int, int]:
+    """Of a request with ``REMOTE``: the reference whose value it creates, and its creator's fork."""
+    _, rref, fork, *_ = _REQUEST_HEAD.unpack_from(frame.body, frame.function)
+    return rref, fork
+
+
+def lone(frame: Frame) -> tuple[bytes, bytes]:
+    """Table and data of a message with one small tensor and nothing else (``LONE`` without ``HEAD`` and ``BULK``)."""
+    body, at = frame.body, frame.function + frame.payload
+    return body[at : at + frame.table], body[at + frame.table :]
+
+
+def request_body(frame: Frame) -> Body:
+    """``struct.error`` for one that is none."""
+    body, at, head = frame.body, frame.function, _NO_HEAD
+    end = at + frame.payload
+    if frame.flags & HEAD:
+        grant, rref, fork, nbytes, context, message = _REQUEST_HEAD.unpack_from(body, at)
+        at += _REQUEST_HEAD.size
+        head = Head(grant, body[at : at + nbytes], message, context, rref, fork)
+        at += nbytes
+    return head, body[at:end], body[end : end + frame.table], body[end + frame.table :]
+
+
+def response_body(frame: Frame) -> Body:
+    """``struct.error`` for one that is none."""
+    body, at, head = frame.body, frame.function, _NO_HEAD
+    end = at + frame.payload
+    if frame.flags & HEAD:
+        grant, nbytes, message = _RESPONSE_HEAD.unpack_from(body, at)
+        at += _RESPONSE_HEAD.size
+        head = Head(grant, body[at : at + nbytes], message)
+        at += nbytes
+    return head, body[at:end], body[end : end + frame.table], body[end + frame.table :]
+
+
+def error_of(frame: Frame) -> bytes:
+    """What an ``ERROR`` says: see ``calls/errors``."""
+    return frame.body[frame.function : frame.function + frame.payload]

@@ -1,0 +1,67 @@
+"""Requests that are not begun yet: those of which something is still to be READ, or whose sender takes no answers.
+
+Requests of a peer are begun in the order in which they came, so those behind wait too; those of other peers do not. At most
+``_AT_ONCE`` READs from one peer are under way, and only these take memory here. What waits is bounded as all that is held
+(``link``): by what its sender may have outstanding.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from ..message.tensors import Memory
+from .fetches import Fetch
+from .frames import Frame
+from .progress import Progress
+from .ring import Link
+
+
+class Server(Protocol):
+    """Whoever serves requests. All here runs on threads of its pool, but for ``resume``."""
+
+    progress: Progress
+    memory: Memory
+
+    def begin(self, link: Link, request: Fetch) -> None:
+        """Serve it: it is held no longer."""
+
+
+def hold(server: Server, link: Link, frame: Frame) -> None:
+    """Begin this request when its data is here, and those before it have begun."""
+    link.held.add(Fetch(link, frame))
+    _go_on(server, link)  # it may be its turn
+
+
+def resume(server: Server, link: Link) -> None:
+    """The peer may have taken its answers. Never blocks; by the reader of the rings, which sees to the jobs."""
+    if link.held.any and not link.crowded:
+        server.progress.jobs.append(partial(_go_on, server, link))
+
+
+def _go_on(server: Server, link: Link) -> None:
+    while (request := link.held.next_to_read()) is not None:
+        _advance(server, link, request)
+    if link.crowded:
+        return
+    request = link.held.take()
+    if request is None:
+        return
+    if link.held.any:
+        server.progress.submit(partial(_go_on, server, link))
+    server.begin(link, request)
+
+
+def _advance(server: Server, link: Link, request: Fetch) -> None:
+    work = request.advance(server.memory)
+    if work is None:
+        link.held.over()
+    else:
+        link.held.reads(1)
+        work.then(lambda: server.progress.submit(partial(_came, server, link, request)))
+
+
+def _came(server: Server, link: Link, request: Fetch) -> None:
+    link.held.reads(-1)
+    _advance(server, link, request)
+    _go_on(server, link)

@@ -1,0 +1,63 @@
+"""Sending the messages of both sides of calling, however large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..message.tensors import Memory, Outgoing
+from ..transport import PeerLost
+from . import bulks
+from .bulks import Keeper
+from .frames import BULK
+from .ring import MAX_BODY, Link
+
+
+class Sending(Protocol):
+    """Looks at what is sent: see ``calls``' observers."""
+
+    def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
+        """A message of ``kind`` goes out on this thread, with a pickle of so many bytes."""
+
+
+class Post:
+    """Thread-safe. ``memory``: where bodies lie that are too large for a frame."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.observer: Sending | None = None
+
+    def send(
+        self,
+        link: Link,
+        kind: int,
+        call: int,
+        flags: int,
+        out: Outgoing,
+        function: bytes,
+        payload: bytes,
+        keeper: Keeper | None,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a frame; it is queued where the peer's ring is full (``Link.post``, also for ``dropped``). A body too large for
+        a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` keeps it alive."""
+        if self.observer is not None:
+            self.observer.packed(kind, flags, out, len(payload))
+        table, data = out.table, out.data
+        if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
+            deadline = None if keeper is None else keeper.deadline
+            payload, bulk = bulks.leave((function, payload, table, data), self.memory, link, deadline)
+            function, table, data = b"", b"", b""
+            flags |= BULK
+            if keeper is not None:
+                keeper.hold(bulk)
+        if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
+            link.post(kind, call, flags, out.tensors, function, payload, table, data, dropped)
+
+
+def tell(link: Link, kind: int, call: int, payload: bytes = b"") -> None:
+    """A frame that means nothing to a peer that is lost."""
+    try:
+        link.post(kind, call, 0, payload=payload)
+    except PeerLost:
+        pass

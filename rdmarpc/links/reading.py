@@ -1,0 +1,85 @@
+"""Reading what peers sent: each frame goes to whoever takes its kind."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+
+from ..transport import Poller, RdmaError
+from ..transport.peers.guard import Guard, broken_by
+from .frames import GOODBYE, WRAP, Frame, NotTheirs
+from .progress import Progress
+from .ring import Link
+from .table import Links
+
+Handler = Callable[[Link, Frame], None]
+"""Takes a frame, on the thread that reads for everybody: never blocks. ``NotTheirs``, or any other error, ends the link."""
+
+
+def _goodbye(link: Link, frame: Frame) -> None:
+    raised, words = frame.body[: frame.function], frame.body[frame.function :]
+    link.goodbye = raised.decode(errors="replace"), words.decode(errors="replace")
+
+
+def _nobodys(link: Link, frame: Frame) -> None:
+    """Of the kinds that links keep to themselves (``Link.read``)."""
+
+
+class Reading:
+    """Of one worker. ``read`` is called by the holder of the polling role only. ``resume(link)`` is told that a peer was read
+    from which requests are held."""
+
+    def __init__(
+        self, links: Links, progress: Progress, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
+    ) -> None:
+        """``takes``: by kind of frames."""
+        self._links, self._rows, self._completed = links, links.rows, progress.completed
+        self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
+        self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
+        for kind, handler in (takes | {GOODBYE: _goodbye}).items():
+            self.handlers[kind] = handler
+
+    def read(self, row: int, fresh: int) -> None:
+        """Read the frames that were announced."""
+        if row == Poller.KICK:
+            while self._links.gone_rows:
+                self._links.forget_row(self._links.gone_rows.popleft())
+            return
+        link = self._rows.get(row)
+        while link is None:  # added a moment ago by another thread
+            time.sleep(0)
+            link = self._rows.get(row)
+        for _ in range(fresh):
+            try:
+                frame = link.read()
+            except RdmaError as error:
+                self._links.refuse(link, error)
+                return
+            if frame is None:
+                continue
+            try:
+                self.handlers[frame.kind](link, frame)
+            except Exception as error:  # whoever reads, reads for everybody
+                self._refuse(link, frame.kind, error)
+                return
+        if link.behind:
+            link.flush()
+            self._completed()
+        if link.held.any:
+            self._resume(link)
+        link.give_credit()
+
+    def _refuse(self, link: Link, kind: int, error: Exception) -> None:
+        if isinstance(error, NotTheirs):
+            self._links.refuse(link, error)
+        elif isinstance(error, struct.error):
+            text = f"what came is no message (frame of kind {kind}: {error})"
+            self._links.refuse(link, RdmaError(text, peer=link.name))
+        else:
+            self._guard.note(error, "handling a message")
+            self._links.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self._device))
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self.handlers = [_nobodys] * (WRAP + 1)

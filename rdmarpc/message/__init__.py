@@ -1,0 +1,1 @@
+"""What a message carries: objects as bytes, tensors as places."""

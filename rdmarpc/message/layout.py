@@ -1,0 +1,206 @@
+"""What of a tensor's memory travels, and how the tensor is made again over what arrived.
+
+A tensor is a *span* of its storage, from its lowest to its highest element, seen through dtype, shape and strides. The span is
+what travels, so that strides survive; elements in between that belong to nobody travel along. Where these are too many (span
+above ``SMALL_STORAGE`` and more than twice the elements) the elements are gathered first: a staging copy, after which the
+tensor is row-major, as in ``torch.distributed.rpc``. The storage offset is not kept: the span begins the new storage.
+
+Conjugate and negative bits travel as bits: memory goes as it lies.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from ..transport import RdmaError
+
+SMALL_STORAGE = 8192
+CONJUGATE, NEGATIVE = 1, 2
+_MAX_CACHE = 4096
+_HEAD = struct.Struct("<BBBQQ")
+"""Of an encoded description: rank, bits, length of the dtype's name, offset, bytes of the run. The name follows, the shape,
+and, with ``_STRIDED``, the strides. Bits: 1 requires_grad, 2 plain, 4 strides, 8 conjugate, 16 negative."""
+_STRIDED = 4
+_QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
+
+class Description(NamedTuple):
+    """What the receiver must know of one tensor. ``strides``: ``None`` is row-major. ``offset``: elements from the start of
+    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: of the landed run. ``plain``: it is all of the run,
+    row-major, without flips, and not empty."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    offset: int
+    requires_grad: bool
+    flips: int
+    nbytes: int
+    plain: bool
+
+
+class Outline(NamedTuple):
+    """What the sender must know of all tensors of one dtype, shape, strides and ``requires_grad``."""
+
+    text: bytes
+    """The encoded description of such a tensor without flips, at the start of its run."""
+    nbytes: int
+    """Of the run."""
+    strides: tuple[int, ...] | None
+    gathered: bool
+    """Whether the elements are gathered first."""
+    lone: bool
+    """Whether its bytes may be taken from memory as they lie, without a look at its conjugate bit."""
+
+
+_outlines: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], bool], Outline] = {}
+_encoded: dict[Description, bytes] = {}
+_decoded: dict[bytes, Description] = {}
+
+
+def travels(tensor: torch.Tensor) -> bool:
+    """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised."""
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
+
+
+def outline(tensor: torch.Tensor) -> Outline:
+    """For a tensor that ``travels``."""
+    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+    return _outlines.get(key) or _outline(*key)
+
+
+def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], requires_grad: bool) -> Outline:
+    if len(_outlines) >= _MAX_CACHE:
+        _outlines.clear()
+    count, elements = shape.numel(), span(shape, strides)
+    row_major = strides == dense(shape)
+    gathered = wasteful(elements * dtype.itemsize, count * dtype.itemsize)
+    kept = None if row_major or gathered else strides
+    nbytes = (count if gathered else elements) * dtype.itemsize
+    text = encode(Description(dtype, tuple(shape), kept, 0, requires_grad, 0, nbytes, kept is None and count > 0))
+    lone = not gathered and count > 0 and not dtype.is_complex
+    found = _outlines[dtype, shape, strides, requires_grad] = Outline(text, nbytes, kept, gathered, lone)
+    return found
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of storage from the first to the last one that is used."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+
+
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch gives to a new tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def wasteful(span_bytes: int, used_bytes: int) -> bool:
+    """Whether a span is too large for what is used of it."""
+    return span_bytes > SMALL_STORAGE and span_bytes > 2 * used_bytes
+
+
+def encode(what: Description) -> bytes:
+    found = _encoded.get(what)
+    if found is None:
+        if len(_encoded) >= _MAX_CACHE:
+            _encoded.clear()
+        found = _encoded[what] = _encode(what)
+        _decoded[found] = what
+    return found
+
+
+def _encode(what: Description) -> bytes:
+    name = str(what.dtype).removeprefix("torch.").encode()
+    bits = what.requires_grad | what.plain << 1 | (what.strides is not None) << 2 | what.flips << 3
+    numbers = what.shape if what.strides is None else what.shape + what.strides
+    head = _HEAD.pack(len(what.shape), bits, len(name), what.offset, what.nbytes)
+    return head + name + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def decode(text: bytes) -> Description:
+    found = _decoded.get(text)
+    if found is None:
+        if len(_decoded) >= _MAX_CACHE:
+            _decoded.clear()
+        found = _decoded[text] = _decode(text)
+    return found
+
+
+def _decode(text: bytes) -> Description:
+    """Raises ``RdmaError`` for what describes no tensor inside its run."""
+    try:
+        rank, bits, length, offset, nbytes = _HEAD.unpack_from(text)
+        at = _HEAD.size + length
+        numbers = struct.unpack(f"<{rank * (2 if bits & _STRIDED else 1)}Q", text[at:])
+        dtype = getattr(torch, text[_HEAD.size : at].decode(), None)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RdmaError(f"what came describes no tensor: {error}") from None
+    shape, strides = numbers[:rank], numbers[rank:] if bits & _STRIDED else None
+    what = Description(dtype, shape, strides, offset, bool(bits & 1), bits >> 3, nbytes, bool(bits & 2))  # type: ignore[arg-type]
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTISED or what.flips > (CONJUGATE | NEGATIVE) or not _inside(what):
+        raise RdmaError(f"what came describes no tensor inside {nbytes} bytes: {shape}, {strides} from {offset}")
+    return what
+
+
+def _inside(what: Description) -> bool:
+    """Whether a tensor lies in its run: all of it, where it is plain."""
+    used = span(what.shape, dense(what.shape) if what.strides is None else what.strides) * what.dtype.itemsize
+    if what.plain:
+        return what.strides is None and not what.offset and not what.flips and 0 < used == what.nbytes
+    return not used or what.offset * what.dtype.itemsize + used <= what.nbytes
+
+
+def physical(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor as it lies in memory, without autograd, and the bits that were taken off it."""
+    value, flips = tensor.detach(), 0
+    if value.is_conj():
+        value, flips = value.conj(), CONJUGATE
+    if value.is_neg():
+        value, flips = torch._neg_view(value), flips | NEGATIVE
+    return value, flips
+
+
+def rebuilt(run: torch.Tensor, what: Description) -> torch.Tensor:
+    """The tensor over a landed run: contiguous, at the start of its storage, of any dtype. Maybe ``run`` itself, which the
+    caller gives away."""
+    if what.plain:
+        # Detached, and in place: what arrives is nobody's view.
+        value = run if run.dtype is what.dtype else run.view(what.dtype).detach()
+        if len(what.shape) != 1:
+            value = value.as_strided_(what.shape, dense(what.shape))
+        return value.requires_grad_() if what.requires_grad else value
+    value = torch.empty(0, dtype=what.dtype, device=run.device)
+    strides = what.strides if what.strides is not None else dense(what.shape)
+    if what.nbytes:
+        value.set_(run.untyped_storage(), what.offset, what.shape, strides)
+    else:
+        value = torch.empty_strided(what.shape, strides, dtype=what.dtype, device=run.device)
+    if what.flips & NEGATIVE:
+        value = torch._neg_view(value)
+    if what.flips & CONJUGATE:
+        value = value.conj()
+    return value.requires_grad_() if what.requires_grad else value
+
+
+def lone(tensor: torch.Tensor) -> Outline | None:
+    """The outline of a tensor whose span may be taken from memory as it lies; ``None`` for any other. The short way."""
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
+    try:
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+    except RuntimeError:  # nested
+        return None
+    found = _outlines.get(key)
+    if found is None:
+        if tensor.dtype in _QUANTISED:
+            return None
+        found = _outline(*key)
+    return found if found.lone and not tensor.is_neg() else None

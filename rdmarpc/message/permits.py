@@ -1,0 +1,260 @@
+"""What peers may have run here: ``RpcBackendOptions(allow=[...])``.
+
+Everything that arrives pickled, in requests, answers and errors, is read by way of one ``Permits``. It resolves a name only if
+the object behind it is allowed: named by the user, defined in a module that the user named, or one of what messages are made of
+(``plumbing``). Nothing is imported for a peer. Functions of ours that peers call are resolved where a message names its
+function, and nowhere else: as an argument they could be called with a sender of the peer's choice.
+
+Unpickling calls what it resolves, and sets attributes (BUILD). The C unpickler would set those of classes and functions too, so
+a pickle that may have a BUILD in it is read by Python's own, which only builds instances of what is allowed.
+
+Not restricted: what an allowed function or class does with its arguments. The constructor, ``__setstate__`` and operators of an
+allowed class are called with arguments, and on state, of a peer's choice.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..graph.work import command
+from ..transport import RdmaError
+from . import plumbing
+
+_REFUSED: tuple[str, ...] = (
+    "builtins",
+    "ctypes",
+    "functools",
+    "importlib",
+    "io",
+    "operator",
+    "os",
+    "pickle",
+    "posix",
+    "runpy",
+    "shutil",
+)
+_REFUSED += ("subprocess", "sys", "torch", "types")
+"""Modules in which there is something that runs anything: they cannot be allowed as a whole."""
+_BUILD = b"b"
+_WRAP = "rdmarpc.wrap"
+_MANY = 4096
+_FINISHED = (torch.Tensor, torch.nn.Parameter)
+_NAMED_SO = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
+
+
+class NotAllowed(RdmaError):
+    """A peer wanted something run, or made, that this worker's ``allow`` does not have."""
+
+
+class Permits:
+    """``allow``: modules (with what lies below a package), classes and functions. ``ValueError``, ``TypeError`` for what
+    cannot be allowed. Thread-safe."""
+
+    def __init__(self, allow: Iterable[Any]) -> None:
+        self._modules: set[str] = set()
+        self._named: dict[tuple[str, str], Any] = {}
+        self._members: set[Any] = set()
+        """Functions of torch that have no name of their own: torch pickles them as members of a class."""
+        self._known: dict[tuple[str, str], Any] = {}
+        self.wraps = False
+        """Whether peers may place parts of wrapped models here, which run what the traced forward says."""
+        self.refused = 0
+        for item in allow:
+            self._add(item)
+
+    def _add(self, item: Any) -> None:
+        if isinstance(item, ModuleType):
+            if item.__name__.partition(".")[0] == "rdmarpc" or item.__name__ in _REFUSED:
+                raise ValueError(
+                    f"allow: {item.__name__} cannot be allowed as a whole: name the functions and classes that are"
+                )
+            self._modules.add(item.__name__)
+            return
+        module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
+        if module == "rdmarpc.wrapped.model" and name == "wrap":
+            self.wraps = True
+        elif callable(item) and module and name and _walk(module, name) is item:
+            self._named[module, name] = item
+        elif isinstance(item, _NAMED_SO) and plumbing.owner_of(item):
+            self._members.add(item)
+        else:
+            raise TypeError(f"allow takes modules, and functions and classes that can be imported by their names, got {item!r}")
+
+    # -- names
+
+    def find(self, module: str, name: str) -> Any:
+        """What a pickle may have under that name. ``NotAllowed``; ``AttributeError`` for what an allowed module has not."""
+        found = self._known.get((module, name))
+        if found is None:
+            found = self._find(module, name)
+            if len(self._known) < _MANY:
+                self._known[module, name] = found
+        return found
+
+    def _find(self, module: str, name: str) -> Any:
+        if (module, name) in self._named:
+            return self._named[module, name]
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
+        found = plumbing.find(module, name)
+        if found is not None:
+            return found
+        if not self._covers(module, name):
+            raise self._refuse(f"{module}.{name}")
+        found = _walk(module, name)
+        if found is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        # Itself, not what it imports, nor what can be reached by way of it.
+        if isinstance(found, ModuleType) or (getattr(found, "__module__", ""), getattr(found, "__qualname__", "")) != (
+            module,
+            name,
+        ):
+            raise self._refuse(f"{module}.{name}")
+        return found
+
+    def _covers(self, module: str, name: str) -> bool:
+        """Whether the module is allowed, or a class of it in which the name is."""
+        if module in self._modules:
+            return True
+        at = module.rfind(".")
+        while at > 0:
+            if module[:at] in self._modules:
+                return True
+            at = module.rfind(".", 0, at)
+        at = name.rfind(".")
+        return at > 0 and isinstance(self._named.get((module, name[:at])), type)
+
+    def find_called(self, module: str, name: str) -> Any:
+        """``find`` for the function that a request names: those of ours are found besides."""
+        places_parts = plumbing.places_parts(module, name)
+        if places_parts and not self.wraps:
+            raise self._refuse(f"{module}.{name}", _WRAP)
+        if places_parts or plumbing.called(module, name):
+            return _walk(module, name)
+        return self.find(module, name)
+
+    def _member(self, owner: Any, name: str) -> Any:
+        """Stands for ``getattr`` in a pickle: functions of torch travel as members of a class."""
+        found = getattr(owner.of, name, None) if type(owner) is plumbing.Owner else None
+        if type(found) in _NAMED_SO and found in self._members:
+            return found
+        raise self._refuse(f"{getattr(owner, 'shown', type(owner).__name__)}.{name}")
+
+    def permits_class(self, kind: type) -> bool:
+        try:
+            return self.find(kind.__module__, kind.__qualname__) is kind
+        except (NotAllowed, AttributeError):
+            return False
+
+    def method(self, value: Any, name: str) -> Callable[..., Any]:
+        """A method that a peer names, of a value that it refers to: of a class that the user has allowed, or inherited by one
+        (but for those of two underscores, which it has to define)."""
+        kind = type(value)
+        defined = next((base for base in kind.__mro__ if name in base.__dict__), None)
+        if defined is None:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        ordinary = defined is not object and not name.startswith("__") and self._names_class(kind)
+        if ordinary or self._names_class(defined):
+            return getattr(value, name)
+        named = f"{kind.__module__}.{kind.__qualname__}"
+        raise self._refuse(f"{named}.{name}", named)
+
+    def _names_class(self, kind: type) -> bool:
+        """Whether the user has allowed a class: those of the plumbing may be made, but not be called."""
+        module, name = kind.__module__, kind.__qualname__
+        return (module, name) in self._named or self._covers(module, name)
+
+    def _refuse(self, what: str, add: str = "") -> NotAllowed:
+        self.refused += 1
+        what, add = what[:200], (add or what)[:200]
+        module = "" if add == _WRAP else ", or the module that it is defined in"
+        return NotAllowed(
+            f"{what} is not among what this worker allows its peers to use",
+            hint=f"if they may: RpcBackendOptions(allow=[..., {add}]) at this worker{module}",
+        )
+
+    # -- pickles
+
+    def loads(self, data: bytes, buffers: Any = None) -> Any:
+        reader = _Careful if _BUILD in data else _Quick
+        return reader(self, self.find, data, buffers).load()
+
+    def load_plain(self, data: bytes) -> Any:
+        """Of tuples of plain values: nothing that could be built."""
+        return _Quick(self, self._find_plain, data, None).load()
+
+    def load_called(self, data: bytes) -> Any:
+        """The function that a request names."""
+        reader = _Careful if _BUILD in data else _Quick
+        return reader(self, self.find_called, data, None).load()
+
+    def _find_plain(self, module: str, name: str) -> Any:
+        found = plumbing.find_plain(module, name)
+        if found is None:
+            raise self._refuse(f"{module}.{name}")
+        return found
+
+
+class _Quick(pickle.Unpickler):
+    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self.find_class = find  # type: ignore[method-assign]
+
+
+_Python: Any = pickle._Unpickler
+
+
+class _Careful(_Python):
+    """Builds nothing but instances of what is allowed."""
+
+    def __init__(self, permits: Permits, find: Callable[[str, str], Any], data: bytes, buffers: Any) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._permits, self.find_class = permits, find
+
+    def load_build(self) -> None:
+        kind = type(self.stack[-2])
+        kind = np.dtype if issubclass(kind, np.dtype) else kind  # each has a class of its own
+        if issubclass(kind, type) or kind in _FINISHED or not self._permits.permits_class(kind):
+            raise self._permits._refuse(f"the state of a {kind.__module__}.{kind.__qualname__}", kind.__qualname__)
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**_Python.dispatch, _BUILD[0]: load_build}
+
+
+def _walk(module: str, name: str) -> Any:
+    """What an imported module has under a dotted name. Nothing is imported."""
+    found: Any = sys.modules.get(module)
+    for step in name.split("."):
+        found = getattr(found, step, None)
+    return found
+
+
+current: Permits | None = None
+"""What ``init_rpc`` was told (one setting a process); ``None``: everything is allowed."""
+loads: Callable[..., Any] = pickle.loads
+load_plain: Callable[[bytes], Any] = pickle.loads
+load_called: Callable[[bytes], Any] = pickle.loads
+
+
+def use(permits: Permits | None) -> None:
+    """From here on."""
+    global current, loads, load_plain, load_called
+    current = permits
+    if permits is None:
+        loads = load_plain = load_called = pickle.loads
+    else:
+        loads, load_plain, load_called = permits.loads, permits.load_plain, permits.load_called
+    command.loads = loads
+
+
+def method(value: Any, name: str) -> Callable[..., Any]:
+    """``getattr`` for what a peer names."""
+    return getattr(value, name) if current is None else current.method(value, name)

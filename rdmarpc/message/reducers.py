@@ -1,0 +1,135 @@
+"""How what is not a plain dense tensor is taken apart, so that the dense parts travel out of band like any dense tensor.
+
+Each function gives what ``__reduce__`` gives (see ``pickle``), or ``NotImplemented`` to leave the object to its own class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ground import device_maps
+from . import gpu, permits
+from .layout import travels
+
+_COMPRESSED = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def reduce_tensor(value: torch.Tensor) -> Any:
+    """Of tensors that do not travel as they are. ``RuntimeError`` for those that cannot at all."""
+    if value.layout is torch.strided and value.device.type not in ("cpu", "meta") and not value.is_quantized:
+        why = "this worker has no GPU of that kind" if not value.is_nested else "it is a nested tensor"
+        raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why=why))
+    if value.layout is torch.sparse_coo:
+        plain = value.detach()
+        return _coo, (plain._indices(), plain._values(), plain.shape, plain.is_coalesced(), value.requires_grad)
+    if value.layout in _COMPRESSED:
+        plain = value.detach()
+        outer, inner = _COMPRESSED[value.layout]
+        return _compressed, (outer(plain), inner(plain), plain.values(), plain.shape, value.layout, value.requires_grad)
+    if value.is_quantized:
+        return _reduce_quantised(value)
+    if value.layout is torch.strided:
+        return NotImplemented  # meta, nested: torch's own way
+    raise RuntimeError(f"tensors of layout {value.layout} cannot travel; call .to_dense() before sending one")
+
+
+def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
+    # Valid where it came from; the check would read every index. Of peers that are not trusted it does.
+    checked = permits.current is not None
+    made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked, is_coalesced=coalesced)
+    return made.requires_grad_(requires_grad)
+
+
+def _compressed(
+    outer: torch.Tensor, inner: torch.Tensor, values: torch.Tensor, shape: torch.Size, layout: torch.layout, requires_grad: bool
+) -> torch.Tensor:
+    checked = permits.current is not None
+    made = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=checked)
+    return made.requires_grad_(requires_grad)
+
+
+def _reduce_quantised(value: torch.Tensor) -> Any:
+    if value.device.type != "cpu":
+        raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why="it is quantised"))
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        scales: tuple[Any, ...] = (value.q_scale(), value.q_zero_point())
+    else:
+        scales = (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
+    raw = bytes_of(value.untyped_storage())
+    place = (value.storage_offset(), value.shape, value.stride())
+    return _quantised, (raw, place, value.dtype, scales)
+
+
+def _quantised(raw: torch.Tensor, place: Any, dtype: torch.dtype, scales: tuple[Any, ...]) -> torch.Tensor:
+    offset, shape, strides = place
+    if len(scales) == 2:
+        made = torch._empty_affine_quantized(shape, scale=scales[0], zero_point=scales[1], dtype=dtype)
+    else:
+        made = torch._empty_per_channel_affine_quantized(
+            shape, scales=scales[0], zero_points=scales[1], axis=scales[2], dtype=dtype
+        )
+    return made.set_(raw.untyped_storage(), offset, shape, strides)
+
+
+def reduce_subclass(value: torch.Tensor) -> Any:
+    """Of a subclass of ``torch.Tensor``: one that is a dense tensor with another face goes out of band."""
+    kind = type(value)
+    if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = value.detach().as_subclass(torch.Tensor)
+        if not travels(plain) and (gpu.current is None or not gpu.current.takes(plain)):
+            return NotImplemented
+        return _subclass, (kind, plain, value.requires_grad, torch._utils._get_obj_state(value))
+
+
+def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:
+    if not issubclass(kind, torch.Tensor):
+        raise TypeError(f"{kind.__qualname__} is no kind of tensor")
+    made = plain.as_subclass(kind).requires_grad_(requires_grad)
+    if state:
+        torch._utils._set_obj_state(made, state)
+    return made
+
+
+def reduce_parameter(value: torch.nn.Parameter) -> Any:
+    return _parameter, (value.detach(), value.requires_grad, value.__dict__ or None)
+
+
+def _parameter(plain: torch.Tensor, requires_grad: bool, state: dict[str, Any] | None) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(plain, requires_grad)
+    if state:
+        made.__dict__.update(state)
+    return made
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage of the CPU as a tensor (uint8) over the same memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def reduce_storage(value: torch.UntypedStorage) -> Any:
+    if value.device.type != "cpu":
+        return NotImplemented
+    return _storage, (bytes_of(value),)
+
+
+def _storage(raw: torch.Tensor) -> torch.UntypedStorage:
+    return raw.untyped_storage()
+
+
+def reduce_typed_storage(value: torch.storage.TypedStorage) -> Any:
+    if value.device.type != "cpu":
+        return NotImplemented
+    return _typed_storage, (value._untyped_storage, value.dtype)
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)

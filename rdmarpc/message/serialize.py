@@ -1,0 +1,360 @@
+"""Objects to bytes: pickle protocol 5 with the tensors taken out of band.
+
+A dense tensor leaves the pickle as an index into the message's tensor list; what travels of it is described by ``tensors``.
+So do the dense parts of other tensors and storages (``reducers``), and large buffers of other objects that offer them
+(``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
+``use_cloudpickle`` was called.
+
+References (``rref``) leave the pickle in the same way: their forks stand in a table before it, so that the receiver can take
+them without unpickling anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..ground import device_maps
+from . import gpu, permits, reducers, unpicklable
+from .incoming import beside, in_parts, landed
+from .layout import travels
+
+_PLAIN = frozenset((int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size))
+_BUFFER_BYTES = 32 << 10
+"""Buffers smaller than this stay in the pickle."""
+_TAIL = struct.Struct(
+    "<II"
+)  # the end: bytes of what ``gpu`` put in front of it, and how many tensors, the last ones, are buffers
+
+
+Reduce = Callable[[Any], Any]
+InBand = Callable[[pickle.PickleBuffer], bool]
+
+
+class Enclosed(Protocol):
+    """What a message carries in front of its pickle."""
+
+    @property
+    def entry(self) -> tuple[int, int, int]: ...
+
+    def undo(self) -> None:
+        """The message will not be sent."""
+
+
+class Message:
+    """What a message takes along while it is being pickled. ``to``: number of the receiver; ``None`` where there is none:
+    references, and tensors on GPUs, cannot be pickled then. ``reply``: it is an answer."""
+
+    def __init__(self, to: int | None, reply: bool = False) -> None:
+        self.to = to
+        self.parcel: gpu.Parcel | None = None
+        self._reply = reply
+        self.tensors: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self.enclosed: list[Enclosed] = []
+        self.parts: list[torch.Tensor] = []
+        """Tensors that require grad and are not among ``tensors``, in the order in which they are pickled."""
+
+    def reduce(self, value: Any) -> Any:
+        """See ``pickle.Pickler.reducer_override``."""
+        kind = type(value)
+        if kind is torch.Tensor:
+            if travels(value):
+                self.tensors.append(value)
+                return landed, (len(self.tensors) - 1,)
+            if gpu.current is not None and gpu.current.takes(value):
+                return self._in_parts(value, self._from_gpu(gpu.current, value))
+            return self._in_parts(value, reducers.reduce_tensor(value))
+        part = _parts.get(kind)
+        if part is not None:
+            return part(value)
+        special = _reducers.get(kind)
+        if special is not None:
+            return special(value, self)
+        if isinstance(value, torch.Tensor):
+            return self._in_parts(value, reducers.reduce_subclass(value))
+        if isinstance(value, torch._C.Future):
+            raise RuntimeError("Can not pickle torch.futures.Future")
+        return NotImplemented
+
+    def _from_gpu(self, gpus: gpu.Gpus, value: torch.Tensor) -> Any:
+        if self.parcel is None:
+            if self.to is None:
+                raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why="nobody is named who gets it"))
+            self.parcel = gpu.Parcel(self.to, self._reply)
+        return gpus.reduce(value, self.parcel)
+
+    def _in_parts(self, value: torch.Tensor, reduced: Any) -> Any:
+        if reduced is NotImplemented or not value.requires_grad:
+            return reduced
+        self.parts.append(value)
+        return in_parts, reduced
+
+
+_parts: dict[type, Callable[[Any], Any]] = {
+    torch.nn.Parameter: reducers.reduce_parameter,
+    torch.UntypedStorage: reducers.reduce_storage,
+    torch.storage.TypedStorage: reducers.reduce_typed_storage,
+}
+_reducers: dict[type, Callable[[Any, Message], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any, Message], Any]) -> None:
+    """Let objects of exactly this type travel by RPC, as ``reduce(value, message)`` says (see ``pickle``: ``__reduce__``).
+    It may append to ``message.enclosed``."""
+    _reducers[kind] = reduce
+
+
+class _Pickler(pickle.Pickler):
+    """``reduce`` gives the tensors another way; ``in_band`` says whether a buffer of another object stays in the pickle."""
+
+    def __init__(self, file: io.BytesIO, reduce: Reduce, in_band: InBand) -> None:
+        super().__init__(file, protocol=5, buffer_callback=in_band)
+        # Looked up on the object: one Python call less for everything that is pickled.
+        self.reducer_override = reduce  # type: ignore[method-assign]
+
+
+def _fails(value: Any) -> bool:
+    """Whether an object cannot be pickled. Without what else pickling does: objects of registered types are passed over."""
+    message = Message(None)
+
+    def reduce(part: Any) -> Any:
+        return (int, ()) if type(part) in _parts or type(part) in _reducers else message.reduce(part)
+
+    try:
+        _pickler(io.BytesIO(), reduce, partial(_in_band, [])).dump(value)
+    except Exception:
+        return True
+    return False
+
+
+def _in_band(buffers: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Take a large buffer out of the pickle (``False``); see ``pickle.Pickler``: ``buffer_callback``."""
+    view = buffer.raw()
+    if view.nbytes < _BUFFER_BYTES:
+        return True
+    # By address: torch makes no tensor of read-only memory without a warning. It is only read from.
+    memory = (ctypes.c_char * view.nbytes).from_address(_address(view))
+    memory.owner = view  # type: ignore[attr-defined]
+    buffers.append(torch.frombuffer(memory, dtype=torch.uint8))
+    return False
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+MARK = 0x52
+"""First byte of a payload with a table of references; that of a pickle is 0x80."""
+_TABLE = struct.Struct("<BI")
+_ENTRY = struct.Struct("<IQQ")
+
+
+def enclosed(payload: bytes) -> Iterator[tuple[int, int, int]]:
+    """The entries of the table in front of a pickle, if there is one."""
+    if not payload or payload[0] != MARK:
+        return iter(())
+    count = _TABLE.unpack_from(payload)[1]
+    return _ENTRY.iter_unpack(memoryview(payload)[_TABLE.size : _TABLE.size + count * _ENTRY.size])
+
+
+def dumps(
+    value: Any,
+    to: int | None = None,
+    names: tuple[str, ...] = (),
+    parts: list[torch.Tensor] | None = None,
+    *,
+    reply: bool = False,
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``value`` for worker ``to``, and the tensors it refers to. Raises what pickling raises; its text says where
+    in ``value`` (``names``: what the members of a tuple are called there). ``parts`` gets the tensors that require grad and
+    travel in parts. ``reply``: it is an answer, for which other device maps count.
+
+    If the result is not sent, the references ``enclosed`` in it have to be taken back (``RRefContext.undo``), and the GPU
+    memory that it lends (``undo``)."""
+    file = io.BytesIO()
+    message = Message(to, reply)
+    lent = b""
+    try:
+        _pickler(file, message.reduce, partial(_in_band, message.buffers)).dump(value)
+        if message.parcel is not None and message.parcel.tensors:
+            assert gpu.current is not None
+            lent = gpu.current.pack(message.parcel)
+            file.write(lent)
+    except BaseException as error:
+        for item in message.enclosed:
+            item.undo()
+        if isinstance(error, Exception):
+            unpicklable.explain(error, value, names, _fails)
+        raise
+    if parts is not None:
+        parts += message.parts
+    buffers, tensors = message.buffers, message.tensors
+    file.write(_TAIL.pack(len(lent), len(buffers)))
+    payload, tensors = file.getvalue(), tensors + buffers if buffers else tensors
+    if not message.enclosed:
+        return payload, tensors
+    table = b"".join(_ENTRY.pack(*item.entry) for item in message.enclosed)
+    return _TABLE.pack(MARK, len(message.enclosed)) + table + payload, tensors
+
+
+def loads(
+    payload: bytes,
+    tensors: list[torch.Tensor],
+    references: list[Any] | None = None,
+    parts: list[torch.Tensor] | None = None,
+) -> Any:
+    """Inverse of ``dumps``; ``references`` are what the receiver made of the table, ``parts`` as there. User code may run in
+    here (constructors, ``__setstate__``), and may call RPC."""
+    if references:
+        payload = payload[_TABLE.size + len(references) * _ENTRY.size :]
+    lent, count = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
+    on_gpu = gpu.fetch(payload[-_TAIL.size - lent : -_TAIL.size]) if lent else []
+    outer = beside.tensors, beside.references, beside.parts, beside.on_gpu
+    beside.tensors, beside.references, beside.parts = tensors, references or [], [] if parts is None else parts
+    beside.on_gpu = on_gpu
+    try:
+        if not count:
+            return permits.loads(payload)
+        return permits.loads(payload, buffers=[memoryview(tensor.numpy()) for tensor in tensors[len(tensors) - count :]])
+    finally:
+        beside.tensors, beside.references, beside.parts, beside.on_gpu = outer
+
+
+def lends(payload: bytes) -> bool:
+    """Whether GPU memory is lent by what ``dumps`` made."""
+    return _TAIL.unpack_from(payload, len(payload) - _TAIL.size)[0] > 0
+
+
+def undo(to: int, payload: bytes) -> None:
+    """Take back the GPU memory that is lent by what ``dumps`` made and was not sent."""
+    lent, _ = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
+    if lent and gpu.current is not None:
+        gpu.current.undo(to, payload[-_TAIL.size - lent : -_TAIL.size])
+
+
+_pickler: Callable[[io.BytesIO, Reduce, InBand], pickle.Pickler] = _Pickler
+_needed_by_value: Callable[[Any], bool] | None = None
+"""Whether a function or class has to travel by value."""
+
+
+def use_cloudpickle(wanted: bool) -> None:
+    """Whether lambdas, local functions and what is defined in ``__main__`` travel by value from here on (one setting a
+    process). ``ImportError`` if cloudpickle is not installed."""
+    global _pickler, _needed_by_value
+    if wanted:
+        from . import by_value  # cloudpickle need not be installed
+
+        _pickler, _needed_by_value = by_value.Pickler, by_value.needed
+    else:
+        _pickler, _needed_by_value = _Pickler, None
+    _references.clear()
+
+
+def flat(values: tuple[Any, ...]) -> list[torch.Tensor] | None:
+    """The tensors of a tuple of plain values and tensors, or ``None`` if it needs the full pickler.
+
+    Such tuples are the common case, and need no user code to be read back."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            if kind is str and value[:1] == "\0":  # as our marks begin
+                return None
+            continue
+        if kind is not torch.Tensor or not travels(value):
+            return None
+        tensors.append(value)
+    return tensors
+
+
+_TENSOR, _TUPLE = "\0tensor", "\0tuple"
+_EMPTY = pickle.dumps((), 5)
+
+
+def dump_flat(values: tuple[Any, ...]) -> bytes:
+    """A tuple for which ``flat`` gave tensors: they are replaced by a mark."""
+    if not values:
+        return _EMPTY
+    return pickle.dumps(tuple(_TENSOR if type(value) is torch.Tensor else value for value in values), 5)
+
+
+def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Inverse of ``dump_flat``."""
+    if payload == _EMPTY:
+        return ()
+    values = permits.load_plain(payload)
+    if not tensors:
+        return values
+    remaining = iter(tensors)
+    return tuple(next(remaining) if value == _TENSOR and type(value) is str else value for value in values)
+
+
+ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
+"""``dump_flat_one`` of a tensor."""
+_NONE = pickle.dumps((None,), 5)
+
+
+def dump_flat_one(value: Any) -> bytes:
+    """``dump_flat`` of one value, or of a tuple of such."""
+    if value is None:
+        return _NONE
+    return dump_flat((_TUPLE, *value) if type(value) is tuple else (value,))
+
+
+def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Inverse of ``dump_flat_one``."""
+    if payload == _NONE:
+        return None
+    values = load_flat(payload, tensors)
+    first = values[0]
+    return values[1:] if type(first) is str and first == _TUPLE else first
+
+
+_references: dict[Any, bytes] = {}
+
+
+def reference(function: Any) -> bytes | None:
+    """The pickle of a function or class that travels by reference, or ``None`` for callables that carry state.
+
+    Raises the pickling error of lambdas and local functions."""
+    known = _references.get(function) if function.__hash__ else None
+    if known is not None:
+        return known
+    kind = type(function)
+    if kind is BuiltinFunctionType and not isinstance(function.__self__, ModuleType | None):
+        return None
+    if kind is not FunctionType and kind is not BuiltinFunctionType and not isinstance(function, type):
+        return None
+    if _needed_by_value is not None and _needed_by_value(function):
+        return None
+    try:
+        found = pickle.dumps(function, 5)
+    except Exception as error:
+        unpicklable.hint(error)
+        raise
+    _references[function] = found
+    return found
+
+
+def label(function: Any, args: tuple[Any, ...]) -> str:
+    """What stands for a callable in the signature of a call where its reference does not, or would say too little: the name of
+    its function, the same for all objects of a class. Two functions of one name only share landing places.
+
+    A function that runs what one of its arguments names says so: ``function._names_callee`` is the index of that argument."""
+    if (at := getattr(function, "_names_callee", None)) is not None:
+        return f"{function.__qualname__}:{args[at]}"
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        return f"{type(function.__self__).__qualname__}:{function.__func__.__qualname__}"
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,369 @@
+"""How the tensors of a message reach their places.
+
+Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
+place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
+*handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
+What goes one of these ways is a run of bytes. Usually one tensor lies in it; the others of a message that share its memory
+(``sharing``) only refer to it. What of a tensor's memory travels: ``layout``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..transport import Channel, Device, RdmaError, RemoteRegion
+from ..transport.memory.arena import Block, size_class
+from . import layout, sharing
+from .layout import Description
+
+# The function behind ``ctypes.string_at``, without a Python function in between.
+_string_at = ctypes._string_at  # type: ignore[attr-defined]
+
+INLINE_BYTES = 32 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
+_INLINE_TOTAL = 64 << 10
+_TINY_BYTES = 256
+"""So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
+INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
+_MAX_CACHE = 4096
+_MAX_KNOWN = 4096
+"""Bytes of places that are remembered: a peer may send any number of places with each call."""
+
+_ENTRY = struct.Struct("<BH")  # way, length of the description that follows
+_HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+_INDEX = struct.Struct("<I")  # after a VIEW or SAME: the tensor in whose run this one lies, or that it is
+
+
+class Landing:
+    """Fresh memory promised to the peer of a channel: one block for each of ``sizes`` (bytes), with room up to its size class.
+    ``places``: the descriptors to hand out, joined. What is not taken goes back when this dies."""
+
+    __slots__ = ("_arena", "_blocks", "places", "sizes")
+
+    def __init__(self, channel: Channel, sizes: tuple[int, ...]) -> None:
+        """Raises ``ArenaFull``, and the error of a channel that has ended."""
+        self._arena, self.sizes = channel.device.arena, sizes
+        self._blocks: list[Block] = []
+        places = []
+        for size in sizes:
+            block, place = channel.landing(size)
+            self._blocks.append(block)
+            places.append(place)
+        self._blocks.reverse()
+        self.places = b"".join(places)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next block, as a tensor of bytes that were written to it."""
+        if not self._blocks or nbytes > self._blocks[-1].nbytes:
+            raise RdmaError("a tensor was written to a landing place that is not known here")
+        return self._arena.hold(self._blocks.pop(), nbytes, torch.uint8, nbytes)
+
+    def __del__(self) -> None:
+        for block in self._blocks:
+            self._arena.free(block)
+
+
+def fitting(places: list[RemoteRegion], sizes: tuple[int, ...]) -> list[RemoteRegion] | None:
+    """Landing places for runs of these ``sizes`` (bytes), if each is of the size class that its place was made for."""
+    if len(places) != len(sizes):
+        return None
+    if tuple([place.nbytes for place in places]) == sizes:
+        return places
+    if size_classes(tuple([place.nbytes for place in places])) != size_classes(sizes):
+        return None
+    return [place.resized(size) for place, size in zip(places, sizes)]
+
+
+_classes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+
+def size_classes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The size class of each."""
+    found = _classes.get(sizes)
+    if found is None:
+        if len(_classes) >= _MAX_CACHE:
+            _classes.clear()
+        found = _classes[sizes] = tuple([size_class(size) for size in sizes])
+    return found
+
+
+def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
+    """``Landing.places``, parsed. Memory comes round again, so the same places do: ``known`` has those of the same link. (A
+    parsed place refers to its channel, and with it to all memory of the peer: it must not outlive the link.)"""
+    found = known.get(blob)
+    if found is None:
+        size = RemoteRegion.WIRE_SIZE
+        found = [RemoteRegion.load(blob[at : at + size]) for at in range(0, len(blob), size)]
+        if len(blob) <= _MAX_KNOWN:
+            if len(known) >= _MAX_CACHE:
+                known.clear()
+            known[blob] = found
+    return found
+
+
+class Described(NamedTuple):
+    """The tensors of a message before it is decided how they travel."""
+
+    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]]
+    """Run, way, description, and what follows it: bytes (``INLINE``) or index (``VIEW``, ``SAME``). The way of a run that does
+    not ride in the frame is not known yet."""
+    sizes: tuple[int, ...]
+    """Bytes of each run that does not ride in the frame: with the function this is the signature of a call."""
+
+
+class Outgoing(NamedTuple):
+    """The tensors of one message, ready to send."""
+
+    table: bytes
+    data: bytes
+    tensors: int
+    lent: list[torch.Tensor]
+    """Flat runs that the receiver will READ (no landing place was at hand): they stay alive until it is done."""
+
+
+NOTHING = Outgoing(b"", b"", 0, [])
+
+
+def describe_all(tensors: list[torch.Tensor], device: Device) -> Described:
+    entries: list[tuple[torch.Tensor | None, int, bytes, bytes]] = []
+    sizes = []
+    inline = 0
+    places = sharing.plan(tensors) if len(tensors) > 1 else None
+    for index, tensor in enumerate(tensors):
+        place = places.get(index) if places is not None else None
+        if place is not None and place.same:
+            entries.append((None, SAME, b"", _INDEX.pack(place.base)))
+            continue
+        known = layout.lone(tensor) if place is None else None
+        if known is not None:
+            text, nbytes = known.text, known.nbytes
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, _string_at(tensor.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            run = tensor.detach()
+            if known.strides is not None:
+                run = run.as_strided((nbytes // tensor.itemsize,), (1,))
+        else:
+            run, text, nbytes = _describe(tensor, place)
+            if place is not None and place.base != index:
+                entries.append((None, VIEW, text, _INDEX.pack(place.base)))
+                continue
+            gathered = not run.is_contiguous()
+            run = run.contiguous()
+            if _rides(nbytes, inline):
+                entries.append((None, INLINE, text, _string_at(run.data_ptr(), nbytes)))
+                inline += nbytes
+                continue
+            if gathered:
+                device.count_staged(nbytes)
+        sizes.append(nbytes)
+        entries.append((run, READ, text, b""))
+    return Described(entries, tuple(sizes))
+
+
+def _rides(nbytes: int, inline: int) -> bool:
+    """Whether a run rides in the frame, where ``inline`` bytes do so already."""
+    return nbytes <= INLINE_BYTES and (inline + nbytes <= _INLINE_TOTAL or nbytes <= _TINY_BYTES)
+
+
+def describe(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+    """The run and the encoded description of a contiguous tensor without conjugate or negative bit."""
+    return tensor.detach(), layout.outline(tensor).text
+
+
+def _describe(tensor: torch.Tensor, place: sharing.Place | None) -> tuple[torch.Tensor, bytes, int]:
+    """The run in which a tensor lies (not contiguous: still to be gathered), what to make of it, and its size in bytes."""
+    value, flips = layout.physical(tensor)
+    if place is not None and place.run is not None:
+        strides = tensor.stride()
+        kept = None if strides == layout.dense(tensor.shape) else strides
+        offset, nbytes = place.offset // tensor.itemsize, place.run.nbytes
+        what = Description(tensor.dtype, tuple(tensor.shape), kept, offset, tensor.requires_grad, flips, nbytes, False)
+        return place.run, layout.encode(what), nbytes
+    known = layout.outline(tensor)
+    text = known.text
+    if flips:
+        text = layout.encode(layout.decode(text)._replace(flips=flips, plain=False))
+    if known.strides is not None and known.nbytes:
+        value = value.as_strided((known.nbytes // value.itemsize,), (1,))
+    return value, text, known.nbytes
+
+
+def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
+    """Description and bytes of a small dense tensor; ``None`` for any other. The short way for the commonest message."""
+    known = layout.lone(tensor)
+    if known is None or known.nbytes > INLINE_BYTES:
+        return None
+    return known.text, _string_at(tensor.data_ptr(), known.nbytes)
+
+
+def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
+    what = layout.decode(text)
+    if len(data) != what.nbytes:
+        raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(data)}")
+    run = torch.frombuffer(bytearray(data), dtype=what.dtype)
+    return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
+
+
+class Memory(Protocol):
+    """Where the memory for messages comes from (``patience``)."""
+
+    def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
+
+
+def pack(
+    described: Described,
+    device: Device,
+    channel: Channel,
+    places: list[RemoteRegion] | None,
+    memory: Memory,
+    deadline: float | None = None,
+) -> Outgoing:
+    """Move the large runs to ``places`` if these fit; otherwise give out descriptors that the receiver may READ.
+    ``deadline``: how long ``memory`` for staging may be waited for."""
+    table: list[bytes] = []
+    data: list[bytes] = []
+    lent = []
+    fits = None if places is None else fitting(places, described.sizes)
+    remaining = iter(fits or ())
+    for run, way, text, rest in described.entries:
+        if run is None:
+            table.append(_ENTRY.pack(way, len(text)) + text)
+            (data if way == INLINE else table).append(rest)
+        elif fits is not None:
+            channel.memcpy(next(remaining), run)
+            table.append(_ENTRY.pack(WRITTEN, len(text)) + text)
+        else:
+            source = _lendable(run, device, channel, memory, deadline)
+            lent.append(source)
+            table.append(_ENTRY.pack(READ, len(text)) + text + device.lend(source, channel).dump())
+    return Outgoing(b"".join(table), b"".join(data), len(described.entries), lent)
+
+
+def pack_handed(text: bytes, place: bytes) -> Outgoing:
+    """One tensor that was handed over (``handover.Handovers.give``)."""
+    return Outgoing(_ENTRY.pack(HANDED, len(text)) + text + place, b"", 1, [])
+
+
+def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memory, deadline: float | None) -> torch.Tensor:
+    """``run`` itself where the peer can read it, else a staging copy that it alone can reach (counted)."""
+    if device.can_lend(run, channel):
+        return run
+    staged = memory.empty(channel, run.nbytes, deadline).view(run.dtype).view(run.shape)
+    staged.copy_(run)
+    device.count_staged(run.numel() * run.element_size())
+    return staged
+
+
+def unpack(
+    table: bytes,
+    data: bytes,
+    count: int,
+    memory: Memory,
+    channel: Channel,
+    landing: Landing | None,
+    known: dict[bytes, list[RemoteRegion]],
+    deadline: float | None = None,
+    ahead: list[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor], tuple[int, ...], bool]:
+    """The tensors of a message, the sizes of the runs that need a landing place, and whether they were READ (then the sender
+    waits for our release). ``known``: as for ``load_places``. ``deadline``: as for ``pack``. ``ahead``: the runs ``to_read``,
+    which were READ before; ``None``: they are READ here."""
+    tensors: list[torch.Tensor] = []
+    runs: list[torch.Tensor] = []
+    sizes: list[int] = []
+    reads: list[tuple[torch.Tensor, RemoteRegion]] = []
+    at = offset = was_read = 0
+    for _ in range(count):
+        way, length = _ENTRY.unpack_from(table, at)
+        at += _ENTRY.size + length
+        if way >= VIEW:
+            _share(tensors, runs, _INDEX.unpack_from(table, at)[0], table[at - length : at] if way == VIEW else None, channel)
+            at += _INDEX.size
+            continue
+        what = layout.decode(table[at - length : at])
+        if way == INLINE:
+            # A bytearray of its own: received tensors are writable and outlive the frame.
+            piece = bytearray(data[offset : offset + what.nbytes])
+            offset += what.nbytes
+            if len(piece) != what.nbytes:
+                raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(piece)}", peer=channel.peer)
+            run = torch.frombuffer(piece, dtype=what.dtype if what.plain else torch.uint8) if piece else _EMPTY
+        elif way == HANDED:
+            run = channel.adopt(*load_places(table[at : at + _HANDED_BYTES], known))
+            at += _HANDED_BYTES
+        else:
+            sizes.append(what.nbytes)
+            if way == WRITTEN:
+                if landing is None:
+                    raise RdmaError("a tensor was written to a landing place that is not known here", peer=channel.peer)
+                run = landing.take(what.nbytes)
+            elif ahead is not None:
+                if was_read == len(ahead):
+                    raise RdmaError("a tensor is to be READ, of which the head of its message says nothing", peer=channel.peer)
+                run = ahead[was_read]
+                was_read += 1
+                at += RemoteRegion.WIRE_SIZE
+            else:
+                run = memory.empty(channel, what.nbytes, deadline)
+                reads.append((run, RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])))
+                at += RemoteRegion.WIRE_SIZE
+        runs.append(run)
+        tensors.append(layout.rebuilt(run, what))
+    if len(reads) == 1:
+        channel.memcpy(*reads[0]).wait()
+    elif reads:
+        channel.prepare(reads).post().wait()
+    return tensors, tuple(sizes), bool(reads or was_read)
+
+
+def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, text: bytes | None, channel: Channel) -> None:
+    """Add a tensor that lies in the run of number ``base``, as its description says; without one it is that tensor itself."""
+    if base >= len(runs):
+        raise RdmaError("a tensor lies in the memory of one that comes after it", peer=channel.peer)
+    run = runs[base]
+    runs.append(run)
+    if text is None:
+        tensors.append(tensors[base])
+        return
+    what = layout.decode(text)
+    if what.nbytes > run.nbytes:
+        raise RdmaError(f"a view of {what.nbytes} bytes in a run of {run.nbytes}", peer=channel.peer)
+    # Of its own: the run may be the other tensor by now.
+    tensors.append(layout.rebuilt(run.detach(), what))
+
+
+_AFTER = {READ: RemoteRegion.WIRE_SIZE, HANDED: _HANDED_BYTES, VIEW: _INDEX.size, SAME: _INDEX.size}
+_TAKEN = {WRITTEN: "direct", READ: "read", HANDED: "handed"}
+
+
+def to_read(table: bytes, count: int) -> list[tuple[int, RemoteRegion]]:
+    """Bytes and place of each run of a message that is to be READ."""
+    found, at = [], 0
+    for _ in range(count):
+        way, length = _ENTRY.unpack_from(table, at)
+        at += _ENTRY.size + length
+        if way == READ:
+            place = RemoteRegion.load(table[at : at + RemoteRegion.WIRE_SIZE])
+            found.append((layout.decode(table[at - length : at]).nbytes, place))
+        at += _AFTER.get(way, 0)
+    return found
+
+
+def traffic(out: Outgoing) -> dict[str, int]:
+    """Payload bytes of a message by the way they take: ``inline``, ``direct`` (written to a granted place), ``read``,
+    ``handed``."""
+    totals = {"inline": len(out.data), "direct": 0, "read": 0, "handed": 0}
+    at = 0
+    for _ in range(out.tensors):
+        way, length = _ENTRY.unpack_from(out.table, at)
+        at += _ENTRY.size + length
+        if way in _TAKEN:
+            totals[_TAKEN[way]] += layout.decode(out.table[at - length : at]).nbytes
+        at += _AFTER.get(way, 0)
+    return totals

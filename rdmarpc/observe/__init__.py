@@ -1,0 +1,1 @@
+"""Seeing a run: counters, timelines, what a worker is doing."""

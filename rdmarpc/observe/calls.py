@@ -1,0 +1,166 @@
+"""Both sides of calling, with everything they do noted for a timeline.
+
+``Calls`` is the observer (``observer``) of an agent that records. What is noted are facts of one moment or of one span on one
+thread, as tuples; which of them belong to one call is found out when they are written down (``observe/events``). A call is named
+by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
+
+    ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written
+    ("waited", rank, call, track, begin, end)                                the same: in ``Future.wait``
+    ("done", rank, call, track, begin, end, error)                           the same: the answer read back
+    ("came", rank, call, track, at, caller)                                  the called side: read from the ring
+    ("served", rank, call, track, begin, unpickled, returned, end, function)
+    ("span", rank, 0, track, begin, end, name, category, about)      part of no call, see ``observe/steps``
+    ("replied", rank, call, track, begin, end, bytes, error)                 the same: pickled and written, whenever that was
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Any, Protocol
+
+import torch
+
+from ..calls.observer import Noted, Request
+from ..calls.pending import Answer, Pending
+from ..calls.profiled import kind_of, name_of
+from ..links.frames import LONE, REQUEST, RESPONSE, Frame
+from ..links.ring import Link
+from ..message.tensors import Outgoing, traffic
+
+
+class Notes(Protocol):
+    """The timeline, as calls write it."""
+
+    rank: int
+
+    def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
+        """One fact, on the track of this thread."""
+
+    def track(self) -> int:
+        """The number of this thread."""
+
+
+class Message(threading.local):
+    """What the message that this thread is about to send carries, and the request that it serves."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+        self.serving: Serving | None = None
+
+
+class Serving:
+    """A request that a thread serves. Written by that thread."""
+
+    def __init__(self, rank: int, call: int, track: int) -> None:
+        self.key, self.track = (rank, call), track
+        self.begin = monotonic_ns()
+        self.unpickled = self.returned = 0
+        self.function = "?"
+        self.outer: Serving | None = None
+        """What this thread served before."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was unpickled, or has failed before."""
+        return bool(self.unpickled or self.returned)
+
+    def spans(self, end: int) -> tuple[Any, ...]:
+        returned = self.returned or end
+        return self.begin, self.unpickled or returned, returned, end, self.function
+
+
+def _inline(nbytes: int) -> dict[str, int]:
+    """The traffic (``tensors.traffic``) of a message with one small tensor, or none."""
+    return {"inline": nbytes, "direct": 0, "read": 0, "handed": 0}
+
+
+def _short(values: Sequence[Any]) -> dict[str, int]:
+    """What a message carried that did not go by ``Post.send``: one small tensor has a shorter way."""
+    lone = len(values) == 1 and type(values[0]) is torch.Tensor
+    nbytes = values[0].numel() * values[0].element_size() if lone else 0
+    return _inline(nbytes) | {"tensors": int(lone), "pickle": 0}
+
+
+class Calls:
+    """The calls of one worker. Thread-safe; any thread may be in here when the recording ends."""
+
+    def __init__(self, line: Notes) -> None:
+        self._line = line
+        self.message = Message()
+        self.serving_now: dict[tuple[int, int], Serving] = {}
+        """The requests whose functions run."""
+
+    # -- the calling side
+
+    def begin(self) -> int:
+        self.message.bytes = {}
+        return monotonic_ns()
+
+    def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
+        end = monotonic_ns()
+        bytes_sent, self.message.bytes = self.message.bytes or _short(args), {}
+        what = kind_of(function, flags, future), future, name_of(function, args), pending.link.name, bytes_sent
+        self._line.note("sent", self._line.rank, pending.call, begin, end, *what)
+
+    def packed(self, kind: int, flags: int, out: Outgoing, nbytes: int) -> None:
+        if kind == REQUEST or kind == RESPONSE:
+            carried = _inline(len(out.data)) if flags & LONE else traffic(out)
+            self.message.bytes.update(carried, tensors=out.tensors, pickle=nbytes)
+
+    def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
+        begin = monotonic_ns()
+        try:
+            wait()
+        finally:
+            self._line.note("waited", self._line.rank, pending.call, begin, monotonic_ns())
+
+    def reading(self, decode: Callable[[Pending, Answer], Any], pending: Pending, answer: Answer) -> Any:
+        error = ""
+        begin = monotonic_ns()
+        try:
+            return decode(pending, answer)
+        except BaseException as reason:
+            error = type(reason).__name__
+            raise
+        finally:
+            self._line.note("done", self._line.rank, pending.call, begin, monotonic_ns(), error)
+
+    # -- the called side
+
+    def came(self, link: Link, frame: Frame) -> None:
+        self._line.note("came", link.rank, frame.call, monotonic_ns(), link.name)
+
+    def serving(self, request: Request) -> None:
+        serving = Serving(request.link.rank, request.call, self._line.track())
+        serving.outer, self.message.serving = self.message.serving, serving
+        self.serving_now[serving.key] = serving
+
+    def unpickled(self, request: Request, function: Any, args: Sequence[Any]) -> None:
+        serving = self.message.serving
+        if serving is not None:
+            serving.unpickled, serving.function = monotonic_ns(), name_of(function, args)
+
+    def returned(self, request: Request, values: Sequence[Any] | None) -> Noted:
+        now = monotonic_ns()
+        self.message.bytes = {}
+        serving = self.message.serving
+        if serving is not None and serving.key == (request.link.rank, request.call):
+            serving.returned = serving.returned or now
+        return now, {} if values is None else _short(values)
+
+    def replied(self, request: Request, noted: Noted, error: str) -> None:
+        begin, short = noted
+        carried, self.message.bytes = self.message.bytes or short, {}
+        self._line.note("replied", request.link.rank, request.call, begin, monotonic_ns(), carried, error)
+
+    def served(self, request: Request) -> None:
+        serving = self.message.serving
+        if serving is None or serving.key != (request.link.rank, request.call):
+            return  # it began before the recording
+        if serving.begun:  # else it waits for its references, and another thread may be serving it by now
+            self._line.note("served", *serving.key, *serving.spans(monotonic_ns()))
+        if self.serving_now.get(serving.key) is serving:
+            del self.serving_now[serving.key]
+        self.message.serving = serving.outer

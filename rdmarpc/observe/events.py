@@ -1,0 +1,218 @@
+"""A timeline as Chrome's trace events, which Perfetto reads: what ``traced`` noted becomes spans, arrows and names.
+
+One process track a worker (``pid`` is its rank), one thread track a thread. A blocking call is a span on its thread around
+``send``, ``wait`` and ``unpack``; a call with a future is an asynchronous span, with ``send``, ``wait`` and ``unpack`` on the
+threads where they happened. At the called side a request is ``queued`` (asynchronous), then a span on the thread that serves it
+around ``unpickle``, ``run`` and ``reply``; the reply of an asynchronous function stands alone. Arrows: from ``send`` to the
+serving span, from ``reply`` to ``unpack``. Steps of wrapped models are spans on their threads, and rows of their own for what
+accelerators compute and copy (``observe/steps``).
+
+Format: "Trace Event Format" (Google, 2016). ``ts`` and ``dur`` in us, of the monotonic clock, which the workers of one host
+share. Those of several hosts are brought together by what the arrows say (``clock_offsets``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Trace = dict[str, Any]
+"""``{"traceEvents": [...], "otherData": {"workers": [...]}}``"""
+
+_INSIDE = 1
+"""ns: how far inside of its span an arrow begins or ends."""
+
+
+def trace_of(worker: dict[str, Any], records: Iterable[tuple[Any, ...]], tracks: dict[int, str], last: int) -> Trace:
+    """``worker``: what is known of it: ``rank``, ``name``, ``pid``, ``host``, ``wall`` (ns from the monotonic clock to that on
+    the wall), ``dropped``. ``tracks``: number -> thread name. ``last``: until when calls are shown that did not end."""
+    rank = worker["rank"]
+    events: list[Event] = [
+        _named("process_name", rank, 0, f"{worker['name']} (process {worker['pid']})"),
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+        *[_named("thread_name", rank, track, name) for track, name in sorted(tracks.items())],
+    ]
+    calls: dict[tuple[int, int], dict[str, tuple[Any, ...]]] = {}
+    for record in records:
+        kind, caller, call, *fields = record
+        if kind == "waited":
+            events.append(_span("wait", "wait", rank, *fields, call=f"{caller}.{call}"))
+        elif kind == "span":
+            track, begin, end, name, category, about = fields
+            events.append(_span(name, category, rank, track, begin, end, **about))
+        else:
+            calls.setdefault((caller, call), {})[kind] = tuple(fields)
+    for (caller, call), noted in calls.items():
+        known = f"{caller}.{call}"
+        if "sent" in noted:
+            events.extend(_calling(rank, known, noted["sent"], noted.get("done"), last))
+        if "came" in noted or "served" in noted or "replied" in noted:
+            events.extend(_called(rank, known, noted, last))
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"workers": [worker]}}
+
+
+def _calling(rank: int, known: str, sent: tuple[Any, ...], done: tuple[Any, ...] | None, last: int) -> Iterator[Event]:
+    track, begin, written, kind, future, function, peer, carried = sent
+    arguments = {"call": known, "to": peer, "sent": carried}
+    if done is None:
+        arguments["unfinished"] = True
+        back, end = last, last
+    else:
+        back, end = done[1], done[2]
+        if done[3]:
+            arguments["error"] = done[3]
+    title = f"{kind} {function} -> {peer}"
+    if not future:
+        yield _span(title, kind, rank, track, begin, end, **arguments)
+        yield _span("send", "send", rank, track, begin, written, call=known)
+        yield _span("wait", "wait", rank, track, written, back, call=known)
+    else:
+        yield from _apart(title, kind, rank, known, begin, end, arguments)
+        yield _span(f"send {function}", "send", rank, track, begin, written, call=known, sent=carried)
+    yield _arrow("s", "request", rank, track, begin, known)
+    if done is not None:
+        yield _span("unpack", "unpack", rank, done[0], back, end, call=known)
+        yield _arrow("f", "answer", rank, done[0], back, known)
+
+
+def _called(rank: int, known: str, noted: dict[str, tuple[Any, ...]], last: int) -> Iterator[Event]:
+    came, served, replied = noted.get("came"), noted.get("served"), noted.get("replied")
+    if came is not None:
+        yield from _apart("queued", "queue", rank, known, came[1], served[1] if served else last, {"call": known})
+    if served is not None:
+        track, begin, unpickled, returned, end, function = served
+        arguments: dict[str, Any] = {"call": known}
+        caller = "?"
+        if came is not None:
+            caller = came[2]
+            arguments |= {"from": caller, "queued_us": (begin - came[1]) / 1e3}
+        if replied is not None and replied[4]:
+            arguments["error"] = replied[4]
+        yield _span(f"{function} <- {caller}", "serve", rank, track, begin, end, **arguments)
+        yield _span("unpickle", "unpickle", rank, track, begin, unpickled, call=known)
+        yield _span(f"run {function}", "run", rank, track, unpickled, returned, call=known)
+        yield _arrow("f", "request", rank, track, begin, known)
+        until = replied[1] if replied is not None else last
+        if until > end:  # an asynchronous function: no thread waits for its future
+            yield from _apart(f"deferred {function}", "deferred", rank, known, returned, until, {"call": known})
+    if replied is not None:
+        yield _span("reply", "reply", rank, replied[0], replied[1], replied[2], call=known, sent=replied[3])
+        yield _arrow("s", "answer", rank, replied[0], replied[1], known)
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _span(name: str, category: str, pid: int, tid: int, begin: int, end: int, **arguments: Any) -> Event:
+    times = {"ts": begin / 1e3, "dur": max(0, end - begin) / 1e3}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": arguments}
+
+
+def _apart(name: str, category: str, pid: int, known: str, begin: int, end: int, arguments: dict[str, Any]) -> Iterator[Event]:
+    """A span that belongs to no thread."""
+    same = {"name": name, "cat": category, "pid": pid, "tid": 0, "id": f"{category} {known}"}
+    yield {"ph": "b", "ts": begin / 1e3, **same, "args": arguments}
+    yield {"ph": "e", "ts": max(begin, end) / 1e3, **same, "args": {}}
+
+
+def _arrow(phase: str, what: str, pid: int, tid: int, at: int, known: str) -> Event:
+    event = {
+        "ph": phase,
+        "name": what,
+        "cat": what,
+        "pid": pid,
+        "tid": tid,
+        "ts": (at + _INSIDE) / 1e3,
+        "id": f"{what} {known}",
+    }
+    return event | {"bp": "e"} if phase == "f" else event
+
+
+# -- several workers
+
+
+def merge(traces: list[Trace]) -> Trace:
+    """One trace of several workers' (each of one or more), on the clock of the first. Raises ``ValueError`` if a worker is
+    there twice."""
+    events: list[Event] = []
+    workers: list[dict[str, Any]] = []
+    for trace, offset in zip(traces, clock_offsets(traces)):
+        workers.extend(trace["otherData"]["workers"])
+        for event in trace["traceEvents"]:
+            events.append(event | {"ts": event["ts"] - offset / 1e3} if offset and "ts" in event else event)
+    ranks = [worker["rank"] for worker in workers]
+    if twice := {rank for rank in ranks if ranks.count(rank) > 1}:
+        raise ValueError(f"two of these timelines are of the worker of rank {min(twice)}: are they of one run?")
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"workers": workers}}
+
+
+def clock_offsets(traces: list[Trace]) -> list[int]:
+    """By how many ns each trace's clock is ahead of the first one's. 0 on the same host.
+
+    Across hosts every call is a ping: a request arrives after it was sent, an answer likewise, so the quickest of each
+    direction bound the offset from both sides, and the middle is taken (as NTP does, RFC 5905: the error is at most half of
+    the two delays). Hosts that no call connects, not even through others, are brought together by their wall clocks.
+    """
+    hosts = [trace["otherData"]["workers"][0]["host"] for trace in traces]
+    least = _quickest(traces)
+    offsets: dict[int, int] = {}
+    for first in range(len(traces)):
+        if first in offsets:
+            continue
+        walls = [trace["otherData"]["workers"][0]["wall"] for trace in traces]
+        offsets[first] = 0 if first == 0 else walls[0] - walls[first]
+        reached = deque([first])
+        while reached:
+            here = reached.popleft()
+            for there in range(len(traces)):
+                if there in offsets:
+                    continue
+                if hosts[here] == hosts[there]:
+                    offsets[there] = offsets[here]
+                elif (here, there) in least and (there, here) in least:
+                    offsets[there] = offsets[here] + round((least[here, there] - least[there, here]) / 2)
+                else:
+                    continue
+                reached.append(there)
+    return [offsets[at] for at in range(len(traces))]
+
+
+def _quickest(traces: list[Trace]) -> dict[tuple[int, int], float]:
+    """For pairs of traces: the least ns from the beginning of an arrow in one to its end in the other, by their own clocks."""
+    begun = {
+        event["id"]: (at, event["ts"])
+        for at, trace in enumerate(traces)
+        for event in trace["traceEvents"]
+        if event["ph"] == "s"
+    }
+    least: dict[tuple[int, int], float] = {}
+    for there, trace in enumerate(traces):
+        for event in trace["traceEvents"]:
+            if event["ph"] == "f" and event["id"] in begun:
+                here, ts = begun[event["id"]]
+                taken = (event["ts"] - ts) * 1e3
+                least[here, there] = min(taken, least.get((here, there), taken))
+    return least
+
+
+def load(path: Path) -> Trace:
+    """A trace that we wrote. Raises ``ValueError`` naming the file if it is none."""
+    try:
+        trace = json.loads(path.read_text())
+        trace["traceEvents"], trace["otherData"]["workers"][0]["host"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is no timeline of rdmarpc ({error!r})") from None
+    return trace
+
+
+def save(trace: Trace, path: Path) -> None:
+    """Written beside, then renamed: a file of this name is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(trace))
+    beside.rename(path)

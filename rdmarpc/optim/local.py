@@ -1,0 +1,153 @@
+"""The owner's part of a ``DistributedOptimizer``: an optimizer of the class over the real parameters, and what the optimizer's
+holder calls here.
+
+Each call brings *changes*: every hyperparameter that its holder ever set, with the value it has there now. So a call needs
+nothing of those before it, whatever order they run in and whoever else steps; what the holder never touched belongs to the
+optimizer itself (some count in their groups).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from typing import Any
+
+import torch
+
+from .. import autograd
+from ..calls import agent as _agent
+from ..functions import MAY_DEFER
+from ..graph.work.remote_update import hyperparameters
+from ..ground.futures import fail
+from ..ground.streams import use_here
+from ..message import permits
+from ..references.handle import RRef, fork_of
+from ..transport import NotSupported, bare
+
+Members = dict[int, list[RRef[torch.Tensor]]]
+"""Number of a group, and which of its parameters live here."""
+Given = tuple[dict[str, Any], dict[int, dict[str, Any]]]
+"""What the class made of its arguments: its defaults, and the hyperparameters of the groups."""
+
+_ABSENT = object()
+_stepping = threading.Lock()
+"""Whoever steps has every ``.grad`` to itself: of one worker, as two optimizers may have the same parameters."""
+
+
+class LocalOptimizer:
+    """Thread-safe. ``numbers``: which of the holder's groups the optimizer's are, in their order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
+        self.optimizer, self._numbers = optimizer, numbers
+        self._changes = b""
+        self._own: list[tuple[dict[str, Any], str, Any]] = []
+        """What the changes stand in front of: group, key, value (``_ABSENT``: there was none)."""
+
+    def groups(self) -> dict[int, dict[str, Any]]:
+        return dict(zip(self._numbers, self.optimizer.param_groups))
+
+    def step(self, context: int, changes: bytes) -> None:
+        """Step with the gradients of ``context``. Parameters without one are left alone, and so is every ``.grad``."""
+        gradients = autograd.get_gradients(context)
+        use_here(gradients.values())
+        with _stepping:
+            self._apply(changes)
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            before = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = gradients.get(parameter)
+                self.optimizer.step()
+            finally:
+                for parameter, grad in zip(parameters, before):
+                    parameter.grad = grad
+
+    def state_dict(self, changes: bytes) -> dict[str, Any]:
+        """A copy; parameters are numbered as the optimizer here does."""
+        with _stepping:
+            self._apply(changes)
+            return copy.deepcopy(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with _stepping:
+            self.optimizer.load_state_dict(state)
+            self._changes, self._own = b"", []
+
+    def _apply(self, changes: bytes) -> None:
+        if changes == self._changes:
+            return
+        for group, key, value in self._own:
+            if value is _ABSENT:
+                del group[key]
+            else:
+                group[key] = value
+        wanted = permits.loads(changes) if changes else {}
+        changed = [(group, wanted[number]) for number, group in self.groups().items() if number in wanted]
+        self._own = [(group, key, group.get(key, _ABSENT)) for group, new in changed for key in new]
+        for group, new in changed:
+            group.update(new)
+        self._changes = changes
+
+
+# What the holder calls.
+
+
+def create(*described: Any) -> Any:
+    """``_create``, or a future of it if parameters are still to be made: no thread waits that may be needed for that."""
+    values = _agent.current().rrefs.future
+    parameters = [values(fork_of(rref).rref) for rrefs in described[1].values() for rref in rrefs]
+    if all(value.done() for value in parameters):
+        return _create(*described)
+    created: torch.futures.Future[Any] = torch.futures.Future()
+
+    def go_on(_: torch.futures.Future[Any]) -> None:
+        try:
+            created.set_result(_create(*described))
+        except Exception as error:
+            fail(created, bare(error))
+
+    torch.futures.collect_all(parameters).add_done_callback(go_on)
+    return created
+
+
+create._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+def _create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -> tuple[RRef[LocalOptimizer], Given]:
+    """``options`` of the groups by number; ``None`` for parameters that were given without groups."""
+    local = {number: [rref.local_value() for rref in rrefs] for number, rrefs in members.items()}
+    parameters: list[Any]
+    if options is None:
+        (parameters,) = local.values()
+    else:
+        parameters = [{**options[number], "params": tensors} for number, tensors in local.items()]
+    optimizer = kind(parameters, *args, **kwargs)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise NotSupported(
+            f"{type(optimizer).__name__}.step needs a closure, and cannot be distributed",
+            hint="an optimizer that works on gradients, such as Adam",
+        )
+    made = LocalOptimizer(optimizer, list(local))
+    return RRef(made), (optimizer.defaults, {number: hyperparameters(group) for number, group in made.groups().items()})
+
+
+def step(rref: int, context: int, changes: bytes) -> None:
+    _find(rref).step(context, changes)
+
+
+def state_dict(rref: int, changes: bytes) -> dict[str, Any]:
+    return _find(rref).state_dict(changes)
+
+
+def load_state_dict(rref: int, state: dict[str, Any]) -> None:
+    _find(rref).load_state_dict(state)
+
+
+def _find(rref: int) -> LocalOptimizer:
+    # By its number: a reference among the arguments would have to be forked and deleted for every step.
+    found = _agent.current().rrefs.future(rref).wait()
+    if not isinstance(found, LocalOptimizer):
+        raise TypeError(f"reference {rref:#x} is to a {type(found).__name__}, which is no part of a DistributedOptimizer")
+    return found

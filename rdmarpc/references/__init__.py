@@ -1,0 +1,1 @@
+"""Values that stay at their owner, and the handles to them that travel."""

@@ -1,0 +1,301 @@
+"""The protocol of references: who keeps a value alive, and how nobody has to wait for it.
+
+An *RRef* is a value on its *owner*. A *fork* is one reference to it, held by one worker; forks form a tree, whose root is the
+fork of the creator. Ids of both are drawn by whoever makes them. After Damania et al. ("PyTorch RPC", MLSys 2023) and
+the design notes of ``torch.distributed.rpc``; what differs is said at the end.
+
+Invariants:
+
+G1  The owner is told when a fork dies, exactly once (DELETE), and before that exactly once that it exists: by the call that
+    creates the value, by a FORK, or because the owner made the fork itself.
+G2  A fork does not die before all its children are confirmed by the owner, or their holders are lost. It is in its holder's
+    ``pending_children`` until then. So as long as a fork lives anywhere, or is under way, there is one that the owner knows, or
+    the call that creates the value is on its way: the value is never deleted early.
+G3  Pickling a reference asks nobody and waits for nobody. The forks of a message travel in front of its pickle, and are adopted
+    as a whole before anything else of the message is looked at: so unpickling may fail, and answers may come that nobody
+    waits for any more, without losing one.
+G4  A user's function runs after all forks among its arguments are confirmed. No thread waits for that.
+G5  ACCEPT means that the creating call has reached the owner, or that the fork is dead already. A FORK or a fetch that comes
+    before it is parked, and the owner PROBEs the creator: who answers GONE when the call was answered, or is not known. In the
+    absence of lost workers the creating call has come by then (G2). So nobody waits for a value that will never be.
+G6  No lock is held while something is sent, a future is completed, a value dies or users' code runs. Messages are taken on
+    whatever thread reads them, and never queue behind users' functions.
+
+Who sends what (``references/mail``: each entry takes effect once):
+
+    FORK    child's holder -> owner     a user gave me this fork              answered by ACCEPT or REFUSE
+    CHILD   child's holder -> parent    the owner has decided, or I am the owner: you need not keep the parent for me
+    DELETE  holder -> owner             this fork died
+    PROBE   owner -> creator            tell me when the call that creates this was answered
+    GONE    creator -> owner            it was, or never was
+
+    user -> owner (argument, result)    CHILD at once
+    owner -> user                       nothing: the owner has entered the fork before it sends it
+    user -> user                        FORK, ACCEPT, CHILD
+
+Who may say what. What a message says is looked at beside the link that it came by (``sender``):
+
+    a fork in front of a pickle     its number was drawn by the sender, and stands for no other    else the link ends
+    FORK                            anybody, for itself; a fork that is known already is REFUSEd
+    ACCEPT, REFUSE                  the owner of the fork                                           else the link ends
+    CHILD                           who got the child                                              else no effect, counted
+    DELETE                          who holds the fork                                             else no effect, counted
+    PROBE                           the callee of the creating call; anybody else hears GONE
+    GONE                            who drew the id                                                else the link ends
+
+A word that has no effect, where a link could have been ended, may come from a worker that was itself deceived by whoever
+passed it the reference. References are no secrets: any member may fetch a value by its number, which can be guessed.
+
+Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``rref_store.Unsettled``) and annuls it; a
+refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way, and bounded for each
+worker (``MAX_OPEN``): one that fills them does not keep to the protocol, and its link ends. A creating call that its
+caller has given up still runs once; if the caller's handle died meanwhile its value is dropped as soon as it is made.
+
+Lost workers: the owner drops all forks that a lost worker held, parents forget the children it got, forks of values it owned
+that were not confirmed yet fail with ``PeerLost``, and so does every use of the others.
+
+Differences from torch: a fork may be deleted before it was confirmed; the owner knows the holder of each fork; the value's
+creation is confirmed by the answer to the call; PROBE and GONE, without which a lost worker could leave others waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..ground import streams
+from ..links.frames import NotTheirs
+from ..message import serialize
+from ..transport.peers.ended import nobody
+from .forks import Fork, Forks, Resume
+from .mail import ACCEPT, CHILD, DELETE, FORK, GONE, PROBE, REFUSE, Mail
+from .store import Job, RRefStore, created_on
+
+MAX_STRANGERS = 1024
+"""Workers of which nothing is known here that one worker may name: such as joined since we looked."""
+
+
+def _at_once(job: Job) -> None:
+    job()
+
+
+def _never(rref: int, worker: int) -> bool:
+    return False
+
+
+class RRefContext:
+    """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
+    those of other workers (``mail``). Thread-safe, never blocks.
+
+    Workers are known by their numbers (``members.Record``), which are never used twice: whoever takes over the rank of another
+    is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
+    ``under_way(rref, worker)``: whether a call of ours to that worker that creates ``rref`` is unanswered; ``knows(worker)``:
+    whether it is, or was, in the group as far as is known here; ``transmit(worker, message)`` carries a message to ``receive``
+    there: it may be set later (``mail.transmit``).
+
+    What comes from a peer and names what is not its to name is a ``NotTheirs``: whoever handed it in ends that link.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        *,
+        names: Callable[[int], str],
+        new_id: Callable[[], int],
+        run: Callable[[Job], None],
+        under_way: Callable[[int, int], bool],
+        knows: Callable[[int], bool] = lambda worker: True,
+        transmit: Callable[[int, bytes], None] = nobody,
+    ) -> None:
+        self._me, self._new_id, self._run, self._under_way, self._knows = me, new_id, run, under_way, knows
+        self.names = names
+        self._jobs: deque[Job] = deque()
+        self.mail = Mail(transmit)
+        self.store = RRefStore(me, self.mail.put, self._jobs)
+        self.forks = Forks(me, names, new_id, self.store, self.mail.put, self._jobs)
+        self.garbage = self.forks.garbage
+        self._probes: set[tuple[int, int]] = set()
+        self._strangers: dict[int, set[int]] = {}
+        """By sender: workers that it named and of which nothing is known."""
+        self._refused = 0
+        self.closed = False
+        """After shutdown: every handle is deleted, whoever still has it."""
+
+    # -- handles
+
+    def own(self, value: Any) -> Fork:
+        """A value of ours."""
+        number = self._new_id()
+        self.store.add(number, value)
+        return self.forks.own(number)
+
+    # -- messages with forks in them
+
+    def adopt(self, sender: int, payload: bytes) -> list[Fork]:
+        """The forks in front of a pickle that came from ``sender``. ``NotTheirs`` if it cannot have made them."""
+        entries = list(serialize.enclosed(payload))
+        try:
+            for owner, _, _ in entries:
+                self._meet(sender, owner)
+            forks = self.forks.adopt(sender, entries)
+        except NotTheirs:
+            self._refused += 1
+            raise
+        self._act()
+        return forks
+
+    def claim(self, owner: int, rref: int, number: int, parent: int) -> Fork:
+        """See ``Forks.claim``."""
+        fork = self.forks.claim(owner, rref, number, parent)
+        self._act()
+        return fork
+
+    def hold(self, forks: list[Fork], resume: Resume) -> bool:
+        """See ``Forks.hold``."""
+        held = self.forks.hold(forks, resume)
+        self._act()
+        return held
+
+    def undo(self, to: int, payload: bytes) -> None:
+        """Take back the forks in front of a pickle that was not sent to ``to``, if there are any."""
+        self.forks.undo(to, serialize.enclosed(payload))
+        self._act()
+
+    def introduce(self, rref: int, fork: int, creator: int) -> None:
+        """A creating call arrived. ``NotTheirs`` if its caller did not draw the numbers."""
+        if created_on(rref) != creator or created_on(fork) != creator:
+            self._refused += 1
+            raise NotTheirs("it creates a value under a number that it did not draw")
+        self.store.introduce(rref, fork, creator)
+        self._act()
+
+    def future(self, rref: int) -> Any:
+        """Of a value here."""
+        future = self.store.future(rref)
+        self._act()
+        return future
+
+    # -- control messages
+
+    def receive(self, sender: int, message: bytes) -> None:
+        """A control message came (on whatever thread read it). ``NotTheirs``: its sender had no right to say that."""
+        try:
+            for kind, rref, fork in self.mail.open(sender, message):
+                self._take(sender, kind, rref, fork)
+        except NotTheirs:
+            self._refused += 1
+            raise
+        if self._probes:
+            self._answer_probes()
+        self._act()
+
+    def _take(self, sender: int, kind: int, rref: int, fork: int) -> None:
+        if kind == DELETE:
+            self.store.delete(rref, fork, sender)
+        elif kind == FORK:
+            self._meet(sender, created_on(rref))
+            self.store.request(rref, fork, sender)
+        elif kind == ACCEPT or kind == REFUSE:
+            self.forks.accepted(fork, sender, refused=kind == REFUSE)
+        elif kind == CHILD:
+            self.forks.child_accepted(fork, sender)
+        elif kind == PROBE:
+            self._probes.add((sender, rref))
+        elif created_on(rref) == sender:
+            self.store.gone(rref)
+        else:
+            raise NotTheirs("it speaks for the creator of a reference, and is not the creator")
+
+    def _meet(self, sender: int, worker: int) -> None:
+        """``sender`` names a worker. Each that nobody knows costs a look at the store, and an entry for ever."""
+        if self._knows(worker):
+            return
+        named = self._strangers.setdefault(sender, set())
+        named.add(worker)
+        if len(named) > MAX_STRANGERS:
+            raise NotTheirs(f"it names {len(named)} workers that are not in the group")
+
+    def _answer_probes(self) -> None:
+        for owner, rref in list(self._probes):
+            if self._under_way(rref, owner):
+                continue
+            try:
+                self._probes.remove((owner, rref))
+            except KeyError:
+                continue  # another thread answers, too
+            self.mail.put(owner, GONE, rref, 0)
+
+    def collect(self) -> None:
+        """Tell the owners of the forks that died here. Called from time to time."""
+        for _ in range(len(self.garbage)):
+            try:
+                owner, rref, fork, creation = self.garbage.popleft()
+            except IndexError:
+                break  # another thread collects, too
+            if creation is not None and creation.refused:
+                continue  # the owner never knew it
+            if owner == self._me:
+                self.store.delete(rref, fork, owner)
+            else:
+                self.mail.put(owner, DELETE, rref, fork)
+        if self._probes:
+            self._answer_probes()
+        self._act()
+
+    def lost(self, worker: int, error: Exception) -> None:
+        """A worker was lost, or has left. For good."""
+        self._strangers.pop(worker, None)
+        self._probes.difference_update([probe for probe in list(self._probes) if probe[0] == worker])
+        self.mail.lost(worker)
+        self.store.lost(worker)
+        self.forks.lost(worker, error)
+        self._act()
+
+    def _act(self) -> None:
+        """Without any lock: what follows from what was entered."""
+        while self._jobs:
+            try:
+                self._run(self._jobs.popleft())
+            except IndexError:
+                break
+        if self.store.dead:
+            self._run(self._bury)
+        self.mail.flush()
+
+    def _bury(self) -> None:
+        """Values die here: their finalizers are users' code."""
+        while self.store.dead:
+            try:
+                owned = self.store.dead.popleft()
+            except IndexError:
+                return
+            if streams.current is not None:
+                streams.current.retire(owned)
+            del owned
+
+    def close(self, error: Exception) -> None:
+        """Let all values go. Nothing can be sent any more."""
+        self.store.close(error)
+        self.garbage.clear()
+        self._run, self._under_way = _at_once, _never
+
+    # -- looking
+
+    def __len__(self) -> int:
+        """Values that live here."""
+        return len(self.store)
+
+    @property
+    def refused(self) -> int:
+        """Words about references that were not their sender's to say."""
+        return self._refused + self.store.refused + self.forks.refused
+
+    def debug_info(self) -> dict[str, int]:
+        owners, forks = self.store.counts()
+        return {
+            "num_owner_rrefs": owners,
+            "num_forks": forks,
+            "num_pending_users": len(self.forks.pending_users),
+            "num_pending_children": len(self.forks.pending_children),
+        }

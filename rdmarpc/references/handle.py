@@ -1,0 +1,377 @@
+"""Remote references: a value that stays on its owner, and handles to it that travel. ``references/context`` has the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ..functions import MAY_DEFER, async_execution
+from ..gradients import error as grad_error
+from ..gradients import waves
+from ..gradients.context import current as current_context
+from ..gradients.roots import check_types, referenced_scalar, scalars
+from ..ground import here
+from ..ground.futures import fail, mapped
+from ..ground.worker_info import WorkerInfo
+from ..links.frames import CONTROL
+from ..message import serialize
+from ..message.incoming import landed_reference
+from ..transport import PeerLost, bare, fresh
+from .context import RRefContext
+from .forks import Fork, Garbage
+from .proxy import Proxy, call_of
+from .store import id_text
+
+T = TypeVar("T")
+_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+_EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+
+
+class Worker(waves.Worker, Protocol):
+    """What handles need of the worker that holds them."""
+
+    @property
+    def rrefs(self) -> RRefContext: ...
+
+    @property
+    def garbage(self) -> Garbage: ...
+
+    def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
+        """Have ``to`` keep the result of a call: the reference to it."""
+
+
+_current: Callable[[], Worker] = here.current
+_require: Callable[[str], Worker] = here.require
+
+
+class RRef(Generic[T]):
+    """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` one to a value elsewhere.
+
+    Thread-safe. The value lives while a handle to it does, on any worker; handles are passed on by RPC only.
+    Equality is identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
+    _agent: Worker
+    _asked: torch.futures.Future[type] | None
+    _fork: Fork
+    _type: type | None
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        if type_hint is not None:
+            raise RuntimeError("RRef(type_hint=) is for TorchScript, which is not supported")
+        agent = _require(_NO_AGENT)
+        if agent.garbage:
+            agent.rrefs.collect()
+        self._agent, self._fork = agent, agent.rrefs.own(value)
+        self._asked = self._type = None
+
+    # -- who and what
+
+    def owner(self) -> WorkerInfo:
+        """As it was, if it has left meanwhile. ``PeerLost`` if it had left before anything was known of it here."""
+        return self._agent.group.worker(self._fork.owner)
+
+    def owner_name(self) -> str:
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        return self._fork.owner == self._agent.number
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to know this reference. Always true on the owner, and of arguments of a running call."""
+        fork = self._fork
+        creation = fork.creation
+        return fork.confirmed or (creation is not None and creation.done and not creation.expired and not creation.refused)
+
+    def __repr__(self) -> str:
+        fork = self._fork
+        if self.is_owner():
+            return f"OwnerRRef({id_text(fork.rref)})"
+        return f"UserRRef(RRefId = {id_text(fork.rref)}, ForkId = {id_text(fork.number)})"
+
+    # -- the value
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists, elsewhere at most
+        ``timeout`` seconds (-1 = the default, 0 = no limit). Raises what the function that was to make it raised,
+        ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given up."""
+        check(self, "call to_here() on it")
+        if self.is_owner():
+            return self.local_value()
+        pending = ask(self, _fetch, (self._fork.rref,), None, timeout, CONTROL)
+        if pending.link is None:
+            check(self, "call to_here() on it")  # that the owner has left may just have been found out
+        value = pending.result()
+        if self._fork.creation is not None:
+            self._fork.confirmed = True  # the owner has made it
+        return value
+
+    def local_value(self) -> T:
+        """The value on its owner; waits until it exists, raises the error of its creation. ``RuntimeError`` elsewhere."""
+        fork = self._fork
+        if not self.is_owner():
+            text = f"UserRRef(rref_id={id_text(fork.rref)}, fork_id={id_text(fork.number)})"
+            raise RuntimeError(f"For {text}, can't call localValue() on user {self._agent.me}. Call it on owner {self.owner()}")
+        check(self, "call local_value() on it")
+        return self._agent.rrefs.future(fork.rref).wait()
+
+    # -- calls on the value
+
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in seconds
+        holds for the call, and for the question after the value's type the first time."""
+        return Proxy(partial(self._call, timeout))
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """As ``rpc_sync``; calls return a future at once, and all errors come through it."""
+        return Proxy(partial(self._call_async, timeout))
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """As ``rpc_sync``; calls return an ``RRef`` to the result."""
+        return Proxy(partial(self._create, timeout))
+
+    def _call(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+        check(self, "call rpc_sync() on it")
+        function = call_of(self._get_type(timeout), name)
+        return self._agent.call(self.owner(), function, (self, name, args, kwargs), None, timeout)
+
+    def _create(self, timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
+        check(self, "call remote() on it")
+        function = call_of(self._get_type(timeout), name)
+        return over(self._agent, self._agent.create(self.owner(), function, (self, name, args, kwargs), None, timeout))
+
+    def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
+        """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever
+        thread issues the call then, it is one of the autograd context, and of the grad mode, of this one."""
+        result: torch.futures.Future[Any] = torch.futures.Future()
+        context, recorded = current_context.context, torch.is_grad_enabled()
+
+        def issue(found: torch.futures.Future[type]) -> None:
+            before, current_context.context = current_context.context, context
+            try:
+                function = call_of(found.value(), name)
+                with torch.set_grad_enabled(recorded):
+                    future = self._agent.call_async(self.owner(), function, (self, name, args, kwargs), None, timeout)
+            except Exception as error:
+                fail(result, bare(error))
+                return
+            finally:
+                current_context.context = before
+            future.add_done_callback(finish)
+
+        def finish(future: torch.futures.Future[Any]) -> None:
+            try:
+                result.set_result(future.value())
+            except Exception as error:
+                fail(result, bare(error))
+
+        try:
+            check(self, "call rpc_async() on it")
+            self._get_type(timeout, blocking=False).add_done_callback(issue)
+        except Exception as error:
+            fail(result, bare(error))
+        return result
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run the backward pass of the value, a scalar, on its owner: in the context with that id, or (-1: none, only on the
+        owner) as ``torch.autograd.backward`` into ``.grad``. Raises as ``autograd.backward`` does."""
+        if not self.is_owner():
+            if dist_autograd_ctx_id == -1:
+                raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            check(self, "call backward() on it")
+            args = (self._fork.rref, dist_autograd_ctx_id, retain_graph)
+            packed = ask(self, _backward, args, flags=CONTROL).result()
+            if packed:
+                raise grad_error.load(packed)
+            return
+        value = referenced_scalar(self.local_value())
+        if dist_autograd_ctx_id == -1:
+            torch.autograd.backward([value], retain_graph=retain_graph)
+        else:
+            check_types(dist_autograd_ctx_id, [value])
+            context = self._agent.contexts.find(dist_autograd_ctx_id)
+            waves.backward(self._agent, context, scalars([value]), retain_graph)
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """Of the creation: ``None`` once the owner has made the value or failed to; fails if the call is given up or lost."""
+        creation = self._fork.creation
+        if creation is None or creation.future is None:
+            raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
+        creation.expose()
+        return creation.future
+
+    def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
+        """The type of the value, asked for once; ``blocking=False``: a future of it. Raises as ``to_here`` does."""
+        if blocking:
+            if self._type is None:
+                self._type = self._ask_type(timeout, future=False).result()
+            return self._type
+        asked = self._asked
+        if asked is not None:
+            return asked
+        if self._type is None:
+            asked = self._asked = self._ask_type(timeout, future=True).future
+            assert asked is not None
+            asked.add_done_callback(self._learn)
+        else:
+            asked = self._asked = torch.futures.Future()
+            asked.set_result(self._type)
+        return asked
+
+    def _ask_type(self, timeout: float, *, future: bool) -> here.Call:
+        check(self, "call _get_type() on it")
+        # A call as users make them: a proxy's call may follow, and shutdown must not come in between.
+        pending = ask(self, _type_of, (self._fork.rref,), None, timeout, future=future)
+        if pending.link is None:
+            check(self, "call _get_type() on it")
+        return pending
+
+    def _learn(self, asked: torch.futures.Future[type]) -> None:
+        try:
+            self._type = asked.value()
+        except Exception:
+            self._asked = None  # whoever asked has the error; the next one asks again
+
+    # -- travelling
+
+    def _serialize(self) -> tuple[int, int, int, int]:
+        """What ``_deserialize`` on another worker, once, makes a handle of. Until then this one's value is kept."""
+        check(self, "call fork an UserRRef")
+        return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.number
+
+    @classmethod
+    def _deserialize(cls, data: tuple[int, int, int, int]) -> RRef[Any]:
+        agent = _current()
+        return over(agent, agent.rrefs.claim(*data))
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+
+# For other parts of this package: they are no part of what users may do with a handle.
+
+
+def over(agent: Worker, fork: Fork) -> RRef[Any]:
+    """The handle of a fork."""
+    handle: RRef[Any] = RRef.__new__(RRef)
+    handle._agent, handle._fork = agent, fork
+    handle._asked = handle._type = None
+    return handle
+
+
+def fork_of(handle: RRef[Any]) -> Fork:
+    """What a handle holds on to."""
+    return handle._fork
+
+
+def check(handle: RRef[Any], what: str) -> None:
+    """Raise if a handle is of no use any more. ``what`` was to be done with it."""
+    fork = handle._fork
+    if handle._agent.rrefs.closed:
+        raise RuntimeError(f"{handle} has been deleted. Cannot {what} after deletion.")
+    error = fork.error or handle._agent.rrefs.forks.lost_owners.get(fork.owner)
+    if error is not None:
+        raise fresh(error)
+    creation = fork.creation
+    if creation is None or creation.future is None or not creation.future.done():
+        return
+    try:
+        creation.future.value()
+    except PeerLost:
+        raise
+    except Exception as error:
+        raise RuntimeError(_EXPIRED) from error
+
+
+def ask(
+    handle: RRef[Any],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = -1.0,
+    flags: int = 0,
+    *,
+    future: bool = False,
+) -> here.Call:
+    """Start a call to the owner whose arguments have the number of the reference among them, and no fork of it. Ours is kept
+    until the answer, however late: a fetch of a value that the owner may have dropped would wait for ever."""
+    pending = handle._agent.start(handle.owner(), function, args, kwargs, timeout, flags, future)
+    pending.keep = (pending.keep, handle._fork)
+    return pending
+
+
+class _Child:
+    """A fork in a message that is being pickled."""
+
+    __slots__ = ("_agent", "_to", "entry")
+
+    def __init__(self, handle: RRef[Any], to: int) -> None:
+        self._agent, self._to = handle._agent, to
+        self.entry = self._agent.rrefs.forks.fork(handle._fork, to)
+
+    def undo(self) -> None:
+        self._agent.rrefs.forks.undo(self._to, [self.entry])
+
+
+def _reduce(handle: RRef[Any], pickler: Any) -> Any:
+    check(handle, "call fork an UserRRef")
+    if pickler.to is None:
+        return handle.__reduce__()
+    pickler.enclosed.append(_Child(handle, pickler.to))
+    return _receive, (len(pickler.enclosed) - 1,)
+
+
+def _receive(index: int) -> RRef[Any]:
+    return over(_current(), landed_reference(index))
+
+
+serialize.register_reducer(RRef, _reduce)
+
+
+# What other workers call here.
+
+
+@async_execution
+def _fetch(rref: int) -> Any:
+    return _current().rrefs.future(rref)
+
+
+_fetch._carries_context = True  # type: ignore[attr-defined]
+_fetch._asked_by = "to_here"  # type: ignore[attr-defined]
+
+
+def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
+    """Run the backward pass of a value here. ``None``, or the packed error."""
+    agent = _current()
+    done: torch.futures.Future[bytes | None] = torch.futures.Future()
+
+    value = agent.rrefs.future(rref)
+
+    def begin(_: torch.futures.Future[Any]) -> None:
+        try:
+            root = referenced_scalar(value.value())
+            # Not before: it is the call that made the value which may have brought the context.
+            context = agent.contexts.find(context_id)
+            run = waves.Unattended(agent, context, [root], retain_graph)
+            run.future.add_done_callback(tell)
+        except Exception as error:
+            fail(done, bare(error))
+
+    def tell(ended: torch.futures.Future[Exception | None]) -> None:
+        error = ended.value()
+        done.set_result(None if error is None else grad_error.dump(error))
+
+    value.add_done_callback(begin)
+    return done
+
+
+_backward._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+@async_execution
+def _type_of(rref: int) -> torch.futures.Future[type]:
+    return mapped(_current().rrefs.future(rref), type)

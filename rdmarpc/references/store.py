@@ -1,0 +1,335 @@
+"""The owner's half of the protocol of references: the values that live here, and who refers to them.
+
+States of a fork as the owner sees it (``references/context`` has the protocol): unknown, then known (in ``Owned.forks``), then
+deleted. Messages may come in any order, so a fork may also be *early* (deleted first: its introduction is still to come), and
+one that was refused is remembered until its deletion has come. Each fork is introduced once (by the call that creates the
+value, by a FORK, or by the owner itself) and deleted once; both are then forgotten.
+
+A fork is deleted at its holder's word, and nobody else's: that of another is counted (``refused``) and has no effect. What
+waits for the rest of its story (early, parked, refused forks; values that are still to be created) is bounded, for each
+worker that it is owed to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ground import streams
+from ..ground.futures import Value, fail
+from ..links.frames import NotTheirs
+from ..transport import PeerLost, RdmaError
+from .mail import ACCEPT, PROBE, REFUSE
+
+LOCAL_BITS = 40
+MAX_OPEN = 1 << 18
+"""Forks of one worker whose story is half told, and values that one worker is still to create: an honest one has at most as
+many as it has calls and messages under way."""
+
+Send = Callable[[int, int, int, int], None]
+Job = Callable[[], None]
+
+
+def created_on(number: int) -> int:
+    """The number of the worker that drew an id."""
+    return number >> LOCAL_BITS
+
+
+def id_text(number: int) -> str:
+    return f"GloballyUniqueId(created_on={created_on(number)}, local_id={number & ((1 << LOCAL_BITS) - 1)})"
+
+
+class Owned:
+    """One value: not there yet, there, or failed."""
+
+    __slots__ = ("forks", "future", "known", "own", "parked", "settled")
+
+    def __init__(self) -> None:
+        self.future = Value()
+        self.settled = False
+        """The value, or its error, is there or about to be."""
+        self.known = False
+        """The call that creates the value has reached us."""
+        self.own = False
+        """Made by ``RRef(value)`` here."""
+        self.forks: dict[int, int] = {}
+        """Known forks and who holds them. Our own handles are forks that we hold."""
+        self.parked: dict[int, int] = {}
+        """Forks that ask to be known before the value is."""
+
+    def set(self, value: Any) -> None:
+        if streams.current is not None:
+            self.future.mark = streams.current.mark()
+        self.future.set_result(value)
+
+
+class Unsettled:
+    """Forks whose introduction and deletion have not both come: early, parked or refused. Guarded by the lock of the store."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self.early: set[tuple[int, int]] = set()
+        """Fork and holder, and so in ``refused``."""
+        self.refused: set[tuple[int, int]] = set()
+        self._counts: dict[int, int] = {}
+        """By holder, also of its parked forks."""
+
+    def count(self, holder: int, more: int) -> None:
+        """``NotTheirs`` for more than an honest worker can have."""
+        count = self._counts.get(holder, 0) + more
+        if more > 0 and count > MAX_OPEN and holder != self._me:
+            raise NotTheirs(f"it deletes, or asks for, {MAX_OPEN} references that nobody gave it")
+        if count:
+            self._counts[holder] = count
+        else:
+            self._counts.pop(holder, None)
+
+    def note(self, table: set[tuple[int, int]], fork: int, holder: int) -> None:
+        """Enter a fork into ``early`` or ``refused``. As ``count``."""
+        if (fork, holder) not in table:
+            self.count(holder, 1)
+            table.add((fork, holder))
+
+    def forget(self, table: set[tuple[int, int]], fork: int, holder: int) -> bool:
+        """Whether that fork was in the table; it is not any more."""
+        if (fork, holder) not in table:
+            return False
+        table.discard((fork, holder))
+        self.count(holder, -1)
+        return True
+
+    def lost(self, holder: int) -> None:
+        self._counts.pop(holder, None)
+        for table in (self.early, self.refused):
+            table.difference_update([item for item in table if item[1] == holder])
+
+
+class RRefStore:
+    """Thread-safe; never blocks, never runs users' code. Values that nobody refers to any more go to ``dead``, what has to run
+    as a consequence to ``jobs``: the caller sees to both when it holds no lock."""
+
+    def __init__(self, me: int, send: Send, jobs: deque[Job]) -> None:
+        self._me, self._send, self._jobs = me, send, jobs
+        self._values: dict[int, Owned] = {}
+        self.unsettled = Unsettled(me)
+        self._awaited: dict[int, int] = {}
+        """By creator: how many values are wanted whose creating call has not come."""
+        self._lost: set[int] = set()
+        self.refused = 0
+        """Words about forks that had another holder."""
+        self._lock = threading.Lock()
+        self.dead: deque[Owned] = deque()
+
+    # -- values
+
+    def add(self, rref: int, value: Any) -> None:
+        """A value of our own, held by one handle whose fork has the id of the reference."""
+        owned = Owned()
+        owned.known = owned.own = owned.settled = True
+        owned.forks[rref] = self._me
+        owned.set(value)
+        with self._lock:
+            self._values[rref] = owned
+
+    def introduce(self, rref: int, fork: int, creator: int) -> None:
+        """The call that creates a value has arrived."""
+        with self._lock:
+            wanted = not self.unsettled.forget(self.unsettled.early, fork, creator) and creator not in self._lost
+            owned = self._values.get(rref)
+            if owned is None:
+                if not wanted:
+                    return  # the function runs all the same; its result is dropped
+                owned = self._values[rref] = Owned()
+                owned.known = True
+            self._learn(rref, owned)
+            if wanted:
+                owned.forks[fork] = creator
+            owned.forks.update(owned.parked)
+            for number, holder in owned.parked.items():
+                self.unsettled.count(holder, -1)
+                self._send(holder, ACCEPT, rref, number)
+            owned.parked.clear()
+            self._drop_if_unused(rref, owned)
+
+    def fulfil(self, rref: int, value: Any) -> None:
+        owned = self._settle(rref)
+        if owned is not None:
+            owned.set(value)
+
+    def fail(self, rref: int, error: BaseException) -> None:
+        owned = self._settle(rref)
+        if owned is not None:
+            fail(owned.future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def _settle(self, rref: int) -> Owned | None:
+        with self._lock:
+            owned = self._values.get(rref)
+            if owned is None or owned.settled or not owned.known:
+                return None  # nobody refers to it, or only some who came too late
+            owned.settled = True
+            return owned
+
+    def future(self, rref: int) -> torch.futures.Future[Any]:
+        """Of the value. A fetch may overtake the call that creates it."""
+        with self._lock:
+            return self._value(rref).future
+
+    # -- forks
+
+    def lend(self, rref: int, fork: int, holder: int) -> None:
+        """We send one of our handles to ``holder``."""
+        with self._lock:
+            if holder not in self._lost:
+                self._value(rref).forks[fork] = holder
+
+    def take(self, rref: int, fork: int) -> None:
+        """A reference came back to us: the fork is now held by a handle of ours."""
+        with self._lock:
+            self._value(rref).forks[fork] = self._me
+
+    def request(self, rref: int, fork: int, holder: int) -> None:
+        """FORK: ``holder`` got a handle from another user."""
+        with self._lock:
+            if holder in self._lost:
+                return
+            if self.unsettled.forget(self.unsettled.early, fork, holder):
+                self._send(holder, ACCEPT, rref, fork)
+                return
+            owned = self._values.get(rref)
+            # Who passed it on may have given two workers, or one worker twice, the same fork.
+            twice = owned is not None and (fork in owned.forks or fork in owned.parked)
+            if twice or (owned is None and self._crowded(rref)):
+                self.refused += 1
+                self._refuse(rref, fork, holder)
+                return
+            owned = self._value(rref)
+            if owned.known:
+                owned.forks[fork] = holder
+                self._send(holder, ACCEPT, rref, fork)
+            else:
+                self.unsettled.count(holder, 1)
+                owned.parked[fork] = holder
+
+    def delete(self, rref: int, fork: int, holder: int) -> None:
+        """DELETE: a fork died at its holder."""
+        with self._lock:
+            if holder in self._lost or self.unsettled.forget(self.unsettled.refused, fork, holder):
+                return
+            owned = self._values.get(rref)
+            known = None if owned is None else owned.forks.get(fork, owned.parked.get(fork))
+            if owned is None or known is None:
+                self.unsettled.note(self.unsettled.early, fork, holder)
+            elif known != holder:
+                self.refused += 1
+            elif owned.forks.pop(fork, None) is not None:
+                self._drop_if_unused(rref, owned)
+            else:
+                del owned.parked[fork]
+                self.unsettled.count(holder, -1)
+                self._send(holder, ACCEPT, rref, fork)
+
+    # -- with the lock held
+
+    def _refuse(self, rref: int, fork: int, holder: int) -> None:
+        self.unsettled.note(self.unsettled.refused, fork, holder)
+        self._send(holder, REFUSE, rref, fork)
+
+    def _learn(self, rref: int, owned: Owned) -> None:
+        """Whether the value will be is known from here on."""
+        if not owned.known:
+            owned.known = True
+            self._await(created_on(rref), -1)
+
+    def _crowded(self, rref: int) -> bool:
+        return self._awaited.get(created_on(rref), 0) >= MAX_OPEN and created_on(rref) != self._me
+
+    def _await(self, creator: int, more: int) -> None:
+        count = self._awaited.get(creator, 0) + more
+        if count:
+            self._awaited[creator] = count
+        else:
+            self._awaited.pop(creator, None)
+
+    def _value(self, rref: int) -> Owned:
+        """Made on demand; then the creator is asked whether the value is really to come. ``RdmaError`` where too many
+        are asked for already."""
+        owned = self._values.get(rref)
+        if owned is None:
+            if self._crowded(rref):
+                raise RdmaError(f"{MAX_OPEN} values are awaited that worker number {created_on(rref)} is still to create")
+            owned = self._values[rref] = Owned()
+            self._await(created_on(rref), 1)
+            if created_on(rref) in self._lost:
+                self._jobs.append(partial(self.gone, rref))
+            else:
+                self._send(created_on(rref), PROBE, rref, 0)
+        return owned
+
+    def _drop_if_unused(self, rref: int, owned: Owned) -> None:
+        if owned.known and not owned.forks:
+            del self._values[rref]
+            self.dead.append(owned)
+
+    def gone(self, rref: int) -> None:
+        """GONE: no call that creates this value is on its way. If it never came, or came and its value was deleted, whoever
+        still asks is told so. That happens only when a worker was lost that had passed the reference on."""
+        with self._lock:
+            self._give_up(rref)
+
+    def _give_up(self, rref: int) -> None:
+        owned = self._values.get(rref)
+        if owned is None or owned.known:
+            return
+        self._learn(rref, owned)
+        owned.settled = True
+        parked, owned.parked = owned.parked, {}
+        for number, holder in parked.items():
+            self.unsettled.count(holder, -1)
+            self._refuse(rref, number, holder)
+        error = PeerLost(f"the value of RRef {id_text(rref)} does not exist: a worker that had the reference was lost")
+        self._jobs.append(partial(fail, owned.future, error))
+        self._drop_if_unused(rref, owned)
+
+    def lost(self, worker: int) -> None:
+        """A worker was lost, and with it all forks that it held."""
+        with self._lock:
+            self._lost.add(worker)
+            self.unsettled.lost(worker)
+            for rref, owned in list(self._values.items()):
+                for forks in (owned.forks, owned.parked):
+                    for fork in [fork for fork, holder in forks.items() if holder == worker]:
+                        del forks[fork]
+                if owned.known:
+                    self._drop_if_unused(rref, owned)
+                elif created_on(rref) == worker:
+                    self._give_up(rref)
+
+    def close(self, error: Exception) -> None:
+        """The end: values are let go, and who waits for one gets ``error``."""
+        with self._lock:
+            values = list(self._values.values())
+            self._values.clear()
+            waiting = [owned.future for owned in values if not owned.settled]
+            for owned in values:
+                owned.settled = True
+        for future in waiting:
+            fail(future, error)
+
+    # -- looking
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def counts(self) -> tuple[int, int]:
+        """Values that were shared, and the forks that share them: handles of our own to ``RRef(value)`` do not count."""
+        with self._lock:
+            shared = [self._shared(rref, owned) for rref, owned in self._values.items()]
+        return sum(1 for count in shared if count), sum(shared)
+
+    def _shared(self, rref: int, owned: Owned) -> int:
+        return sum(holder != self._me or (fork == rref and not owned.own) for fork, holder in owned.forks.items())

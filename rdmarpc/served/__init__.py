@@ -1,0 +1,1 @@
+"""``serve``: a model that computes here, with its parameters at servers."""

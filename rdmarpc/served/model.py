@@ -1,0 +1,239 @@
+"""``serve``: a model that computes here, with its parameters kept, summed up and stepped by servers."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..calls import agent as _agent
+from ..calls.agent import Agent
+from ..graph.servers.bundle import ALWAYS, TRACED
+from ..graph.show.describe import Transfers, describe
+from ..transport import NotSupported
+from . import optimizer as served_optimizer
+from .servers import Servers
+
+ROUND_ROBIN, BALANCED = "round_robin", "balanced"
+
+
+def serve(
+    net: nn.Module,
+    servers: Sequence[str],
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    *,
+    placement: str | Mapping[str, str] = ROUND_ROBIN,
+    workers: Sequence[str] | None = None,
+    name: str = "model",
+    staging: str = TRACED,
+    timeout: float = 60.0,
+    **defaults: Any,
+) -> ServedModel:
+    """Have ``servers`` keep the parameters of ``net``, and return a model that trains as ``net`` would have trained here:
+    ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps; the servers add
+    those of all ``workers``, step, and write the new weights into the memory of this model's parameters, which the next forward
+    waits for. From a step until then the parameters are not to be read from elsewhere (``model.pull()`` waits, too).
+
+    ``workers``: the names of all who train this model, each of whom calls ``serve`` with the same arguments (``None``: this one
+    alone); their gradients are summed up in that order, so divide the loss by their number for the mean. The values of the
+    start are those of the first one. ``name`` tells apart several models of the same workers.
+    ``placement``: ``"round_robin"`` by tensor, ``"balanced"`` by bytes (the largest first), or server by name of a parameter
+    or of a module that has it (``""``: everything else). ``staging``: ``"traced"`` (gradients are copied aside once, then
+    written from where autograd left them) or ``"always"`` (gradients and weights are copied aside every time: the ablation).
+    ``timeout``: seconds that a step may wait.
+
+    Returns when all workers have come and the weights are here; one that is lost before it came, or does not answer the servers
+    within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises ``ValueError``
+    for an unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
+    """
+    agent = _agent.current()
+    everybody = [agent.name] if workers is None else list(workers)
+    _check(agent, servers, everybody, staging)
+    if optimizer is None and defaults:
+        raise ValueError(f"{', '.join(defaults)} given without an optimizer")
+    model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
+    home = place(net, servers, placement)
+    there = Servers(net, home, agent, model, everybody, timeout, staging)
+    served = ServedModel(net, there)
+    if optimizer is not None:
+        try:
+            there.optimizer = served.new_optimizer(optimizer, **defaults)
+        except BaseException:
+            there.close()
+            raise
+    return served
+
+
+def _check(agent: Agent, servers: Sequence[str], workers: list[str], staging: str) -> None:
+    known = agent.worker_names()
+    for worker in (*servers, *workers):
+        if worker not in known:
+            raise ValueError(f"{worker!r} is not in this group; its workers are " + ", ".join(map(repr, known)))
+    if not servers or isinstance(servers, str) or len(set(servers)) < len(servers):
+        raise ValueError(f"servers={servers!r} must be a list of names, each once")
+    if agent.name not in workers or len(set(workers)) < len(workers):
+        raise ValueError(f"workers={workers!r} must have {agent.name!r}, and each name once")
+    if both := set(servers) & set(workers):
+        raise NotSupported(f"{sorted(both)} are workers and servers of one model", hint="start a process for each")
+    if staging not in (TRACED, ALWAYS):
+        raise ValueError(f"staging={staging!r} must be {TRACED!r} or {ALWAYS!r}")
+
+
+def place(net: nn.Module, servers: Sequence[str], placement: str | Mapping[str, str]) -> dict[str, str]:
+    """The server of every parameter, by name. See ``serve``."""
+    parameters = dict(net.named_parameters())
+    if not parameters:
+        raise ValueError(f"{type(net).__name__} has no parameters")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before serve()")
+        if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+            raise NotSupported(f"{name!r} is {parameter.layout} on {parameter.device}; dense tensors on the CPU can be served")
+    if placement == ROUND_ROBIN:
+        return dict(zip(parameters, itertools.cycle(servers)))
+    if placement == BALANCED:
+        load = dict.fromkeys(servers, 0)
+        home = {}
+        for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):  # equal ones keep their order
+            home[name] = min(load, key=load.__getitem__)
+            load[home[name]] += parameters[name].nbytes
+        return {name: home[name] for name in parameters}
+    if isinstance(placement, str):
+        raise ValueError(f"placement={placement!r} must be {ROUND_ROBIN!r}, {BALANCED!r}, or servers by name")
+    return {name: _placed(name, placement, servers) for name in parameters}
+
+
+def _placed(name: str, placement: Mapping[str, str], servers: Sequence[str]) -> str:
+    parts = name.split(".")
+    for end in range(len(parts), -1, -1):
+        server = placement.get(".".join(parts[:end]))
+        if server is not None:
+            if server not in servers:
+                raise ValueError(f"placement puts {name!r} on {server!r}, which is not one of servers={list(servers)}")
+            return server
+    raise ValueError(f"placement has no server for {name!r}; '' stands for everything else")
+
+
+class State(NamedTuple):
+    """What a served model has beside its modules: the original, and the servers."""
+
+    net: nn.Module
+    servers: Servers
+
+
+def state_of(model: nn.Module) -> State:
+    """Of a ``ServedModel``. It lies in ``__dict__``, not among the attributes of a module: parts may have any name."""
+    state: State = model.__dict__["_rdmarpc"]
+    return state
+
+
+class ServedModel(nn.Module):
+    """Has the parts of the original, and is it for ``named_parameters`` and ``state_dict``. One thread at a time."""
+
+    def __init__(self, net: nn.Module, servers: Servers) -> None:
+        super().__init__()
+        self.training = net.training
+        self.__dict__["_rdmarpc"] = State(net, servers)  # see ``state_of``
+        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[kind] = getattr(net, kind)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        net, servers = state_of(self)
+        servers.trainer.pull()
+        return net(*args, **kwargs)
+
+    def pull(self) -> None:
+        """Return when the weights of the last step are here. Raises ``PeerLost``, ``TransferTimeout``, what a server raised."""
+        state_of(self).servers.trainer.pull()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that ``serve`` made."""
+        found = state_of(self).servers.optimizer
+        if found is None:
+            raise RuntimeError("serve() was called without an optimizer; new_optimizer makes one")
+        return found
+
+    def new_optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer of this class whose steps are made by the servers, over ``params`` (parameters or groups; all by
+        default). Works with schedulers and state dicts as any other. With several workers every one of them makes the same
+        ones in the same order, and steps them so."""
+        everything = list(self.parameters()) if params is None else params
+        return served_optimizer.make(state_of(self).servers, kind, everything, defaults)
+
+    @property
+    def staging(self) -> str:
+        """``"traced"`` or ``"always"``: see ``serve``. May be changed between steps."""
+        return state_of(self).servers.staging
+
+    @staging.setter
+    def staging(self, value: str) -> None:
+        if value not in (TRACED, ALWAYS):
+            raise ValueError(f"staging={value!r} must be {TRACED!r} or {ALWAYS!r}")
+        state_of(self).servers.staging = value
+
+    def transfers(self) -> list[Transfers]:
+        """What crosses between this worker and the servers in a step, as one entry: to print, ``save``, ``draw``."""
+        servers = state_of(self).servers
+        kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
+        return [describe(servers.placement, kept)]
+
+    def placement_table(self) -> str:
+        """A line for each of these tensors, and their sum."""
+        return self.transfers()[0].table()
+
+    def counters(self, everywhere: bool = True) -> dict[str, int]:
+        """This process's counters (see ``Device.counters``), with those of the servers added (``everywhere``); ``rpc_messages``
+        that this process has sent (without those of ``counters`` itself), ``steps``."""
+        return state_of(self).servers.counters(everywhere)
+
+    def close(self) -> None:
+        """Wait for the last weights, and let the servers forget the model when every worker has done so. The parameters stay
+        what they are, in ordinary use. Idempotent."""
+        state_of(self).servers.close()
+
+    # -- what reads parameters waits for them
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._wait()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait()
+        return state_of(self).net.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load here and at the servers. With several workers each of them loads the same before its next step."""
+        if assign:
+            raise NotSupported("load_state_dict(assign=True) would take the parameters out of their landing places")
+        self._wait()
+        servers = state_of(self).servers
+        result = state_of(self).net.load_state_dict(state_dict, strict)
+        for server, parameters in servers.parameters.items():
+            servers.ask(server, "load", {at: parameter.detach() for at, parameter in enumerate(parameters)})
+        return result
+
+    def _wait(self) -> None:
+        servers = state_of(self).servers
+        if not servers.closed:
+            servers.trainer.pull()
+
+    def train(self, mode: bool = True) -> ServedModel:
+        state_of(self).net.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise NotSupported("a served model cannot be converted or moved", hint="do that before serve()")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(state_of(self).net, name)

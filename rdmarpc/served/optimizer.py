@@ -1,0 +1,207 @@
+"""Optimizers whose steps are made by parameter servers.
+
+``make`` gives an object of a class below both ``ServedOptimizer`` and the real one: its groups, defaults and what schedulers do
+with them are the real one's; a step sends gradients and the numbers of the groups; the state lives at the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
+from ..graph.servers.trainer import Half, Trainer
+from ..graph.work.remote_update import hyperparameters, numbers_of
+from ..transport import NotSupported
+
+
+class Served(Protocol):
+    """The servers of one model, as its optimizers see them (``servers.Servers``)."""
+
+    trainer: Trainer
+    staging: str
+
+    steps: int
+    """How many were made."""
+
+    @property
+    def optimizers(self) -> Iterator[int]:
+        """Numbers for them."""
+
+    @property
+    def position(self) -> Mapping[nn.Parameter, tuple[str, int]]:
+        """Of each parameter: its server, and which of its parameters it is there."""
+
+    def ask(self, server: str, method: str, /, *args: Any) -> Any:
+        """A method of a ``graph.servers.server.Server``."""
+
+
+class _Share:
+    """The part of an optimizer that one server makes. ``groups`` lists (group, positions there of its parameters);
+    ``parameters`` are all of them by ascending position ``at``."""
+
+    def __init__(self, half: Half, groups: list[tuple[int, list[int]]], found: dict[int, nn.Parameter]) -> None:
+        self.half, self.groups = half, groups
+        self.at = tuple(sorted(found))
+        self.parameters = [found[at] for at in self.at]
+        room = 0 if half.gradients is None else len(half.gradients)
+        self.learns = [at < room for at in self.at]
+        self._marks = bytearray(room)
+        self.full = self.marks(self.at) if all(self.learns) else b""
+        """The marks when every parameter has a gradient; empty if they cannot all have one."""
+
+    def marks(self, present: Iterable[int]) -> bytes:
+        marks = bytearray([ABSENT]) * len(self._marks)
+        for at in present:
+            marks[at] = PRESENT
+        return bytes(marks)
+
+
+class ServedOptimizer(torch.optim.Optimizer):
+    """See the module; made by ``make`` only."""
+
+    _kind: type[torch.optim.Optimizer]
+
+    def __init__(self, served: Served, params: Any, defaults: dict[str, Any]) -> None:
+        self._served: Served | None = None
+        super().__init__(params, **defaults)
+        self.state.clear()  # some optimizers make theirs at once
+        self._served, self._number = served, next(served.optimizers)
+        self._told: dict[str, Any] = {}
+        self._share_out()
+        for share in self._shares:
+            self._tell(share, *self._numbers(share))
+
+    def _share_out(self) -> None:
+        served = self._served
+        assert served is not None
+        groups: dict[str, dict[int, list[int]]] = {}
+        found: dict[str, dict[int, nn.Parameter]] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter not in served.position:
+                    raise ValueError("an optimizer of a served model can only have parameters of that model")
+                server, at = served.position[parameter]
+                groups.setdefault(server, {}).setdefault(number, []).append(at)
+                found.setdefault(server, {})[at] = parameter
+        halves = served.trainer.halves
+        self._shares = [_Share(halves[server], list(parts.items()), found[server]) for server, parts in groups.items()]
+        self._told.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._served is not None:
+            self._share_out()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send the gradients; returns when they may be changed again. The new weights come by themselves: the next forward
+        waits for them. Raises ``PeerLost``, ``TransferTimeout``, what a server raised, ``NotSupported`` (nothing was sent)."""
+        served = self._served
+        assert served is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        served.trainer.ready()
+        staging, writes = served.staging, []
+        for share in self._shares:
+            numbers, rest = self._numbers(share)
+            if self._told.get(share.half.server) != rest:
+                self._tell(share, numbers, rest)
+            write = _gradients(share)
+            if share.half.gradients is not None:
+                writes.append((share, *write, numbers))
+        for share, marks, present, grads, numbers in writes:
+            share.half.send(self._number, marks, present, grads, numbers, staging)
+            # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
+            torch.autograd.graph.increment_version(share.parameters)
+        served.trainer.finish()
+        served.steps += 1
+        return loss
+
+    def _numbers(self, share: _Share) -> tuple[list[float], Any]:
+        numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
+        if len(numbers) > NUMBERS:
+            raise NotSupported(f"the groups have {len(numbers)} numbers, there is room for {NUMBERS}", hint="use fewer groups")
+        return numbers, rest
+
+    def _tell(self, share: _Share, numbers: list[float], rest: Any) -> None:
+        served = self._served
+        assert served is not None
+        described = [{**hyperparameters(self.param_groups[group]), "params": at} for group, at in share.groups]
+        defaults = {key: value for key, value in self.defaults.items() if key != "params"}
+        served.ask(share.half.server, "optimizer", self._number, self._kind, defaults, described)
+        self._told[share.half.server] = rest
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the real one's, with the state that the servers have."""
+        served = self._served
+        assert served is not None
+        served.trainer.pull()
+        result = super().state_dict()
+        index = {parameter: number for number, parameter in enumerate(self._everything())}
+        for share in self._shares:
+            here = dict(zip(share.at, share.parameters))
+            for at, entries in served.ask(share.half.server, "optimizer_state", self._number).items():
+                if at in here:
+                    result["state"][index[here[at]]] = entries
+        result["state"] = dict(sorted(result["state"].items()))
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """With several workers each of them loads the same before its next step."""
+        served = self._served
+        assert served is not None
+        served.trainer.pull()
+        super().load_state_dict({**state_dict, "state": {}})
+        state: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
+        for number, parameter in enumerate(self._everything()):
+            if number in state_dict["state"]:
+                server, at = served.position[parameter]
+                state[server][at] = state_dict["state"][number]
+        for server, entries in state.items():
+            served.ask(server, "load_optimizer_state", self._number, entries)
+
+    def _everything(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _gradients(share: _Share) -> tuple[bytes, tuple[int, ...], list[torch.Tensor]]:
+    """The marks of a share, the positions that have a gradient, and these."""
+    given = [parameter.grad for parameter in share.parameters]
+    grads = [grad for grad in given if grad is not None]
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            raise NotSupported(
+                f"a gradient is {grad.layout}", hint="sparse gradients (Embedding(sparse=True)) cannot be served"
+            )
+    if share.full and len(grads) == len(given):
+        return share.full, share.at, grads
+    present = tuple(at for at, grad in zip(share.at, given) if grad is not None)
+    if any(grad is not None and not learns for grad, learns in zip(given, share.learns)):
+        raise NotSupported(
+            "a parameter has a gradient that had requires_grad=False when serve() was called",
+            hint="freeze parameters after serve(), not before",
+        )
+    return share.marks(present), present, grads
+
+
+_classes: dict[type[torch.optim.Optimizer], type[ServedOptimizer]] = {}
+
+
+def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
+    if kind not in _classes:
+        _classes[kind] = type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"_kind": kind})
+    return _classes[kind]
+
+
+def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
+    """An optimizer of this class over parameters of that model."""
+    if issubclass(kind, torch.optim.LBFGS):
+        raise NotSupported("LBFGS looks at all gradients of several evaluations in one step: it cannot be served")
+    return _class(kind)(served, params, defaults)

@@ -1,0 +1,161 @@
+"""The servers of one model, at a worker that trains it: entered, asked, and left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calls.agent import Agent
+from ..graph.plan.place import GRADIENT, Edge, Placement
+from ..graph.servers.bundle import WEIGHT, Bundle
+from ..graph.servers.trainer import Half, Trainer, gradient_note
+from ..graph.wire.layout import dense
+from ..graph.work.command import WorkerError
+from ..transport import PeerLost, RdmaError, TransferTimeout, for_others
+from . import serving
+
+_LEAVE_TIMEOUT_S = 10.0
+_LATE_TIMEOUT_S = 1.0
+"""For a server that was waited for in vain before."""
+_open: set[Trainer] = set()
+"""Servers may write into their landing places: these must not go, whatever becomes of the models."""
+
+
+class Servers:
+    """The servers of one model, as one of its workers sees them. ``home``: the server of every parameter, by name;
+    ``workers``: all who train the model; ``staging``, ``timeout``: see ``serve``."""
+
+    def __init__(
+        self, net: nn.Module, home: dict[str, str], agent: Agent, model: str, workers: list[str], timeout: float, staging: str
+    ) -> None:
+        self.agent, self.model, self.workers, self.timeout, self.staging = agent, model, workers, timeout, staging
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers = itertools.count(1)
+        self.closed = False
+        self.steps = 0
+        self._uncounted = 0
+        named = dict(net.named_parameters())
+        self.names: dict[str, list[str]] = {}
+        """By server, in the order of its bundles: those that need gradients come first."""
+        for name in sorted(home, key=lambda name: not named[name].requires_grad):
+            self.names.setdefault(home[name], []).append(name)
+        self.parameters = {server: [named[name] for name in names] for server, names in self.names.items()}
+        self.position = {
+            parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
+        }
+        self.trainer = Trainer(agent.name, agent.device, agent.channel, self._explain, timeout)
+        _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
+        _open.add(self.trainer)
+        agent.on_peer_lost(self.trainer.station.lost)
+        self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
+        try:
+            self._set_up()
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _set_up(self) -> None:
+        numbers = itertools.count(1)
+        halves = [self._half(server, numbers) for server in self.names]
+        for half in halves:
+            args = (self.model, self.workers, self.agent.name, half.weights, half.gradients, self.timeout)
+            half.connect(self._call(half.server, serving.enter, args))
+        for half in halves:
+            if self.agent.name == self.workers[0]:
+                self.ask(half.server, "fill", [parameter.detach() for parameter in self.parameters[half.server]])
+            self.ask(half.server, "connect", self.agent.name, half.offer(), half.alarm)
+        self.trainer.pull()
+        for half in halves:
+            for parameter, landing in zip(self.parameters[half.server], half.room.tensors):
+                parameter.data = landing
+
+    def _half(self, server: str, numbers: Iterator[int]) -> Half:
+        me, parameters = self.agent.name, self.parameters[server]
+        learns = sum(parameter.requires_grad for parameter in parameters)
+        orders = [(dense(parameter.detach()) or (None, 0))[1] for parameter in parameters]
+
+        def edges(kind: str, source: str, target: str, count: int) -> list[Edge]:
+            return [
+                Edge(next(numbers), kind, name, source, target, tuple(p.shape), p.dtype, 1)
+                for name, p in zip(self.names[server][:count], parameters)
+            ]
+
+        weights = Bundle(edges(WEIGHT, server, me, len(parameters)), orders)
+        gradients = Bundle(edges(GRADIENT, me, server, learns), orders[:learns], gradient_note(learns)) if learns else None
+        self.placement.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
+        return self.trainer.add(weights, gradients)
+
+    # -- set-up calls, none of them in the steady state
+
+    def ask(self, server: str, method: str, *args: Any) -> Any:
+        """A method of a ``Server``."""
+        return self._call(server, serving.ask, (self.model, method, args))
+
+    def _call(self, server: str, function: Any, args: tuple[Any, ...]) -> Any:
+        try:
+            return self.agent.call(self.agent.resolve(server), function, args, None, self.timeout)
+        except TransferTimeout:
+            self.trainer.late = True
+            raise
+
+    def _explain(self, server: str) -> BaseException:
+        try:
+            reason = self._call(server, serving.why, (self.model,))
+        except RdmaError as error:
+            return error
+        if reason is None:
+            return RdmaError(f"server {server!r} has ended", peer=server)
+        return WorkerError(*reason).raised(server)
+
+    def counters(self, everywhere: bool) -> dict[str, int]:
+        totals = self.agent.counters()
+        totals["rpc_messages"] -= self._uncounted
+        totals["steps"] = self.steps
+        if everywhere and not self.closed:
+            before = self.agent.counters()["rpc_messages"]
+            for server in self.names:
+                for key, value in self.ask(server, "counters").items():
+                    totals[key] = totals.get(key, 0) + value
+            self._uncounted += self.agent.counters()["rpc_messages"] - before
+        return totals
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        failed: BaseException | None = None
+        try:
+            if not self.trainer.late:
+                self.trainer.pull()
+                self.trainer.station.check()
+        except Exception as error:  # said where the weights were wanted
+            failed = error
+        self._leave(failed)
+
+    def _leave(self, failed: BaseException | None) -> None:
+        """Tell the servers, all at once: whoever closes after a timeout has waited long enough. ``failed``: why we go, if not
+        because we are done; who was lost is said to those who go on."""
+        self.closed = True
+        told = None if failed is None else for_others(failed, self.agent.name)
+        why = (told.message, told.peer, told.status) if isinstance(told, PeerLost) else ()
+        safe = True
+        limit = _LATE_TIMEOUT_S if self.trainer.late else min(_LEAVE_TIMEOUT_S, self.timeout)
+        leaving = {}
+        for server in self.names:
+            with suppress(RuntimeError):  # it is not in the group any more, or we are not
+                to, args = self.agent.resolve(server), (self.model, self.agent.name, *why)
+                leaving[server] = self.agent.call_async(to, serving.leave, args, None, limit)
+        for server in self.names:
+            try:
+                leaving[server].wait()
+            except (RuntimeError, KeyError):
+                # Lost, or shut down: nothing of ours is left there. If it only does not answer, it may still write here.
+                channel = self.trainer.station.peers.get(server)
+                safe &= channel is None or channel.error is not None
+        self.trainer.close()
+        if safe:
+            _open.discard(self.trainer)

@@ -1,0 +1,1 @@
+"""``wrap``: one model whose parts live at several workers, trained as if it were here."""

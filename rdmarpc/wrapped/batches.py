@@ -1,0 +1,233 @@
+"""``model.forward_backward`` and ``model.prepare``: a batch in micro-batches, and what that takes, said before the first
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..graph.caller.pipeline import Part, check_alike
+from ..graph.caller.stage import Plan
+from ..graph.plan.place import ACTIVATION, Placement
+from ..graph.show.tables import table
+from ..graph.trace.methods import Uncaptured
+from ..graph.wire.header import HEADER_BYTES
+from ..transport import NotSupported
+from .state import flatten, state_of
+
+MOST = 65535
+
+
+def checked(chunks: int) -> int:
+    if not 1 <= chunks <= MOST:
+        raise ValueError(f"chunks must be from 1 to {MOST}, got {chunks}")
+    return chunks
+
+
+def forward_backward(
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    chunks: int | None,
+) -> torch.Tensor:
+    """Forward and backward of one batch in ``chunks`` micro-batches (``None``: as many as ``wrap`` was told), several of them
+    under way at once (1F1B order).
+
+    Tensors among the inputs whose first dimension is the batch's are split along it, into the sizes of ``torch.chunk`` (so
+    there may be fewer than ``chunks``; a smaller last one has a plan of its own); everything else goes to each micro-batch as
+    it is. The batch's size is that of ``target``'s first tensor, or else of the first tensor input; all tensors in ``target``
+    are split.
+
+    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples
+    (``loss_fn(output)`` where ``target`` is ``None``), and its gradients, added to those that are there, in the order of the
+    micro-batches: bit for bit what the model alone gives, one micro-batch after another. With a ``loss_fn`` that is a mean over
+    samples this is the mean over the batch; one that sums gives the sum divided by the number of micro-batches (where they are
+    equal). What looks at a whole batch (batch norm) sees micro-batches.
+
+    Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
+    gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do
+    so."""
+    state = state_of(model)
+    session, chunks = state.session, state.chunks if chunks is None else chunks
+    session.in_step = False
+    with torch.enable_grad():
+        split = _Split(model, args, kwargs, target, checked(chunks))
+        losses: list[torch.Tensor] = []
+
+        def weighted(at: int) -> Callable[[Any], torch.Tensor]:
+            def loss_of(output: Any) -> torch.Tensor:
+                loss = loss_fn(output) if target is None else loss_fn(output, split.target(at))
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise ValueError(f"loss_fn must give a tensor of one element, it gave {_describe(loss)}")
+                loss = loss if len(split.sizes) == 1 else loss * (split.sizes[at] / split.batch)
+                losses.append(loss.detach())
+                return loss
+
+            return loss_of
+
+        mode = session.mode()
+        plans = split.plans()
+        parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
+        session.caller.forward_backward(parts, mode)
+        split.return_gradients()
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+class _Split:
+    """The inputs of a batch by micro-batch. ``inputs``: the tensors of each, ``sizes`` their samples, ``batch`` of all."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, chunks: int) -> None:
+        self._state, self._training = state_of(model), model.training
+        self._leaves, self._tree = flatten(args, kwargs)
+        self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self._target_tree: pytree.TreeSpec | None = None
+        targets = [target]
+        if not isinstance(target, torch.Tensor):
+            targets, self._target_tree = pytree.tree_flatten(target)
+        first = [t for t in (*targets, *self._tensors) if isinstance(t, torch.Tensor) and t.dim() > 0]
+        if not first or len(first[0]) == 0:
+            raise ValueError("there is no batch to split: neither target nor the inputs have a tensor with samples in it")
+        self.batch = len(first[0])
+        for leaf in targets:
+            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] != (self.batch,):
+                raise ValueError(f"target has a tensor of shape {tuple(leaf.shape)}, the batch has {self.batch} samples")
+        if self._tensors and not any(tensor.shape[:1] == (self.batch,) for tensor in self._tensors):
+            raise ValueError(f"target has {self.batch} samples, and none of the inputs has")
+        each = -(-self.batch // chunks)
+        self.sizes = [each] * (self.batch // each) + ([self.batch % each] if self.batch % each else [])
+        # Gradients of inputs are collected in leaves, and go on into the graph that they come from at the end.
+        self._whole = [self._leaf(t) for t in self._tensors]
+        columns = [self._pieces(t, whole) for t, whole in zip(self._tensors, self._whole)]
+        self.inputs = [list(row) for row in zip(*columns)] if columns else [[] for _ in self.sizes]
+        self._targets = [
+            self._pieces(leaf, leaf) if isinstance(leaf, torch.Tensor) else [leaf] * len(self.sizes) for leaf in targets
+        ]
+
+    @staticmethod
+    def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+    def _pieces(self, tensor: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.shape[:1] != (self.batch,) or len(self.sizes) == 1:
+            return [whole] * len(self.sizes)
+        return [self._leaf(piece) for piece in tensor.split(self.sizes)]
+
+    def target(self, at: int) -> Any:
+        leaves = [column[at] for column in self._targets]
+        return leaves[0] if self._target_tree is None else pytree.tree_unflatten(leaves, self._target_tree)
+
+    def plans(self) -> list[Plan]:
+        """Of each micro-batch: one, and another for a last one that is smaller."""
+        even = self.sizes[-1] == self.sizes[0]
+        found = [self._plan(0)]
+        if even:
+            return found * len(self.sizes)
+        self._state.session.caller.plans.check_kept(2)
+        found.append(self._plan(len(self.sizes) - 1, recurring=True))
+        check_alike(*found)
+        return [found[0]] * (len(self.sizes) - 1) + [found[1]]
+
+    def _plan(self, at: int, recurring: bool = False) -> Plan:
+        left = iter(self.inputs[at])
+        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        try:
+            return self._state.plan(self.inputs[at], leaves, self._tree, self._training, recurring)
+        except Uncaptured as error:
+            raise NotSupported(
+                "micro-batches need a forward that can be captured, and this one cannot: " + "; ".join(error.refused),
+                hint="call model(x) and loss.backward() for each part of the batch",
+            ) from error
+
+    def return_gradients(self) -> None:
+        for at, tensor in enumerate(self._tensors):
+            if tensor.requires_grad:
+                pieces = list({id(row[at]): row[at] for row in self.inputs}.values())
+                if any(piece.grad is not None for piece in pieces):
+                    grads = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
+                    tensor.backward(grads[0] if len(grads) == 1 else torch.cat(grads))
+
+
+def _describe(value: Any) -> str:
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one worker needs, in bytes. ``send``: slots elsewhere that it writes into; ``receive``: slots of its own;
+    ``in_flight``: micro-batches between the forward and the backward of one of its segments at most, and ``activations``
+    that wait in its slots then (of static edges)."""
+
+    worker: str
+    parameters: int
+    send: int
+    receive: int
+    in_flight: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ``forward_backward`` of such inputs takes; ``str`` of it says everything. ``placements``: one, or two where the last
+    micro-batch is smaller. ``sizes``: samples of each micro-batch."""
+
+    placements: list[Placement]
+    depth: int
+    sizes: list[int]
+    levels: int
+    memory: list[Need]
+
+    def __str__(self) -> str:
+        head = ("worker", "parameters", "slots to send", "slots to receive", "in flight", "activations")
+        rows = [
+            (m.worker, *(f"{n:,}" for n in (m.parameters, m.send, m.receive, m.in_flight, m.activations))) for m in self.memory
+        ]
+        sizes = f"{self.sizes[0]} samples" + (f", the last one {self.sizes[-1]}" if self.sizes[-1] != self.sizes[0] else "")
+        said = (
+            f"depth={self.depth} chunks={len(self.sizes)} ({sizes}), {self.levels} levels; in flight: at most so many "
+            "micro-batches are between the forward and the backward of a segment; all else is in bytes"
+        )
+        return "\n\n".join([*map(str, self.placements), table(head, rows, range(1, len(head))) + "\n" + said])
+
+
+def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int | None) -> Prepared:
+    """See ``WrappedModel.prepare``."""
+    state = state_of(model)
+    session, chunks = state.session, state.chunks if chunks is None else chunks
+    with torch.enable_grad():
+        session.mode()
+        split = _Split(model, args, kwargs, None, checked(chunks))
+        plans = list(dict.fromkeys(split.plans()))
+    owned = state.parameter_bytes()
+    placements = [plan.placement for plan in plans]
+    memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes)) for worker in placements[0].workers]
+    return Prepared(placements, session.caller.depth, split.sizes, plans[0].levels, memory)
+
+
+def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Need:
+    graph = plans[0].graph
+    edges = [edge for plan in plans for edge in plan.placement.edges]
+    window = plans[0].levels
+    held = {s.number: min(chunks, max(1, window - s.level)) for s in graph.segments if s.worker == worker}
+    waiting = 0
+    for edge in plans[0].placement.edges:
+        if edge.kind == ACTIVATION and edge.target == worker:
+            most = max(held[number] for number in graph.values[edge.value].consumers if number in held)
+            waiting += min(edge.depth, most) * edge.nbytes
+    return Need(
+        worker,
+        parameters,
+        sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in edges if edge.source == worker),
+        sum(edge.depth * (edge.nbytes + HEADER_BYTES) for edge in edges if edge.target == worker),
+        max(held.values()),
+        waiting,
+    )

@@ -1,0 +1,166 @@
+"""Models whose forward nobody can trace: it runs here, in Python, and every remote part that it calls is a small plan.
+
+A call is known by its part, how often that part was called before in this forward, and the shapes and flags of its inputs.
+When it is new it is captured (on fake tensors; where the part itself looks at values, on the real ones: a *probe*) and set
+up; from then on it is prepared writes, as in a captured model. So every turn of a loop has slots of its own, and the turns
+that a forward does not take cost nothing.
+
+What a part gives comes on the device of its first tensor input, a fetched parameter on that of the forward's; everything else
+that the forward computes with has to be where torch asks for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ..graph.plan.analyze import TransferGraph, analyze
+from ..graph.trace.capture import Capture, TensorSpec, capture_call, mode_of
+from ..graph.trace.devices import CPU, named
+from ..graph.trace.sizes import Sizes
+from ..transport import NotSupported
+from .parameter import RemoteParameter
+from .session import Session
+from .signature import Miss
+
+PLANS = 128
+"""How many calls are kept set up, at least."""
+
+
+class Eager:
+    """The forward of one model. ``shape()`` gives its skeleton, with the present flags. One thread at a time."""
+
+    def __init__(self, session: Session, top: nn.Module, shape: Callable[[], nn.Module]) -> None:
+        self.steps = 0
+        self.calls = 0
+        self.misses: Counter[str] = Counter()
+        self._session, self._top, self._shape = session, top, shape
+        self._seen: Counter[str] = Counter()
+        self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
+        self._mode = 0
+        self._device: torch.device | None = None
+        session.caller.plans.keep(PLANS)
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        session = self._session
+        self._mode = session.mode()
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self._device = next((tensor.device for tensor in given), None)
+        session.eager = self
+        try:
+            result = self._top.forward(*args, **kwargs)
+            self._check_fetched()
+            self.steps += 1
+            return result
+        finally:
+            session.eager = None
+            self._seen.clear()
+            self._fetched.clear()
+
+    def missed(self) -> list[Miss]:
+        return [Miss(*item) for item in self.misses.most_common()]
+
+    def call(self, path: str, args: Any, kwargs: Any) -> Any:
+        """A remote part is called by the forward that runs."""
+        if torch._C._is_any_autocast_enabled():
+            raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+
+        def join(*given: Any) -> Any:
+            left = iter(given)
+            return pytree.tree_unflatten([next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+
+        def build() -> Capture:
+            try:
+                return capture_call(self._shape(), path, self._specs(path, tensors), join)
+            except Exception:  # of the part, or of what fake tensors can do: the probe will tell
+                return self._probe(path, tensors, join)
+
+        return self._run(path, tensors, (constants, tree), build)
+
+    def fetch(self, path: str) -> torch.Tensor:
+        """A parameter or buffer that lies elsewhere, as this forward computes with it: its gradient goes back."""
+        if path not in self._fetched:
+            tensor = self._run(path, [], (), lambda: _attribute(self._shape(), path))
+            self._fetched[path] = (tensor, tensor._version)
+        return self._fetched[path][0]
+
+    def _check_fetched(self) -> None:
+        for path, (tensor, version) in self._fetched.items():
+            if tensor._version != version:
+                worker = self._session.places.owner(path)
+                raise NotSupported(
+                    f"the forward writes into {path!r}, which lives on worker {worker!r}; here it has a copy",
+                    peer=worker,
+                    hint="place the module whose forward writes as a whole",
+                )
+
+    def _run(self, path: str, tensors: Sequence[torch.Tensor], rest: Any, build: Callable[[], Capture]) -> Any:
+        caller = self._session.caller
+        grads = torch.is_grad_enabled()
+        # Without a backward a call is over when it returns, and the next one may use its slots.
+        nth = self._seen[path] if grads else 0
+        self._seen[path] += 1
+        given = tuple([(t.shape, t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors])
+
+        def new() -> TransferGraph:
+            if self.steps:
+                shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype)[6:]}" for t in tensors)
+                self.misses[f"{path}, call {nth + 1}: {shapes or 'no tensors'}"] += 1
+            session, places = self._session, self._session.places
+            located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
+            graph = analyze(build(), places.owner, session.agent.name, places.scope, located)
+            graph.constants = {}
+            return graph
+
+        try:
+            plan = caller.plan(("eager", path, nth, self._mode, given, rest), new)
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            raise NotSupported(f"an input of {path!r} that is no tensor must be hashable: {error}") from error
+        self.calls += 1
+        return caller.forward(plan, tensors, self._mode)
+
+    def _specs(self, path: str, tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
+        taken = self._session.devices.taken(tensors, path)
+        return [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
+
+    def _probe(self, path: str, tensors: Sequence[torch.Tensor], join: Callable[..., Any]) -> Capture:
+        args, kwargs = join(*(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors))
+        worker = self._session.places.owner(path)
+        taken = self._session.devices.taken(tensors, path)
+        given = self._session.devices.given(path)
+        own = self._session.devices.own(path)
+        there = [named(given if given is not None and own in (None, device) else device) for device in taken]
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
+        found = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
+        graph = fx.Graph()
+        nodes = [graph.placeholder(f"input{at}") for at in range(len(tensors))]
+        args, kwargs = join(*nodes)
+        call = graph.call_module(path, args, kwargs)
+        output = graph.output(call)
+        with mode_of(self._shape()):
+            fakes = [spec.empty() for spec in self._specs(path, tensors)]
+            at = own or next(iter(taken), CPU)
+            result = pytree.tree_map_only(TensorSpec, lambda leaf: replace(leaf, device=at).empty(), found)
+        return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, Sizes(), how="probe")
+
+
+def _attribute(model: nn.Module, path: str) -> Capture:
+    graph = fx.Graph()
+    node = graph.get_attr(path)
+    output = graph.output(node)
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name)
+    return Capture(graph, {node: value, output: value}, {}, Sizes())

@@ -1,0 +1,157 @@
+"""``wrap``: one model, its parts at several workers, trained as if it were here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calls import agent as _agent
+from ..graph.show.describe import Transfers, describe
+from ..graph.trace.devices import find, named
+from ..graph.trace.methods import Uncaptured, methods_of
+from . import batches
+from . import optimizer as remote_optimizer
+from .placing import resolve
+from .session import Session
+from .signature import Miss
+from .state import State, flatten, state_of
+
+
+def wrap(
+    net: nn.Module,
+    placement: Mapping[str, str],
+    *,
+    depth: int = 2,
+    timeout: float = 60.0,
+    plans: int = 16,
+    staging: str = "traced",
+    capture: str = "auto",
+    chunks: int = 1,
+) -> WrappedModel:
+    """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
+
+    ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
+    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as
+    does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
+    own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
+    ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
+    seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``: micro-batches of
+    ``model.forward_backward``, unless it is told another number.
+    ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
+
+    ``"worker1/cuda:1"`` names a device of that worker (as ``RemoteModule`` does): the part computes there. Without a device a
+    part's tensors keep the one that they have, on the GPU of that index at its worker. Inputs may lie on any device, results
+    come on that of the first tensor input (a model that lies on several devices: on those where it alone would have them), and
+    what ``state_dict`` fetches from other workers comes on the CPU.
+
+    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
+    input shapes are captured again once for all, or each for itself when they come again (``model.misses()``). Dropout and
+    other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the forward, where its Python looks at
+    shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
+    ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
+    is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
+    Packages may bring other methods, by name: see ``graph.trace.methods``.
+
+    Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
+    moved.
+    """
+    agent = _agent.current()
+    places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
+    for device in {device for path, device in places.devices.items() if places.homes[path] == agent.name}:
+        find(named(device))
+    if staging not in ("traced", "always"):
+        raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
+    methods_of(capture)
+    batches.checked(chunks)
+    remote_optimizer.install()
+    session = Session(net, places, agent, depth, timeout, plans, staging == "always")
+    return WrappedModel(net, session, capture, chunks)
+
+
+class WrappedModel(nn.Module):
+    """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
+    ``named_parameters`` and ``state_dict`` have the same keys."""
+
+    def __init__(self, net: nn.Module, session: Session, capture: str, chunks: int) -> None:
+        super().__init__()
+        self.training = net.training
+        top = session.stand_in
+        self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
+        self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
+        self.__dict__["_rdmarpc"] = State(net, session, capture, chunks)  # see ``state_of``
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self)
+        session = state.session
+        session.in_step = False
+        leaves, tree = flatten(args, kwargs)
+        if state.runner is not None:
+            return state.eagerly(args, kwargs, self.training)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        mode = session.mode()
+        try:
+            plan = state.plan(tensors, leaves, tree, self.training)
+        except Uncaptured as error:
+            if state.method not in ("auto", "eager"):
+                raise error.error or error from None
+            refused = error.refused
+        else:
+            return session.caller.forward(plan, tensors, mode)
+        return state.eagerly(args, kwargs, self.training, refused)
+
+    def forward_backward(
+        self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """See ``micro_batches.forward_backward``."""
+        return batches.forward_backward(self, loss_fn, args, kwargs, target, chunks)
+
+    def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> batches.Prepared:
+        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` of so
+        many micro-batches. Printing the result shows what crosses and the memory that every worker needs."""
+        return batches.prepare(self, args, kwargs, chunks)
+
+    @property
+    def captured(self) -> str:
+        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each.
+        Empty before the first step."""
+        return state_of(self).captured
+
+    def placement_table(self) -> str:
+        """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
+        return "\n\n".join(plan.table() for plan in self.transfers())
+
+    def transfers(self) -> list[Transfers]:
+        """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
+        state = state_of(self)
+        parameters = state.parameter_bytes()
+        return [describe(placement, parameters) for placement in state.session.caller.plans.placements()]
+
+    def counters(self, everywhere: bool = True) -> dict[str, int]:
+        """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
+        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``,
+        ``misses`` (see there), ``dynamic_reads`` and, per value that dynamic edges had to copy, ``bytes_staged[NAME]``."""
+        return state_of(self).counters(everywhere)
+
+    def misses(self) -> list[Miss]:
+        """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
+        they ran over dynamic edges. In a model that runs eagerly, calls of parts that were new after the first forward."""
+        return state_of(self).misses()
+
+    def production(self) -> dict[str, str]:
+        """For each large tensor that is made at one worker and sent to another: the operation that writes it straight into its
+        slot at the receiver, or why it is copied. Filled by the first step of each kind."""
+        session = state_of(self).session
+        answers = session.ask("notes", dict.fromkeys(session.workers, ()))
+        return {name: note for notes in (session.caller.plans.notes(), *answers.values()) for name, note in notes.items()}
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""
+        for halves in remote_optimizer.attach(optimizer):
+            halves.ensure()
+
+    def close(self) -> None:
+        """Free the parts and slots at every worker. Idempotent."""
+        state_of(self).session.close()

@@ -1,0 +1,204 @@
+"""Which worker has which part of a model: dotted paths of modules at any depth, each with the name of a worker, or of a device
+of that worker."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..graph.trace.devices import CPU
+from ..graph.trace.devices import tensors_of as own_tensors
+from ..transport import NotSupported
+from ..transport.gpu.driver import kind
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANK = re.compile(r"rank:(\d+)")
+
+
+class Places:
+    """A placement of one model. ``homes`` has an entry for every placed module, ranges taken apart; what lies below one
+    belongs to it unless it is placed itself, and what lies below none belongs to ``caller``. ``devices`` has those whose entry
+    says on which device they compute."""
+
+    def __init__(self, homes: Mapping[str, str], caller: str, devices: Mapping[str, torch.device] | None = None) -> None:
+        self.homes, self.caller, self.devices = dict(homes), caller, dict(devices or {})
+        self.entry = functools.cache(self._entry)
+        self.placed = functools.cache(self._placed)
+        self.whole = functools.cache(self._whole)
+
+    def _entry(self, path: str) -> str | None:
+        while path:
+            if path in self.homes:
+                return path
+            path = path.rpartition(".")[0]
+        return None
+
+    def _placed(self, path: str) -> str | None:
+        entry = self.entry(path)
+        return None if entry is None else self.homes[entry]
+
+    def device(self, path: str) -> torch.device | None:
+        """Where a module, parameter or buffer is to compute, if its entry says so."""
+        return self.devices.get(self.entry(path) or "")
+
+    def owner(self, path: str) -> str:
+        """The worker of a module, parameter or buffer."""
+        return self.placed(path) or self.caller
+
+    def _whole(self, path: str) -> bool:
+        home, device, below = self.owner(path), self.device(path), path + "."
+        inside = [other for other in self.homes if other.startswith(below)]
+        return all(self.homes[other] == home and self.devices.get(other) == device for other in inside)
+
+    def scope(self, path: str) -> str | None:
+        """Where the operations in a module's own forward run; ``None``: where their inputs are."""
+        if not path:
+            return None
+        return self.placed(path) or (self.caller if self.whole(path) else None)
+
+
+def resolve(
+    net: nn.Module,
+    placement: Mapping[str, str],
+    caller: str,
+    workers: Sequence[str],
+    ranked: Callable[[int], str] | None = None,
+) -> Places:
+    """The places that a placement describes. ``a.0-5`` stands for the numbered children 0 to 5 of ``a``. Workers are named
+    as ``RemoteModule`` has it: ``worker``, ``worker/cuda:1``, ``rank:1/cuda:1`` (``ranked`` gives the worker of a rank).
+
+    Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty range, or
+    two entries for one module; ``NotSupported`` for a tensor that would lie on several workers or devices, or that has no
+    shape yet.
+    """
+    homes: dict[str, str] = {}
+    devices: dict[str, torch.device] = {}
+    source: dict[str, str] = {}
+    for key, value in placement.items():
+        worker, device = (value, None) if value in workers else _split(key, value)
+        rank = _RANK.fullmatch(worker)
+        if worker not in workers and rank is not None and ranked is not None:
+            worker = ranked(int(rank[1]))
+        if worker not in workers:
+            raise ValueError(
+                f"placement puts {key!r} on worker {worker!r}, which is not in this group; its workers are " + _listed(workers)
+            )
+        for path in _expand(net, key):
+            if path in homes:
+                raise ValueError(f"placement has two entries for {path!r}: {source[path]!r} and {key!r}")
+            homes[path], source[path] = worker, key
+            if device is not None:
+                devices[path] = device
+    places = Places(homes, caller, devices)
+    _check_tensors(net, places)
+    return places
+
+
+def _split(key: str, value: str) -> tuple[str, torch.device | None]:
+    worker, slash, name = value.rpartition("/")
+    if not slash:
+        return value, None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"placement puts {key!r} on {value!r}: {name!r} is no device ({str(error).splitlines()[0]})") from None
+    if device.type == "cpu":
+        return worker, CPU
+    if device.type != (kind() or "cuda"):
+        raise ValueError(f"placement puts {key!r} on {value!r}: parts compute on the CPU or on {kind() or 'cuda'}")
+    return worker, torch.device(device.type, device.index or 0)
+
+
+def _expand(net: nn.Module, key: str) -> list[str]:
+    found = [("", net)]
+    for step in key.split("."):
+        found = [(join(path, name), child) for path, module in found for name, child in _children(net, key, path, module, step)]
+    return [path for path, _ in found]
+
+
+def _children(net: nn.Module, key: str, path: str, module: nn.Module, step: str) -> Iterator[tuple[str, nn.Module]]:
+    known = {name: child for name, child in module._modules.items() if child is not None}
+    match = _RANGE.fullmatch(step)
+    if step in known or match is None:
+        wanted = [step]
+    else:
+        first, last = int(match[1]), int(match[2])
+        if first > last:
+            raise ValueError(f"placement names {key!r}: the range {step!r} is empty, its first number is the larger one")
+        wanted = [str(number) for number in range(first, last + 1)]
+    for name in wanted:
+        if name not in known:
+            where = f"{path!r}" if path else type(net).__name__
+            parts = "top-level parts" if not path else "parts"
+            raise ValueError(
+                f"placement names part {key!r}, which {type(net).__name__} does not have: there is no {name!r} in {where}; its "
+                f"{parts} are {_listed(known) or '(none)'}"
+            )
+        yield name, known[name]
+
+
+def _check_tensors(net: nn.Module, places: Places) -> None:
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
+        names.setdefault(id(tensor), []).append(name)
+    for shared in names.values():
+        homes = [home_of(places, name) for name in shared]
+        if len(set(homes)) > 1:
+            raise NotSupported(
+                f"{' and '.join(map(repr, shared))} are one tensor, but their parts go to {' and '.join(map(repr, homes))}",
+                hint="place parts that share parameters on the same worker and device",
+            )
+
+
+def home_of(places: Places, path: str) -> str:
+    """Worker and device, as a placement names them."""
+    device = places.device(path)
+    return places.owner(path) if device is None else f"{places.owner(path)}/{device}"
+
+
+def divide(net: nn.Module, places: Places) -> dict[str, dict[str, nn.Module | torch.Tensor]]:
+    """What each worker but the caller gets, by path, in the order of ``named_modules``: modules that stay whole, and the
+    parameters, buffers and plain tensors that lie in a module which does not."""
+    parts: dict[str, dict[str, nn.Module | torch.Tensor]] = {}
+
+    def walk(module: nn.Module, path: str) -> None:
+        home = places.owner(path)
+        if path and places.whole(path):
+            if home != places.caller:
+                parts.setdefault(home, {})[path] = module
+            return
+        if home != places.caller:
+            own = parts.setdefault(home, {})
+            own.update({join(path, name): tensor for name, tensor in own_tensors(module).items()})
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, join(path, name))
+
+    walk(net, "")
+    return {worker: own for worker, own in parts.items() if own}
+
+
+def place_here(net: nn.Module, places: Places) -> None:
+    """Move what stays at the caller to the devices that its entries say."""
+    for path, module in net.named_modules():
+        device = places.device(path)
+        if device is None or places.owner(path) != places.caller:
+            continue
+        if places.whole(path):
+            module.to(device)
+        else:
+            module._apply(lambda tensor, device=device: tensor.to(device), recurse=False)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _listed(names: object) -> str:
+    return ", ".join(map(repr, names))  # type: ignore[call-overload]

@@ -1,0 +1,260 @@
+"""The caller's connection to all owners of one wrapped model: its parts are brought there, asked for, and closed."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calls.agent import Agent
+from ..graph.caller.caller import Caller
+from ..graph.edges.gpu_slot import reaches
+from ..graph.edges.station import Leased
+from ..graph.plan.located import Located
+from ..graph.plan.program import Machine
+from ..graph.trace.capture import skeleton
+from ..graph.trace.devices import Devices
+from ..graph.work.command import Command
+from ..graph.work.host import Mode, Tree
+from ..transport import RdmaError, TransferTimeout
+from . import owner as _parts
+from .parameter import EagerForward, RemoteParameter
+from .placing import Places, divide, place_here
+from .stand_in import stand_ins
+
+
+class Session:
+    """What the stand-ins and optimizers of one model talk to (``remote_parameter.Owners``). ``stand_in`` stands for the whole
+    model, ``shape`` is it without data; ``constants`` are tensors that a capture found outside of the modules, by name."""
+
+    def __init__(
+        self, net: nn.Module, places: Places, agent: Agent, depth: int, timeout: float, plans: int, staging: bool
+    ) -> None:
+        self.agent, self.timeout = agent, timeout
+        self.key = uuid.uuid4().hex
+        self.in_step = False
+        self.eager: EagerForward | None = None
+        self.closed = False
+        self.places = places
+        self.devices = Devices(net, functools.partial(_given, net, places))
+        self.shape = skeleton(net)
+        self._uncounted = 0
+        remote = divide(net, places)
+        packed = {worker: _parts.Packed(parts, places.device) for worker, parts in remote.items()}
+        self._caller: Caller | None = None
+        self._count = dict.fromkeys(remote, 0)
+        reaching = {worker for worker, yes in self._open(packed).items() if yes}
+        if reaches(agent.device):
+            reaching.add(agent.name)
+        try:
+            self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
+        except BaseException:
+            self._close_parts()
+            raise
+
+    def _set_up(
+        self,
+        net: nn.Module,
+        remote: Mapping[str, Mapping[str, Any]],
+        depth: int,
+        plans: int,
+        staging: bool,
+        reaching: frozenset[str],
+    ) -> None:
+        agent, places = self.agent, self.places
+        place_here(net, places)
+        self.stand_in, made = stand_ins(net, self, places)
+        self._modules: dict[str, list[nn.Module]] = {}
+        self._parameters: dict[str, list[nn.Parameter]] = {}
+        for worker, parts in remote.items():
+            # The same tree as the worker's own: modules and parameters are counted in its order.
+            tree = Tree({path: made.get(id(part), part) for path, part in parts.items()})
+            self._modules[worker] = list(tree.modules())[1:]
+            self._parameters[worker] = list(tree.parameters())
+        self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
+        # The names of the modules it runs are looked up here: those that stayed.
+        machine = Machine(net.get_submodule, lambda path: _attribute(self.constants, net, path), list(net.parameters()))
+        self.constants: dict[str, torch.Tensor] = {}
+        self._caller = Caller(
+            agent.name,
+            agent.device,
+            agent.channel,
+            self.ask,
+            self._count,
+            machine,
+            depth=depth,
+            timeout=self.timeout,
+            plans=plans,
+            staging=staging,
+            reaching=reaching,
+        )
+        agent.on_peer_lost(self._caller.station.lost)
+
+    @property
+    def caller(self) -> Caller:
+        if self._caller is None:
+            raise RdmaError("the model is not set up")
+        return self._caller
+
+    @property
+    def backwards(self) -> int:
+        return self._caller.control.backwards if self._caller is not None else 0
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that have remote parts."""
+        return list(self._count)
+
+    def new_parameter(self, like: nn.Parameter, worker: str, name: str) -> RemoteParameter:
+        position = self._count[worker]
+        self._count[worker] += 1
+        return RemoteParameter(like, self, worker, name, position)
+
+    def zero(self, worker: str, position: int, how: int) -> None:
+        self.caller.control.zero(worker, position, how)
+
+    def step(self, commands: Mapping[str, Command]) -> None:
+        self.caller.control.step(commands)
+
+    def located(
+        self,
+        tensors: Sequence[torch.Tensor],
+        taken: Sequence[torch.device],
+        path: str = "",
+        default: torch.device | None = None,
+    ) -> Located | None:
+        """For the analysis of a capture of these inputs; ``None`` where no accelerator takes part. See ``Located``."""
+        if not self.devices.involved() and all(tensor.is_cpu for tensor in tensors):
+            return None
+        return Located(self.devices, [(own, tensor.device) for own, tensor in zip(taken, tensors)], path, default)
+
+    # -- set-up calls, none of them in the steady state
+
+    def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """A method of the host at several workers at once."""
+        return self._call_all(_parts.ask_model, {worker: (self.key, method, more) for worker, more in args.items()})
+
+    def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
+        """A method of one host, after everything that was asked for before."""
+        commands = self.caller.control.sync()
+        return self.ask(method, {worker: (*args, commands)})[worker]
+
+    def _call_all(self, function: Any, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        agent, answers, error = self.agent, {}, None
+        futures = {}
+        for worker, more in args.items():
+            futures[worker] = agent.call_async(agent.resolve(worker), function, more, None, self.timeout)
+        for worker, future in futures.items():
+            try:
+                answers[worker] = future.wait()
+            except Exception as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+        return answers
+
+    def _open(self, packed: Mapping[str, _parts.Packed]) -> dict[str, bool]:
+        name = self.agent.name
+        try:
+            return self._call_all(
+                _parts.open_model,
+                {w: (self.key, name, p.blob, p.tensors, p.specs, self.timeout) for w, p in packed.items()},
+            )
+        except BaseException:
+            self._close_parts()
+            raise
+
+    def _close_parts(self) -> None:
+        """In two rounds: no slot is given back while anybody may write there, or has tensors there."""
+        try:
+            leased: Leased | None = {} if self._caller is None else self._caller.leased()
+        except TransferTimeout:
+            leased = None
+        for worker in self.workers:
+            try:
+                answer = self._call_all(_parts.stop_model, {worker: (self.key,)})[worker]
+            except TransferTimeout:
+                leased = None
+            except Exception:
+                continue  # lost, or shut down: nothing of ours is left there
+            else:
+                leased = None if leased is None else {**leased, **answer}
+        for worker in self.workers:
+            try:
+                self._call_all(_parts.close_model, {worker: (self.key, leased)})
+            except Exception:
+                continue
+        if self._caller is not None:
+            self._caller.close(leased)
+
+    # -- modes
+
+    def mode(self) -> int:
+        """The number of the present training and requires_grad flags; a new one is told to the owners once.
+
+        All flags are read in every step. A count of changes would be O(1), and would miss some: torch has no hook for
+        ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
+        owner would silently train what is frozen here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            flags = tuple(
+                (
+                    worker,
+                    tuple([module.training for module in self._modules[worker]]),
+                    tuple([parameter.requires_grad for parameter in self._parameters[worker]]),
+                )
+                for worker in self._modules
+            )
+        number = self._modes.get(flags)
+        if number is None:
+            number = len(self._modes) + 1
+            self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
+            self.caller.control.zeroing.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
+            self._modes[flags] = number
+        return number
+
+    # -- counters
+
+    def counters(self, everywhere: bool) -> dict[str, int]:
+        """See ``WrappedModel.counters``; ``steps`` are forwards of plans."""
+        totals = {"rpc_messages": 0, **self.agent.counters()}
+        totals["rpc_messages"] -= self._uncounted
+        totals["steps"], totals["plans"] = self.caller.steps, self.caller.plans.made
+        totals["dynamic_reads"] = 0
+        totals.update(self.caller.station.counts)
+        if everywhere and not self.closed:
+            before = self.agent.counters()["rpc_messages"]
+            for counts in self.ask("counters", dict.fromkeys(self.workers, ())).values():
+                for key, value in counts.items():
+                    totals[key] = totals.get(key, 0) + value
+            self._uncounted += self.agent.counters()["rpc_messages"] - before
+        return totals
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._close_parts()
+
+
+def _given(net: nn.Module, places: Places, path: str) -> torch.device | None:
+    """The device that the placement gives; of what stays here, the one where it lies now: it can be moved."""
+    if places.owner(path) == places.caller:
+        found: Any = net
+        for name in path.split(".") if path else ():
+            found = getattr(found, name, None)
+        tensors = (found,) if isinstance(found, torch.Tensor) else found.parameters() if isinstance(found, nn.Module) else ()
+        for tensor in tensors:
+            return tensor.device
+    return places.device(path)
+
+
+def _attribute(constants: Mapping[str, torch.Tensor], net: nn.Module, path: str) -> Any:
+    if path in constants:
+        return constants[path]
+    found: Any = net
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

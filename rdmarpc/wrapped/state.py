@@ -1,0 +1,162 @@
+"""What a wrapped model keeps beside its modules: the connection to the owners, and the plans of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..graph.caller.stage import Plan
+from ..graph.plan.analyze import TransferGraph, analyze
+from ..graph.trace.capture import TensorSpec, capture
+from ..graph.trace.methods import capture_by, methods_of
+from ..graph.trace.sites import input_names, name_inputs
+from ..graph.trace.sizes import Sizes
+from ..transport import NotSupported
+from .eager import Eager
+from .parameter import RemoteParameter
+from .session import Session
+from .signature import Miss, Signatures
+
+
+def state_of(model: nn.Module) -> State:
+    """Of a ``WrappedModel``. It lies in ``__dict__``, not among the attributes of a module: parts may have any name."""
+    state: State = model.__dict__["_rdmarpc"]
+    return state
+
+
+class State:
+    """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
+    ``forward_backward``. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the forward where no capture works. What
+    depends on the model's own training flag is given it (``training``): the flags of its modules are those of
+    ``session.stand_in``."""
+
+    def __init__(self, net: nn.Module, session: Session, method: str, chunks: int) -> None:
+        self.session, self.method, self.chunks = session, method, chunks
+        self.captured = ""
+        self.runner: Eager | None = None
+        self._methods = methods_of(method)
+        self._net, self._top = net, session.stand_in
+        self._signatures = Signatures(session.caller)
+        self._parameters = list(self._top.parameters())
+        # The modules whose forward is part of what is captured.
+        self._cut = [module for name, module in self._top.named_modules() if name and not session.places.whole(name)]
+
+    def plan(
+        self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, recurring: bool = False
+    ) -> Plan:
+        """The plan for inputs that ``flatten`` gave, ``tensors`` being those among the ``leaves``; captured and set up when
+        it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
+        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        grads = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass():
+            shapes = tuple([t.shape for t in tensors])
+            family = (
+                training,
+                tuple([module.training for module in self._cut]),
+                tuple([(t.dim(), t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors]),
+                tuple([parameter.requires_grad for parameter in self._parameters]),
+                constants,
+                tree,
+            )
+        try:
+            return self._signatures.plan(
+                family,
+                shapes,
+                lambda sizes: self._build(tensors, leaves, tree, training, sizes),
+                lambda: input_names(self._net, _joined(leaves, tree), len(tensors)),
+                recurring,
+            )
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
+
+    def eagerly(self, args: Any, kwargs: Any, training: bool, refused: Sequence[str] = ()) -> Any:
+        """Run the forward in Python. ``refused``: why no capture works."""
+        self._top.training = training
+        if self.runner is not None:
+            return self.runner.forward(args, kwargs)
+        # If this fails, it was the input that was wrong: the next one may be captured.
+        runner = Eager(self.session, self._top, self._skeleton)
+        result = runner.forward(args, kwargs)
+        self.runner, self.captured = runner, "\n".join(["eager", *refused])
+        return result
+
+    def _skeleton(self) -> nn.Module:
+        """The model without data, under the present flags."""
+        shape = self.session.shape
+        here = dict(self._top.named_modules(remove_duplicate=False))
+        for name, module in shape.named_modules(remove_duplicate=False):
+            module.training = here[name].training
+        flags = dict(self._top.named_parameters(remove_duplicate=False))
+        for name, parameter in shape.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(flags[name].requires_grad)
+        return shape
+
+    def _build(
+        self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, sizes: Sizes
+    ) -> TransferGraph:
+        session, join = self.session, _joined(leaves, tree)
+        self._top.training = training
+        taken = session.devices.taken(tensors)
+        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
+        shape, whole = self._skeleton(), session.places.whole
+        if sizes.varying or not sizes.known:
+            if "fx" not in self._methods:
+                raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")
+            found = capture(shape, specs, join, sizes, whole)
+        else:
+            found, refused = capture_by(self._methods, shape, specs, join, whole)
+            self.captured = "\n".join([found.how, *refused])
+        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
+        session.constants.update(found.constants)
+        located = session.located(tensors, taken)
+        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
+        graph.constants = {}  # they stay here
+        return graph
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """By worker."""
+        found: dict[str, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._top.parameters():
+                home = parameter.worker if isinstance(parameter, RemoteParameter) else self.session.agent.name
+                found[home] = found.get(home, 0) + parameter.numel() * parameter.element_size()
+        return found
+
+    def counters(self, everywhere: bool) -> dict[str, int]:
+        """See ``WrappedModel.counters``."""
+        totals = self.session.counters(everywhere)
+        totals["misses"] = self._signatures.misses
+        if self.runner is not None:
+            totals["steps"] += self.runner.steps - self.runner.calls
+            totals["misses"] += self.runner.misses.total()
+        return totals
+
+    def misses(self) -> list[Miss]:
+        """See ``WrappedModel.misses``."""
+        return self._signatures.missed() + (self.runner.missed() if self.runner is not None else [])
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves among the arguments of a forward, and their tree (``None``: positional tensors only)."""
+    if torch._C._is_any_autocast_enabled():
+        raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
+    if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+        return pytree.tree_flatten((args, kwargs))
+    return list(args), None
+
+
+def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """See ``capture``: what gives the arguments of the forward, with other tensors in the place of those among ``leaves``."""
+
+    def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+
+    return join
