@@ -20,11 +20,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from .processes import Group, WorkerFailed, run_job
-from .versions import versions
+from .harness.processes import Group, WorkerFailed, run_job
+from .harness.versions import versions
 
 if TYPE_CHECKING:
-    from .bench_report import BenchDisplay
+    from .latency.report import BenchDisplay
 
 CONF = str(Path(__file__).parent / "conf")
 QUICK_UP_TO = 4 << 20
@@ -36,8 +36,8 @@ QUICK_ROUNDS = 2
 @hydra.main(version_base="1.3", config_path=CONF, config_name="bench")
 def app(cfg: DictConfig) -> None:
     """One benchmark: run the workers, judge what they measured, write and show it."""
-    from .bench_report import BenchDisplay, print_tables
-    from .bench_rows import summary
+    from .latency.report import BenchDisplay, print_tables
+    from .latency.rows import summary
 
     job = checked(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -53,7 +53,7 @@ def app(cfg: DictConfig) -> None:
     bench = summary(display.records, job) | {"config": job, "versions": versions()}
     (folder / "bench.json").write_text(json.dumps(bench, indent=2) + "\n")
     if job["pair"]:
-        from .pictures_bench import draw_bench
+        from .latency.picture import draw_bench
 
         draw_bench(bench, folder / "bench.png")
     if job["json"]:
@@ -67,9 +67,9 @@ def app(cfg: DictConfig) -> None:
 def run(job: dict[str, Any], display: "BenchDisplay") -> None:
     """The parts that were asked for, one after the other; what they measure arrives at `display`."""
     if job["pair"]:
-        from . import bench_torch, bench_worker
+        from .latency import torch_worker, worker
 
-        pair = [Group("rdmarpc", bench_worker.main, 2), Group("torch RPC", bench_torch.main, 2, freeze=True)]
+        pair = [Group("rdmarpc", worker.main, 2), Group("torch RPC", torch_worker.main, 2, freeze=True)]
         links = multiprocessing.get_context("spawn").Pipe()
         try:
             run_job(pair, job | {"links": links}, display.on_event, job["timeout_s"])
@@ -77,23 +77,23 @@ def run(job: dict[str, Any], display: "BenchDisplay") -> None:
             for link in links:
                 link.close()
     if job["start"]:
-        from . import bench_start
+        from .latency import start
 
-        bench_start.measure(job, display.on_event)
+        start.measure(job, display.on_event)
     if job["autograd"]:
-        from . import bench_autograd
+        from .latency import autograd
 
-        run_job(bench_autograd.groups(), job, display.on_event, job["timeout_s"])
+        run_job(autograd.groups(), job, display.on_event, job["timeout_s"])
     if job["all_to_all"]:
-        from . import bench_all_to_all
+        from .latency import all_to_all
 
-        run_job(bench_all_to_all.groups(job["all_to_all"]), job, display.on_event, job["timeout_s"])
+        run_job(all_to_all.groups(job["all_to_all"]), job, display.on_event, job["timeout_s"])
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
-    from .bench_cells import NEW_FUNCTIONS
-    from .fresh import COUNT
+    from .latency.cells import NEW_FUNCTIONS
+    from .latency.fresh import COUNT
 
     job: Any = OmegaConf.to_container(cfg, resolve=True)
     if job["quick"]:
@@ -113,7 +113,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
         raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
     if job["all_to_all"] and job["all_to_all_torch"] == "auto":
-        from .bench_all_to_all import torch_transport
+        from .latency.all_to_all import torch_transport
 
         job["all_to_all_torch"] = torch_transport(job["all_to_all"])
     if not (job["pair"] or job["start"] or job["autograd"] or job["all_to_all"]):

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .floor import Floor
-from .processes import Group, Launcher, run_job
+from .harness.floor import Floor
+from .harness.processes import Group, Launcher, run_job
 
 NAMES = ("step", "forward_backward")
 

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .bench_verbs_workers import SMALL, perftest_main, rdmarpc_main, torch_main
-from .processes import Group, WorkerFailed, run_job
+from .harness.processes import Group, WorkerFailed, run_job
+from .rdma.workers import SMALL, perftest_main, rdmarpc_main, torch_main
 
 Medians = dict[tuple[str, int, str], float]
 

@@ -24,8 +24,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from .processes import Group, WorkerFailed, run_job
-from .versions import versions
+from .harness.processes import Group, WorkerFailed, run_job
+from .harness.versions import versions
 
 CONF = str(Path(__file__).parent / "conf")
 LIBRARIES = ("rdmarpc", "torch_rpc")
@@ -39,7 +39,7 @@ GRADIENTS_WITHIN = 1e-5
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cuda")
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables and the file. Fails where rdmarpc does, or where its gradients are wrong."""
-    from .cuda_report import print_tables, summary
+    from .gpus.report import print_tables, summary
 
     job = checked(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -62,7 +62,7 @@ class Found:
     """What came of the turns so far."""
 
     def __init__(self) -> None:
-        from .measure import Samples
+        from .harness.measure import Samples
 
         self.samples = Samples()
         self.machine: dict[str, Any] = {}
@@ -99,14 +99,14 @@ def run(job: dict[str, Any], folder: Path) -> Found:
 
 def turn(program: str, what: str, count: int, job: dict[str, Any], folder: Path, found: Found) -> None:
     """`count` new processes run a program of `cuda_workers`, from start to end."""
-    from . import cuda_workers
+    from .gpus import workers
 
     if (program, what) in found.failed:
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as place:
         given = job | {"program": program, "library": what, "meeting_place": place}
         try:
-            run_job([Group(what, cuda_workers.main, count)], given, found.on_event, job["timeout_s"])
+            run_job([Group(what, workers.main, count)], given, found.on_event, job["timeout_s"])
         except WorkerFailed as error:
             reasons = [path.read_text() for path in sorted(Path(place).glob("failed*"))]
             found.failed[program, what] = "; ".join(dict.fromkeys(reasons)) or str(error)

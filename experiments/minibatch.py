@@ -19,8 +19,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from .processes import Group, WorkerFailed, run_job
-from .versions import versions
+from .harness.processes import Group, WorkerFailed, run_job
+from .harness.versions import versions
 
 CONF = str(Path(__file__).parent / "conf")
 
@@ -30,8 +30,8 @@ CONF = str(Path(__file__).parent / "conf")
 @hydra.main(version_base="1.3", config_path=CONF, config_name="minibatch")
 def app(cfg: DictConfig) -> None:
     """One run: the workers measure, what they say is judged, written and shown."""
-    from .minibatch_report import print_table, summary
-    from .pictures_minibatch import draw_minibatch
+    from .exchange.picture import draw_minibatch
+    from .exchange.report import print_table, summary
 
     job = checked(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -64,19 +64,19 @@ def app(cfg: DictConfig) -> None:
 
 def groups(job: dict[str, Any]) -> list[Group]:
     """The pairs of processes that take turns."""
-    from . import minibatch_others, minibatch_worker
+    from .exchange import others, worker
 
-    found = [Group("rdmarpc", minibatch_worker.main, 2)]
+    found = [Group("rdmarpc", worker.main, 2)]
     if job["torch_rpc"]:
-        found.append(Group("torch RPC", minibatch_others.torch_rpc, 2, freeze=True))
+        found.append(Group("torch RPC", others.torch_rpc, 2, freeze=True))
     if job["grpc"]:
-        found.append(Group("gRPC", minibatch_others.grpc, 2, freeze=True))
+        found.append(Group("gRPC", others.grpc, 2, freeze=True))
     return found
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
-    from .paper_models import MODELS
+    from .exchange.models import MODELS
 
     job: Any = OmegaConf.to_container(cfg, resolve=True)
     unknown = [name for name in job["models"] if name not in MODELS]

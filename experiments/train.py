@@ -24,12 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from rdmarpc import transfers
 from rdmarpc.group import slurm
 
-from . import data, launched, torch_rpc, worker
-from .processes import Group, WorkerFailed, run_job
-from .versions import versions
+from .digits import data, torch_rpc, worker
+from .harness import launched
+from .harness.processes import Group, WorkerFailed, run_job
+from .harness.versions import versions
 
 if TYPE_CHECKING:
-    from .report import TrainingDisplay
+    from .digits.report import TrainingDisplay
 
 CONF = str(Path(__file__).parent / "conf")
 
@@ -43,8 +44,8 @@ def main(cfg: DictConfig) -> None:
         launched.run_here(worker.main, task, job, lambda group, event: None)
         return
 
-    from .pictures import draw_comm_comp
-    from .report import TrainingDisplay, training_table
+    from .digits.report import TrainingDisplay, training_table
+    from .harness.pictures import draw_comm_comp
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     display = TrainingDisplay(job)

@@ -16,8 +16,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import cuda
-from rdmarpc.experiments.cuda_report import print_tables, summary
-from rdmarpc.experiments.processes import WorkerFailed
+from rdmarpc.experiments.gpus.report import print_tables, summary
+from rdmarpc.experiments.harness.processes import WorkerFailed
 
 sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 from group import results, run_group

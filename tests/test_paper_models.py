@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rdmarpc as rpc
-from rdmarpc.experiments.paper_models import MODELS, Convolution, loss_of
+from rdmarpc.experiments.exchange.models import MODELS, Convolution, loss_of
 from rdmarpc.graph.plan.analyze import analyze
 from rdmarpc.graph.plan.place import place
 from rdmarpc.graph.show import describe as transfers

@@ -9,9 +9,9 @@ from typing import Any
 
 import rdmarpc as rpc
 
+from ..harness.processes import Launcher
 from . import models
 from .data import load_digits
-from .processes import Launcher
 from .training import PlainLoop, Record, blocks
 
 

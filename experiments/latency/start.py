@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .measure import Samples
-from .processes import OnEvent, WorkerFailed
+from ..harness.measure import Samples
+from ..harness.processes import OnEvent, WorkerFailed
 
 LAYERS = {"rdmarpc": "rdmarpc", "torch_rpc": "torch.distributed.rpc"}
 # By its text: as a module of our package it would import the package first.

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .paper_models import MODELS
+from .models import MODELS
 
 WAYS = {"traced": "rdmarpc", "always": "rdmarpc, staging", "torch_rpc": "torch RPC", "grpc": "gRPC"}
 ASKED = {"floor": "times the floor, at most", "staging": "times faster than staging, at least"}

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .measure import Samples, connected, identity, per_iteration, window
+from ..harness.measure import Samples, connected, identity, per_iteration, window
+from ..harness.processes import Launcher
 from .perftest import Perftest
-from .processes import Launcher
 
 ARRIVED, ANSWERED = 1, 2  # notifications
 IN_FLIGHT = 16

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
-from .bench_cells import CELLS, turns
-from .measure import LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
-from .processes import Launcher
+from ..harness.measure import LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
+from ..harness.processes import Launcher
+from .cells import CELLS, turns
 
 CALLS = 2_000
 

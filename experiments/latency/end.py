@@ -10,8 +10,8 @@ import torch
 
 from rdmarpc import transport
 
-from .floor import Floor
-from .measure import connected
+from ..harness.floor import Floor
+from ..harness.measure import connected
 
 ARRIVED, ANSWERED = 1, 2  # notifications
 TIMEOUT_S = 60.0

@@ -17,10 +17,10 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc.transport.words.kernels import copy, copy_past_caches
 
-from .floor import address_of
-from .measure import Samples, per_iteration
-from .paper_models import MODELS, Model, loss_of
-from .processes import Launcher
+from ..harness.floor import address_of
+from ..harness.measure import Samples, per_iteration
+from ..harness.processes import Launcher
+from .models import MODELS, Model, loss_of
 
 STEPS = 2
 """Real steps whose computation is taken, after one that does not count."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 
+from ..harness.processes import Launcher
 from . import models
 from .data import load_digits
-from .processes import Launcher
 from .training import Record, blocks
 
 

@@ -7,9 +7,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from .bench_report import time_text
-from .bench_rows import size_text
-from .pictures import BLUE, INK, QUIET, STYLE, VERMILLION
+from ..harness.pictures import BLUE, INK, QUIET, STYLE, VERMILLION
+from .report import time_text
+from .rows import size_text
 
 LINES = (
     ("torch_rpc", "torch RPC", VERMILLION, "s"),

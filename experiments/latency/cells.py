@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..harness.measure import identity, per_iteration
 from . import fresh
-from .measure import identity, per_iteration
 
 TENSORS = 8
 """So many in a call of `several`."""

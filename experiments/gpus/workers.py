@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .measure import identity, per_iteration
-from .processes import Launcher
+from ..harness.measure import identity, per_iteration
+from ..harness.processes import Launcher
 
 LIBRARIES = {
     "rdmarpc": ("rdmarpc", "rdmarpc.autograd"),

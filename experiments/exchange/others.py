@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .measure import Samples, per_iteration
-from .minibatch_worker import TIMEOUT_S, gradients, iterations, turns
-from .paper_models import MODELS
-from .processes import Launcher
+from ..harness.measure import Samples, per_iteration
+from ..harness.processes import Launcher
+from .models import MODELS
+from .worker import TIMEOUT_S, gradients, iterations, turns
 
 Exchange = Callable[[nn.Module], None]
 

@@ -6,8 +6,8 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from .minibatch_report import WAYS
-from .pictures import INK, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import INK, QUIET, SKY, STYLE, VERMILLION
+from .report import WAYS
 
 COLUMNS = 4
 

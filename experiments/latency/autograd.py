@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .measure import Samples
-from .processes import Group, Launcher
+from ..harness.measure import Samples
+from ..harness.processes import Group, Launcher
 
 OURS = "rdmarpc", "rdmarpc.autograd"
 THEIRS = "torch.distributed.rpc", "torch.distributed.autograd"

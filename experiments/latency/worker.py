@@ -13,10 +13,10 @@ import torch
 import rdmarpc as rpc
 from rdmarpc.calls import agent
 
-from .bench_cells import CELLS, turns
-from .bench_end import End
-from .measure import LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
-from .processes import Launcher
+from ..harness.measure import LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
+from ..harness.processes import Launcher
+from .cells import CELLS, turns
+from .end import End
 
 CALLS = 20_000
 

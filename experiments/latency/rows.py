@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .measure import Key
+from ..harness.measure import Key
 
 CASES = {
     "one_way": "one way",
@@ -145,7 +145,7 @@ COMPUTATIONS = {
 
 
 def autograd_row(case: str, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
-    """Microseconds over two workers, alone (``bench_autograd``), and above that. What torch RPC's threads, which never rest,
+    """Microseconds over two workers, alone (``latency/autograd``), and above that. What torch RPC's threads, which never rest,
     cost the computation alone is in its own time alone."""
     ours, theirs = median[case, 0, "rdmarpc"], median[case, 0, "torch_rpc"]
     above, theirs_above = median[case, 0, "rdmarpc_above"], median[case, 0, "torch_rpc_above"]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from .bench_rows import CASES, MEASURES, size_text
+from .rows import CASES, MEASURES, size_text
 
 
 class BenchDisplay:
@@ -160,7 +160,7 @@ def start_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """One line for each computation; `above` is what a layer takes more than the same alone (``bench_autograd``)."""
+    """One line for each computation; `above` is what a layer takes more than the same alone (``latency/autograd``)."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
     for column in ("alone", "rdmarpc", "above", "torch RPC", "above", "× torch", "of its above"):

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from .measure import Samples, nothing
-from .processes import Group, Launcher
+from ..harness.measure import Samples, nothing
+from ..harness.processes import Group, Launcher
 
 # By name, because a worker imports the one that it needs.
 OURS, THEIRS = "rdmarpc", "torch.distributed.rpc"

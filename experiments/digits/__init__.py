@@ -1,0 +1,1 @@
+"""Training on scikit-learn's digits (``train``)."""

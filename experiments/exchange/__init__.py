@@ -1,0 +1,1 @@
+"""Exchange of gradients by parameter servers, beside what others do (``minibatch``)."""

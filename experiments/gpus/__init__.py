@@ -1,0 +1,1 @@
+"""GPU memory between processes of one host (``cuda``)."""

@@ -1,0 +1,1 @@
+"""What every experiment needs: processes, floors, measurements, pictures."""

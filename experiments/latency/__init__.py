@@ -1,0 +1,1 @@
+"""The latencies of ``bench``, row by row."""

@@ -1,0 +1,1 @@
+"""The ``verbs`` device beside perftest (``bench_verbs``)."""
