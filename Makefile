@@ -1,4 +1,5 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
+# make smoke does something basic of each storey still work? 20 seconds, before every commit
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
@@ -14,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run test test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
+.PHONY: run smoke test test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -22,10 +23,20 @@ run: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m experiments.bench $(ARGS)
 
+# One test of each layer.
+SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_write_then_read_back tests/graph/plan/test_plan.py \
+	tests/graph/work/test_execute.py::test_gradients_of_inputs_and_steps tests/rpc/calls/test_calls.py::test_values \
+	tests/rpc/references/test_rref.py::test_pickling_asks_nobody tests/rpc/gradients/test_autograd_results.py::test_graphs_and_hooks \
+	tests/rpc/wrapped/test_wrap.py::test_every_device tests/rpc/served/test_served.py::test_one_worker_two_servers
+smoke: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 $(SMOKE)
+
 # Most tests wait more than they compute (for processes to start, for a limit to pass): they run two at once. Those that look at
 # times or at the memory of this process run alone.
-ALONE := tests/campaign tests/vm $(addsuffix .py,$(addprefix tests/rpc/test_,autograd_errors autograd_memory autograd_results \
-	calls errors observability silence) $(addprefix tests/transport/test_,cuda cuda_end heartbeat peers stress strangers tcp tls))
+ALONE := tests/campaign tests/vm tests/rpc/observe tests/transport/cuda tests/transport/tcp tests/transport/tls \
+	$(addsuffix .py,$(addprefix tests/,$(addprefix rpc/gradients/test_autograd_,errors memory results) \
+	$(addprefix rpc/calls/test_,calls errors) rpc/links/test_silence \
+	$(addprefix transport/contract/test_,peers stress) $(addprefix transport/peers/test_,heartbeat strangers)))
 test: $(INSTALLED)
 ifeq ($(ARGS),)
 	@status=0; \

@@ -1,4 +1,4 @@
-"""Draws a step of a pipeline over three workers with stages on GPUs: ``python tests/gpu_timeline.py docs/timeline_gpu.png``."""
+"""Draws a step of a pipeline over three workers with stages on GPUs: ``python -m tests.gpu_timeline docs/timeline_gpu.png``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 import gpu
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
 """What takes minutes to say anything, so it is not part of the test-suite:
 
-    python tests/soak.py calls SECONDS [shm|tcp] [WORKERS]
-    python tests/soak.py edges STEPS [shm|tcp] [SEED]
-    python tests/soak.py training STEPS [shm|tcp]
+    python -m tests.soak calls SECONDS [shm|tcp] [WORKERS]
+    python -m tests.soak edges STEPS [shm|tcp] [SEED]
+    python -m tests.soak training STEPS [shm|tcp]
 
 ``calls``: mixed calls between a few workers. After a warm-up (a fifth of the time) memory, arena, descriptors and threads of
 every worker are sampled; the run fails if the last third of the samples lies above the first. ``edges``: about so many
@@ -18,7 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -147,7 +146,6 @@ def grew(samples: list[dict[str, float]]) -> list[str]:
 
 
 def edges(steps: int, device: str = "shm", seed: int = 1) -> int:
-    sys.path.insert(0, str(Path(__file__).parent / "graph"))
     import stress
 
     failed = False

@@ -1,7 +1,7 @@
 """Both sides of calling, with everything they do noted for a timeline.
 
 ``Calls`` is the observer (``observer``) of an agent that records. What is noted are facts of one moment or of one span on one
-thread, as tuples; which of them belong to one call is found out when they are written down (``observe/events``). A call is named
+thread, as tuples; which of them belong to one call is found out when they are written down (``events``). A call is named
 by its caller's rank and number at both ends. Times: ns of ``time.monotonic_ns``.
 
     ("sent", rank, call, track, begin, end, kind, future, function, peer, bytes)    the calling side: pickled and written

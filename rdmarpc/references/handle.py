@@ -1,4 +1,4 @@
-"""Remote references: a value that stays on its owner, and handles to it that travel. ``references/context`` has the protocol."""
+"""Remote references: a value that stays on its owner, and handles to it that travel. ``context`` has the protocol."""
 
 from __future__ import annotations
 

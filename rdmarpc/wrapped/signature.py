@@ -5,7 +5,7 @@ plan with static edges. Other shapes run through the family's dynamic plan, whic
 misses. Shapes that come a second time get a static plan of their own, until the family has ``OWN_PLANS`` of these: so two
 batch sizes soon cost nothing, and lengths that never repeat set up nothing after the first miss.
 
-The dynamic plan of a family is traced with symbols for the dimensions that have varied so far (``graph.trace.sizes``); it is traced
+The dynamic plan of a family is traced with symbols for the dimensions that have varied so far (``graph/trace``); it is traced
 again when another dimension does. Shapes that its conditions exclude, and families that cannot be traced so, run through a
 plan in which every edge is dynamic.
 """

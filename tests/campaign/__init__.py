@@ -4,10 +4,3 @@
 draws what happens, ``worker`` and the workloads are the processes it happens to, ``supervisor`` starts and watches them,
 ``verdict`` judges what they wrote down; ``mutate`` and ``strangers`` are the other two kinds of attack.
 """
-
-import sys
-from pathlib import Path
-
-for _folder in (Path(__file__).parents[2], Path(__file__).parents[1]):  # the package's root, and the tests' helpers
-    if str(_folder) not in sys.path:
-        sys.path.append(str(_folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GPU = "needs GPUs"
-LEGACY = "asserts the names of torch's own events in its legacy profiler (ours: tests/rpc/test_observability.py)"
+LEGACY = "asserts the names of torch's own events in its legacy profiler (ours: tests/rpc/observe/test_observability.py)"
 INTERNAL = "replaces or calls internal functions of torch's own implementation"
 FAULTS = "drops or delays TensorPipe's messages by their kind, inside TensorPipe"
 BACKENDS = "chooses between backends by the type of the options; there is one here"

@@ -7,7 +7,7 @@ import sys
 
 from guest import FAILED, Guest, GuestFailed, show
 from image import Unavailable
-from suite import ROOT, TESTS, prewarm
+from suite import HELPERS, ROOT, prewarm
 
 LIMIT_S = 1200.0
 
@@ -15,9 +15,9 @@ LIMIT_S = 1200.0
 def main(arguments: list[str]) -> int:
     prewarm()
     with Guest() as guest:
-        guest.preload(("warm",), path=[TESTS])
+        guest.preload(("warm",), path=[HELPERS])
         guest.wait_preloaded(600.0)
-        program = [str(TESTS / "programs.py"), "-m", "experiments.bench_verbs", *arguments]
+        program = [str(HELPERS / "programs.py"), "-m", "experiments.bench_verbs", *arguments]
         return guest.run(program, show, python=True, cwd=ROOT, timeout=LIMIT_S)
 
 

@@ -25,7 +25,7 @@ from image import Unavailable, image
 from packets import needed
 
 ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
+HELPERS = ROOT / "tests" / "helpers"
 FOLDERS = ["tests/vm", "tests/transport"]
 SELECTED = "rdma and not slow"  # slow: gigabytes, and stress over many seconds
 EXPECTED = 223
@@ -49,7 +49,7 @@ def phase(name: str, guest: Guest | None = None) -> Iterator[None]:
 def prewarm() -> None:
     """On the host, where it takes seconds: byte code of modules and tests, and kernels compiled for a processor of no kind."""
     code = f"import sys, warm, pytest; sys.exit(pytest.main(['--collect-only', '-qq', '-m', '{SELECTED}', *{FOLDERS}]))"
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> int:
             stack.enter_context(guest)
         print(f"guest: Linux {version} under {guest.accel}", flush=True)
         with phase("imports, once", guest):
-            guest.preload(("warm",), path=[TESTS])
+            guest.preload(("warm",), path=[HELPERS])
             guest.wait_preloaded(600.0)
         before = counted(guest)
         with phase("tests", guest):

@@ -1,4 +1,4 @@
-"""The queues that all queue pairs of a ``verbs`` device share, and its port block: what the compiled loops (``words/completions``)
+"""The queues that all queue pairs of a ``verbs`` device share, and its port block: what the loops of ``words/completions``
 know of the device, laid out as ``PORT_*`` there."""
 
 from __future__ import annotations

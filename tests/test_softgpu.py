@@ -17,10 +17,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import softgpu
 import torch
 from torch import nn
-
-import softgpu
 
 pytestmark = pytest.mark.skipif(bool(softgpu.available()), reason=softgpu.available())
 

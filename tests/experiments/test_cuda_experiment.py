@@ -13,14 +13,12 @@ import gpu
 import programs
 import pytest
 import torch
+from group import results, run_group
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import cuda
 from rdmarpc.experiments.gpus.report import print_tables, summary
 from rdmarpc.experiments.harness.processes import WorkerFailed
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import results, run_group
 
 SMALL = ["rounds=1", "linear=20", "iterations=2", "batches=1", "sizes=[4000,40000]", "small_sizes=[4]", "small_times=5"]
 ONLY_SOFTWARE = pytest.mark.skipif(gpu.TYPE == "cuda", reason="this host has CUDA")

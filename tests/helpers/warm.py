@@ -20,7 +20,7 @@ import rdmarpc
 import rdmarpc.transport
 
 for _package in (rdmarpc, rdmarpc.graph, rdmarpc.transport):
-    for _module in pkgutil.iter_modules(_package.__path__, _package.__name__ + "."):
+    for _module in pkgutil.walk_packages(_package.__path__, _package.__name__ + "."):
         importlib.import_module(_module.name)
 
 # Half a minute in a guest (tests/vm), where no test needs them.

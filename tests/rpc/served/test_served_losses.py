@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from group import Meeting, die, on_every_device, results, run_group
 from halt import halt
 from torch import nn
 
@@ -23,9 +22,6 @@ from rdmarpc.calls import agent
 from rdmarpc.graph.servers.server import Server
 from rdmarpc.served import serving
 from rdmarpc.served.model import ServedModel
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import Meeting, die, on_every_device, results, run_group
 
 TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
 P = 1.0

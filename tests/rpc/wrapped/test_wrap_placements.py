@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_capture import NESTED, Gpt, Nested
 from test_wrap import STEADY, assert_same_state, batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import wrap
 from rdmarpc.ground import here
-
-sys.path.insert(0, str(Path(__file__).parent / "graph"))
-from test_capture import NESTED, Gpt, Nested
 
 
 def train_both(model: nn.Module, twin: nn.Module, inputs: list[tuple[torch.Tensor, torch.Tensor]], optimizer: Any) -> None:

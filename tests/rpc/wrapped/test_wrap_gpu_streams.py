@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gpu
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from group import die, results, run_group
 from test_wrap import on_driver
 from test_wrap_gpu import (
     CHAIN,
@@ -32,9 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import rdmarpc as rpc
 from rdmarpc import wrap
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import die, results, run_group
 
 pytestmark = pytest.mark.gpu
 

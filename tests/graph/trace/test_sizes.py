@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import wrap_models as models
 from torch import nn
 
 from rdmarpc.graph.plan.analyze import TransferGraph, analyze
@@ -15,9 +13,6 @@ from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
 from rdmarpc.graph.trace.sizes import FREE, Sizes
 from rdmarpc.graph.wire.metadata import Metadata, metadata_bytes
 from rdmarpc.transport import NotSupported, RemoteAccessError, RemoteRegion
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import wrap_models as models
 
 
 def cut(

@@ -6,17 +6,16 @@ import copy
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from group import die, dismiss, results, run_group, until_dismissed
 from halt import halt
 from torch import nn
 
@@ -25,9 +24,6 @@ from rdmarpc.served import serving
 from rdmarpc.served.model import place, state_of
 from rdmarpc.served.servers import _open
 from rdmarpc.transport import PeerLost
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import die, dismiss, results, run_group, until_dismissed
 
 SERVERS = ["worker1", "worker2"]
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from group import die, may_stage, results, run_group
 from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import wrap
 from rdmarpc.calls import agent
 from rdmarpc.ground import here
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import die, may_stage, results, run_group
 
 DEVICES = ["shm", "tcp"]
 STEADY = ("registrations", "bytes_staged", "rpc_messages", "plans")

@@ -6,23 +6,19 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from halt import halt
+from test_wrap import assert_same_state, both, drive
 from torch import nn
+from wrap_models import Dawdling
 
 import rdmarpc as rpc
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from test_wrap import assert_same_state, both, drive
-from wrap_models import Dawdling
 
 SIZES = (4,) * 18 + (7, 2)
 """Of batches; more than there are plans."""

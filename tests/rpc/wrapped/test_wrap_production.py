@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from test_wrap import assert_same_state, both, drive
 
 import rdmarpc as rpc
 from rdmarpc.transport.tcp.channel import TcpChannel
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
 
 WIDTH, BATCH = 1024, 512  # 2 MiB a tensor
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from group import results, run_group
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,9 +20,6 @@ from rdmarpc.graph.show.describe import describe
 from rdmarpc.graph.trace.capture import TensorSpec
 from rdmarpc.graph.trace.methods import capture_by, methods_of
 from rdmarpc.wrapped.placing import resolve
-
-sys.path.insert(0, str(Path(__file__).parent / "rpc"))
-from group import results, run_group
 
 SERVERS = ["worker1", "worker2"]
 PRINTED = {

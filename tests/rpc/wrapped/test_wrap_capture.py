@@ -11,16 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from test_capture import Nested, Shapes
+from test_methods import install
 from test_wrap import assert_same_state, batches, both, drive
 from test_wrap_placements import train_both
 from torch import nn
 
 import rdmarpc as rpc
 from rdmarpc import wrap
-
-sys.path.insert(0, str(Path(__file__).parent / "graph"))
-from test_capture import Nested, Shapes
-from test_methods import install
 
 
 class Experts(nn.Module):

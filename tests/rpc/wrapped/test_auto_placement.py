@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_capture import Gpt, Nested
 from torch import nn
 
 from rdmarpc import auto_placement
 from rdmarpc.wrapped.balance import _Seconds, partition
 from rdmarpc.wrapped.placing import resolve
-
-sys.path.insert(0, str(Path(__file__).parent / "graph"))
-from test_capture import Gpt, Nested
 
 
 @given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 4))

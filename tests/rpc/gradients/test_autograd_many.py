@@ -273,7 +273,7 @@ def in_one_context(rank):
     if rank == 0:
         tensor = torch.rand(4, 4).double().requires_grad_()
         with autograd.context() as context_id:
-            # Nodes that wait for one another (see ``gradients/local``): what is sent depends on what came, and a part is never used.
+            # Nodes that wait for one another: what is sent depends on what came, and a part is never used.
             one = Counted.apply(tensor * 2)
             two = Counted.apply(rpc.rpc_sync("worker1", part, (one,)))
             three = Counted.apply(two + one)

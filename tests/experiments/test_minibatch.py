@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import minibatch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_it_measures_every_way(tmp_path: Path) -> None:

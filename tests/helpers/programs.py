@@ -15,7 +15,7 @@ from pathlib import Path
 
 from forks import forks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG = 1
 
 
