@@ -178,8 +178,11 @@ def page(before: str) -> str:
     introductions, sentences = kept(before)
     lines = [introductions.get("", "# Reference"), ""]
     for module in MODULES:
-        lines += [f"## {module}", "", introductions.get(module, ""), "", "```python"]
+        lines += [f"## {module}", "", introductions.get(module, ""), ""]
         names = shown(module)
+        if not names:
+            continue
+        lines.append("```python")
         private = [name for name in names if name.startswith("_")]
         modules = [name for name, value in names.items() if isinstance(value, ModuleType)]
         for name in [name for name in names if name not in private + modules]:
