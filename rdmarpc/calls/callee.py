@@ -99,7 +99,6 @@ class Answering:
 
     def __init__(self, link: Link, frame: Frame) -> None:
         self.link, self.frame, self.call = link, frame, frame.call
-        self.control = frame.flags & CONTROL
 
 
 class Callee:
@@ -209,7 +208,10 @@ class Callee:
                     self._distrust(link, error)
                 self._fail(answering, error)
                 return
-            self._reply(answering, answer)
+            if observer is None:
+                self._answer(answering, answer)
+            else:
+                self._reply(answering, answer)
         finally:
             self.running.pop(thread, None)
             if observer is not None:
@@ -265,7 +267,7 @@ class Callee:
         inner = getattr(function, "_wrapped_async_rpc_function", None)
         if inner is TOLD_WHO:
             args = (link.worker, *args)
-        if torch_profiler._is_profiler_enabled and not answering.control:
+        if torch_profiler._is_profiler_enabled and not answering.frame.flags & CONTROL:
             function = profiled.serving(function, args, link.name, self.me.name)
         try:
             answer = [function(*args, **kwargs) if context is None else _within(context, function, args, kwargs)]
@@ -376,7 +378,7 @@ class Callee:
         if answering.rref is not None:
             self.rrefs.store.fulfil(answering.rref, result)
             result = None
-        flags, payload, message = answering.control, b"", 0
+        flags, payload, message = answering.frame.flags & CONTROL, b"", 0
         try:
             if context is not None:
                 result = unbound(result, {})
@@ -463,7 +465,8 @@ class Callee:
         if self.rrefs.closed:
             return  # it may have failed because we leave: the end of the link says so
         payload = errors.dump(error, self.me)
-        if not answering.control:
+        control = answering.frame.flags & CONTROL
+        if not control:
             self.failures.tell(error, errors.text_of(payload))
         if rref is not None:
             # The creator learns that the reference exists; the error waits for whoever fetches the value.
@@ -477,7 +480,7 @@ class Callee:
             kept = None
             if len(payload) > MAX_BODY:
                 kept = self._lend(link, call, [])
-            self.post.send(link, ERROR, call, answering.control, NOTHING, b"", payload, kept)
+            self.post.send(link, ERROR, call, control, NOTHING, b"", payload, kept)
         except PeerLost:
             self.dropped += 1
             self.release(link, call)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -57,20 +57,10 @@ from .timeouts import Timeouts
 _CALL = ("function", "args", "kwargs")
 
 
-class _Pickled(NamedTuple):
-    """A call as it is sent, without its large tensors."""
-
-    name: bytes
-    """Of the function, by reference; empty: the payload has it."""
-    label: bytes | str
-    """What the call is in signatures (``grants``)."""
-    payload: bytes
-    flags: int
-    tensors: list[torch.Tensor] | None
-    parts: list[torch.Tensor]
-    """Tensors that require grad and travel in the payload."""
-    lone: tuple[bytes, bytes] | None
-    """The one small tensor that is all arguments: table and data."""
+_Pickled = tuple[bytes, bytes | str, bytes, int, list[torch.Tensor] | None, list[torch.Tensor], tuple[bytes, bytes] | None]
+"""A call as it is sent, without its large tensors: the function by reference (empty: the payload has it); what the call is in
+signatures (``grants``); payload; flags; large tensors; tensors that require grad and travel in the payload; table and data of
+the one small tensor that is all arguments."""
 
 
 def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, flags: int) -> _Pickled:
@@ -97,11 +87,7 @@ def _pickle(to: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         flags |= REFERENCE
     if lone is None and hasattr(function, "_names_callee"):
         label = serialize.label(function, args)
-    # Not by name: see ``link.Link.read``.
-    return _new_pickled(_Pickled, (name, label, payload, flags, tensors, parts, lone))
-
-
-_new_pickled = tuple.__new__
+    return name, label, payload, flags, tensors, parts, lone
 
 
 def _place(
