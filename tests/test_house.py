@@ -40,7 +40,7 @@ ORDER = {
     "rdmarpc": [
         ["constants.py", "functions.py"],
         ["ground"],
-        ["message"],
+        ["message", "polling"],
         ["options.py"],
         ["group"],
         ["links"],
@@ -60,7 +60,7 @@ ORDER = {
 
 FILES, LINES, FUNCTION, METHODS = 12, 600, 60, 25
 """At most: files of a room without its charter, lines of a file, of a function without its docstring, methods of a class."""
-WIDE = {"Progress", "Links"}
+WIDE = {"Links"}
 LONG = {"relay": "one compiled loop over both directions of a stream, whose state are its local variables"}
 
 BEAR_NAMES = {"rdmarpc/cli", "rdmarpc/optim"}

@@ -27,12 +27,13 @@ from ..group.members import Members
 from ..links import holding
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
 from ..links.post import Post
-from ..links.progress import Progress
 from ..links.reading import Handler, Reading
 from ..links.ring import Link
 from ..links.table import Links, listens
 from ..message import gpu, permits, serialize
 from ..options import RpcBackendOptions
+from ..polling.pool import Pool
+from ..polling.role import Role
 from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
@@ -89,8 +90,9 @@ class Agent:
         if options.require:
             _check_ways(self.group, self.device)
         poller = self.device.poller()
-        self.progress = Progress(poller, options.num_worker_threads, "rdmarpc")
-        undo.callback(self.progress.stop)
+        self.role = Role(poller)
+        self.pool = Pool(self.role, options.num_worker_threads, "rdmarpc")
+        undo.callback(self.pool.stop)
 
         # What outlives calls: references and contexts; then the links, and what goes over them.
         self.outstanding = Outstanding()
@@ -100,12 +102,12 @@ class Agent:
             self.number,
             names=self.group.name_of,
             new_id=self.new_id,
-            run=self.progress.owe,
+            run=self.pool.owe,
             under_way=self.outstanding.creates,
             knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
-        self.links = Links(self.device, poller, self.group, self.progress, self._ended, self.rrefs.lost, options.peer_timeout)
+        self.links = Links(self.device, poller, self.group, self.pool, self._ended, self.rrefs.lost, options.peer_timeout)
         self._links = self.links.by_worker
         self._carrier = Carrier(self.number, self.device.name, self.links, self.rrefs)
         self.contexts = Contexts(self.number, partial(_tell_end, self.links))
@@ -115,13 +117,13 @@ class Agent:
 
         # Both sides of calling; from here on peers are heard.
         distrust = self.links.distrust
-        self.caller: Caller = Caller(self.device, self.progress, self.post, self.rrefs, self.outstanding, distrust)
+        self.caller: Caller = Caller(self.device, self.role, self.pool, self.post, self.rrefs, self.outstanding, distrust)
         undo.callback(self.caller.stop)
-        self.callee: Callee = Callee(self.device, self.progress, self.post, self.me, self.rrefs, self.contexts, distrust)
+        self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        resume = partial(holding.resume, self.callee)
-        self.reading = Reading(self.links, self.progress, self.device.name, resume, _takes(self))
-        self.progress.start(self.reading.read)
+        self.reading = Reading(self.links, self.role, self.device.name, partial(holding.resume, self.callee), _takes(self))
+        self.role.read = self.reading.read
+        self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
 
     def _open_gpus(self) -> None:
@@ -320,7 +322,7 @@ class Agent:
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
                 link.flush()
-                self.progress.submit(partial(holding.resume, self.callee, link))
+                self.pool.submit(partial(holding.resume, self.callee, link))
         if gpu.current is not None:
             gpu.current.sweep()
 
@@ -336,7 +338,7 @@ class Agent:
     def idle(self) -> bool:
         """Whether no user's call is outstanding here, and no function runs."""
         held = any(link.held.any for link in list(self.links.rows.values()))
-        return not (held or self.progress.busy) and self.outstanding.idle
+        return not (held or self.pool.busy) and self.outstanding.idle
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leave the group. The local part is always done, whatever is raised."""
@@ -375,7 +377,7 @@ class Agent:
         self.caller.stop()
         self.termination.fail(error)
         self._fail_calls(error)
-        self.progress.stop()
+        self.pool.stop()
         self.links.stop()
         self.device.close()
         self.contexts.clear()  # not before: who still asks for one is to hear that we are gone, not that it is
@@ -389,7 +391,8 @@ class Agent:
                 self._at_close.pop()()
             except Exception as reason:  # the rest has to be closed, too
                 self.guard.note(reason, "closing what this worker had")
-        self.progress.end()
+        self.pool.end()
+        self.role.end()
         self.reading.close()
         self.links.close()
         self._lost_callbacks.clear()
@@ -415,7 +418,7 @@ class Agent:
 
 def _takes(agent: Agent) -> dict[int, Handler]:
     """Who takes which kind of frames."""
-    callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.progress.jobs
+    callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
     return {
         REQUEST: callee.accept,
         RESPONSE: agent.caller.answer,

@@ -45,7 +45,6 @@ from ..links.frames import (
     response_payload,
 )
 from ..links.post import Post
-from ..links.progress import Progress
 from ..links.promises import Promises
 from ..links.ring import MAX_BODY, Link
 from ..message import permits, serialize
@@ -61,6 +60,7 @@ from ..message.tensors import (
     unpack,
     unpack_lone,
 )
+from ..polling.pool import Pool
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.unsent import take_back
@@ -107,7 +107,7 @@ class Callee:
     def __init__(
         self,
         device: Device,
-        progress: Progress,
+        pool: Pool,
         post: Post,
         me: WorkerInfo,
         rrefs: RRefContext,
@@ -115,7 +115,7 @@ class Callee:
         distrust: Callable[[Link, RdmaError], None],
     ) -> None:
         """``distrust``: see ``Caller``."""
-        self.device, self.progress, self.post, self.memory = device, progress, post, post.memory
+        self.device, self.pool, self.post, self.memory = device, pool, post, post.memory
         self.me, self.rrefs, self.contexts, self._distrust = me, rrefs, contexts, distrust
         self.observer: Serving | None = None
         self.running: dict[int, Answering] = {}
@@ -139,7 +139,7 @@ class Callee:
             self._introduce(link, frame)
         if self.observer is not None:
             self.observer.came(link, frame)
-        self.progress.jobs.append(partial(self._serve, Answering(link, frame)))
+        self.pool.jobs.append(partial(self._serve, Answering(link, frame)))
 
     def release(self, link: Link, call: int) -> None:
         """The peer has read what a response left in our memory."""

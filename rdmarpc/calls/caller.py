@@ -41,10 +41,11 @@ from ..links.frames import (
     request_payload,
 )
 from ..links.post import Post
-from ..links.progress import Progress
 from ..links.ring import Link, Room
 from ..message import serialize
 from ..message.tensors import NOTHING, Landing, Memory, Outgoing, describe_all, pack, pack_lone, size_classes
+from ..polling.pool import Pool
+from ..polling.role import Role
 from ..references.context import RRefContext
 from ..references.unsent import take_back
 from ..transport import ArenaFull, Device, PeerLost, RdmaError, TransferTimeout
@@ -123,7 +124,8 @@ class Caller:
     def __init__(
         self,
         device: Device,
-        progress: Progress,
+        role: Role,
+        pool: Pool,
         post: Post,
         rrefs: RRefContext,
         outstanding: Outstanding,
@@ -131,9 +133,9 @@ class Caller:
     ) -> None:
         """``distrust`` ends a link (from any thread, without waiting) by which something came that its peer had no right to
         say."""
-        self.device, self.progress, self.post, self.rrefs = device, progress, post, rrefs
+        self.device, self.role, self.pool, self.post, self.rrefs = device, role, pool, post, rrefs
         self.pending, self.expired = outstanding.pending, outstanding.expired
-        self.futures: dict[int, object] = progress.outstanding
+        self.futures: dict[int, object] = role.outstanding
         """Those of ``pending`` that users hold futures of."""
         self.refused = 0
         """Answers to calls that were made to another worker."""
@@ -141,7 +143,7 @@ class Caller:
         self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
         self._decode = self.answers.decode
         self._calls = itertools.count(1)
-        progress.finish = self._finish_all
+        pool.finish = self._finish_all
         self.timeouts = Timeouts(self.pending, self._give_up)
         self._ticking = self.timeouts.ticking
 
@@ -225,13 +227,13 @@ class Caller:
             self._ticking.set()
         if not pending.control:
             self.futures[pending.call] = pending
-            self.progress.linger(now)
+            self.role.linger(now)
 
     def _post(self, pending: Pending, flags: int, out: Outgoing, name: bytes, payload: bytes) -> None:
         link = pending.link
         if link.full and not flags & CONTROL:
             # The peer has not read for a while, and as many requests are queued for it as may be.
-            room = self.progress.wait_for(Room(link), pending.deadline)
+            room = self.role.wait_for(Room(link), pending.deadline)
             if not room or pending.call not in self.pending:  # the thread of timeouts was faster, or the loss was told
                 raise pending.timed_out()
         dropped = None
@@ -262,7 +264,7 @@ class Caller:
         elif self.pending.pop(frame.call, None) is not None:
             self._answer(pending, frame)
         elif self.expired.pop(frame.call, None) is not None:
-            self.progress.jobs.append(partial(self._bury, pending, frame))
+            self.pool.jobs.append(partial(self._bury, pending, frame))
 
     def _begin_reading(self, pending: Pending, frame: Frame) -> None:
         if not pending.arriving:  # a call is answered once
@@ -275,9 +277,9 @@ class Caller:
         lost = pending.link.channel.error is not None  # whoever deals with the loss answers the call
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
-            self.progress.interrupt()
+            self.role.interrupt()
         elif self.expired.pop(pending.call, None) is not None and not lost:
-            self.progress.submit(partial(self._bury, pending, fetch))
+            self.pool.submit(partial(self._bury, pending, fetch))
 
     def _expect_rest(self, pending: Pending, fetch: Fetch) -> None:
         """Not all of an answer had come at its call's deadline: it is taken when it is here."""
@@ -295,26 +297,26 @@ class Caller:
                     # may want the landing places that the answer brings.
                     self._complete(future, pending, answer)
                     pending.done = True
-                    self.progress.completed()
+                    self.role.completed()
                     return
                 # This thread reads the rings. Completing a future may run code of users (callbacks of ``collect_all`` are
                 # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
                 self._forget_finished()
-                self.progress.unfinished.append(pending)
-                self.progress.completed()
+                self.role.unfinished.append(pending)
+                self.role.completed()
                 return
         pending.answers.append(answer)
         if future is None or pending.waited:
             pending.done = True
-            self.progress.completed()
+            self.role.completed()
             return
-        self.progress.owe(partial(self._finish_elsewhere, pending))
+        self.pool.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
         """Of the answers that nobody had come for, those at the front that somebody came for since."""
-        unfinished = self.progress.unfinished
+        unfinished = self.role.unfinished
         while unfinished:
             try:
                 head = unfinished.popleft()
@@ -327,17 +329,17 @@ class Caller:
     def _finish_elsewhere(self, pending: Pending) -> None:
         pending.done = True
         self.finish(pending)
-        self.progress.completed()
+        self.role.completed()
 
     def _finish_all(self) -> None:
-        unfinished = self.progress.unfinished
+        unfinished = self.role.unfinished
         while unfinished:
             try:
                 pending = unfinished.popleft()
             except IndexError:  # another thread was faster
                 break
             self.finish(pending)
-        self.progress.completed()
+        self.role.completed()
 
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
@@ -383,7 +385,7 @@ class Caller:
         """Wait for the answer of a call without a future, and decode it."""
         try:
             try:
-                answered = self.progress.wait_for(pending, pending.deadline)
+                answered = self.role.wait_for(pending, pending.deadline)
             except BaseException:
                 self.abandon(pending)
                 raise
@@ -410,7 +412,7 @@ class Caller:
             # It is being entered: where somebody has a future, soon, by the pool.
             self.expired.pop(pending.call, None)
             if pending.future is None:
-                self.progress.wait_for(pending)
+                self.role.wait_for(pending)
             return False
         pending.expired = True
         return True
@@ -419,7 +421,7 @@ class Caller:
         """Nobody wants the answer any more: an interrupt, or what else a handler of a signal raises, has taken the waiting
         thread away, or another call of several has failed."""
         if not self._expect_late(pending):
-            self.progress.submit(partial(self._bury, pending, pending.answers.pop()))
+            self.pool.submit(partial(self._bury, pending, pending.answers.pop()))
 
     def _give_up(self, pending: Pending) -> None:
         if not self._expect_late(pending):
@@ -458,7 +460,7 @@ class Caller:
                 self._answer(pending, error)
                 if pending.future is not None and not pending.future.has_callbacks:
                     self.finish(pending)
-        self.progress.interrupt()
+        self.role.interrupt()
         return found
 
     def stop(self) -> None:

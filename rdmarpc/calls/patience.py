@@ -15,8 +15,9 @@ from typing import Protocol
 
 import torch
 
-from ..links.progress import Progress
 from ..links.table import Links
+from ..polling.pool import Pool
+from ..polling.role import Role
 from ..transport import ArenaFull, Channel, Device
 from ..transport.memory.arena import Arena, size_class
 from .callee import Callee
@@ -31,7 +32,8 @@ class Worker(Protocol):
     """Whoever holds memory here, and waits for it."""
 
     device: Device
-    progress: Progress
+    role: Role
+    pool: Pool
     links: Links
     caller: Caller
     callee: Callee
@@ -47,7 +49,7 @@ class Patience:
         self._agent = weakref.proxy(agent)
         self._arena: Arena = agent.device.arena
         self._waiting: set[int] = set()
-        """The threads of the pool that wait here, by ``Progress.slot``: none of them frees anything meanwhile."""
+        """The threads of the pool that wait here, by ``Pool.slot``: none of them frees anything meanwhile."""
         self.waits = 0
         """Allocations that had to wait, ever."""
 
@@ -57,12 +59,12 @@ class Patience:
         try:
             return channel.pool.run(nbytes)
         except ArenaFull as full:
-            if self._agent.progress.reading:
+            if self._agent.role.reading:
                 raise
             return self._wait(channel, nbytes, deadline, full)
 
     def _wait(self, channel: Channel, nbytes: int, deadline: float | None, full: ArenaFull) -> torch.Tensor:
-        slot = self._agent.progress.slot
+        slot = self._agent.pool.slot
         self._waiting.add(slot)
         try:
             return self._retry(channel, nbytes, deadline, full)
@@ -88,7 +90,7 @@ class Patience:
                 hope = now
             if now >= limit or now - hope >= _GRACE_S:
                 break
-            self._agent.progress.pause(min(pause, limit - now))
+            self._agent.role.pause(min(pause, limit - now))
             pause = min(2 * pause, _LAST_PAUSE_S)
         waited = time.monotonic() - begin
         held = [f"{what} {nbytes} bytes" for what, nbytes in self.holders().items() if nbytes]
@@ -100,7 +102,7 @@ class Patience:
         """Whether something runs, or is lent, that may free memory when it ends."""
         agent = self._agent
         return bool(
-            agent.progress.others_run(self._waiting)
+            agent.pool.others_run(self._waiting)
             or not agent.callee.settled
             or any(link.held.reading for link in list(agent.links.rows.values()))
             or agent.callee.handovers.outstanding

@@ -14,9 +14,9 @@ from ..ground.futures import fail
 from ..links.fetches import Fetch
 from ..links.frames import Frame
 from ..links.grants import Signature
-from ..links.progress import Progress
 from ..links.ring import Link
 from ..message.tensors import Landing
+from ..polling.role import Role
 from ..transport import TransferTimeout, bare
 
 Answer = Frame | Fetch | Exception
@@ -36,7 +36,7 @@ class Waiting(Protocol):
 class Asked(Protocol):
     """The side of this worker that calls, as far as its calls have to ask it."""
 
-    progress: Progress
+    role: Role
 
     @property
     def observer(self) -> Waiting | None: ...
@@ -185,7 +185,7 @@ class Future(torch.futures.Future[Any]):
         pending.waited = True
         if not pending.answers:
             # Else it is left to a thread of the pool already, and all of these may be busy, with us for one.
-            self._caller.progress.wait_for(pending)
+            self._caller.role.wait_for(pending)
         self._caller.finish(pending)
 
     def done(self) -> bool:

@@ -282,7 +282,7 @@ class Driven(Wave):
             while self._calls:
                 if len(self._calls) > 1:
                     deadlines = [call.deadline for call in self._calls if call.deadline is not None]
-                    self.agent.progress.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
+                    self.agent.role.wait_for(_AnyOf(self._calls), min(deadlines, default=None))
                 call = next((call for call in self._calls if call.done), self._calls[0])
                 self._calls.remove(call)
                 answer = call.result()

@@ -11,16 +11,16 @@ from functools import partial
 from typing import Protocol
 
 from ..message.tensors import Memory
+from ..polling.pool import Pool
 from .fetches import Fetch
 from .frames import Frame
-from .progress import Progress
 from .ring import Link
 
 
 class Server(Protocol):
     """Whoever serves requests. All here runs on threads of its pool, but for ``resume``."""
 
-    progress: Progress
+    pool: Pool
     memory: Memory
 
     def begin(self, link: Link, request: Fetch) -> None:
@@ -36,7 +36,7 @@ def hold(server: Server, link: Link, frame: Frame) -> None:
 def resume(server: Server, link: Link) -> None:
     """The peer may have taken its answers. Never blocks; by the reader of the rings, which sees to the jobs."""
     if link.held.any and not link.crowded:
-        server.progress.jobs.append(partial(_go_on, server, link))
+        server.pool.jobs.append(partial(_go_on, server, link))
 
 
 def _go_on(server: Server, link: Link) -> None:
@@ -48,7 +48,7 @@ def _go_on(server: Server, link: Link) -> None:
     if request is None:
         return
     if link.held.any:
-        server.progress.submit(partial(_go_on, server, link))
+        server.pool.submit(partial(_go_on, server, link))
     server.begin(link, request)
 
 
@@ -58,7 +58,7 @@ def _advance(server: Server, link: Link, request: Fetch) -> None:
         link.held.over()
     else:
         link.held.reads(1)
-        work.then(lambda: server.progress.submit(partial(_came, server, link, request)))
+        work.then(lambda: server.pool.submit(partial(_came, server, link, request)))
 
 
 def _came(server: Server, link: Link, request: Fetch) -> None:

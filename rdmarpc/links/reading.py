@@ -6,10 +6,10 @@ import struct
 import time
 from collections.abc import Callable
 
+from ..polling.role import Role
 from ..transport import Poller, RdmaError
 from ..transport.peers.guard import Guard, broken_by
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
-from .progress import Progress
 from .ring import Link
 from .table import Links
 
@@ -31,10 +31,10 @@ class Reading:
     from which requests are held."""
 
     def __init__(
-        self, links: Links, progress: Progress, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
+        self, links: Links, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
     ) -> None:
         """``takes``: by kind of frames."""
-        self._links, self._rows, self._completed = links, links.rows, progress.completed
+        self._links, self._rows, self._completed = links, links.rows, role.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
         self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from ..ground import exits
 from ..group.group import Group
 from ..group.members import Record
+from ..polling.pool import Pool
 from ..transport import (
     GIVEN_UP,
     GONE,
@@ -32,7 +33,6 @@ from ..transport import (
 )
 from ..transport.peers.ended import nobody
 from ..transport.peers.guard import Guard, broken_by, hint_for
-from .progress import Progress
 from .ring import RING, Link
 
 _HELLO = struct.Struct("<4sQ")  # magic, number
@@ -92,12 +92,12 @@ class Links:
         device: Device,
         poller: Poller,
         group: Group,
-        progress: Progress,
+        pool: Pool,
         ended: Callable[[Link, RdmaError], list[Any]],
         missed: Callable[[int, RdmaError], None],
         peer_timeout: float,
     ) -> None:
-        self._device, self._poller, self._group, self._progress = device, poller, group, progress
+        self._device, self._poller, self._group, self._pool = device, poller, group, pool
         self._ended, self._missed = ended, missed
         self._own_pool = device.pool()
         """For a connection to ourselves: both ends have the same, as one process's words lie in it for either."""
@@ -380,7 +380,7 @@ class Links:
         """Deal with a loss on a thread of its own: those of the pool may all be inside functions of users, for as long as they
         like, and one loss need not wait for the callbacks of another."""
         if not self._spawn(job, "rdmarpc-loss"):
-            self._progress.submit(job)
+            self._pool.submit(job)
 
     def _spawn(self, job: Callable[[], None], name: str) -> bool:
         """Run it on a thread of its own. ``False``: this process may have no more threads."""

@@ -49,13 +49,13 @@ def debug_info() -> dict[str, int]:
     answers, or sends their data), ``lent`` (bytes of results that it has still to READ); ``device.*``: see ``counters``.
     """
     agent = _agent.current()
-    progress, pending = agent.progress, list(agent.caller.pending.values())
+    pool, pending = agent.pool, list(agent.caller.pending.values())
     info = {
         "agent.thread_pool_size": agent.options.num_worker_threads,
-        "agent.num_threads": sum(thread.is_alive() for thread in list(progress._threads)),
-        "agent.num_idle_threads": len(progress._idle),
-        "agent.num_running": len(progress._running),
-        "agent.num_queued": len(progress.jobs),
+        "agent.num_threads": sum(thread.is_alive() for thread in list(pool.threads)),
+        "agent.num_idle_threads": len(pool.idle),
+        "agent.num_running": len(pool.running),
+        "agent.num_queued": len(pool.jobs),
         "agent.num_pending_requests": len(pending),
         "agent.num_pending_futures": sum(call.future is not None for call in pending),
         "agent.num_workers": len(agent.workers),

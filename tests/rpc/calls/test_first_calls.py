@@ -11,14 +11,14 @@ from group import die, on_every_device, results, run_group
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links import progress
+from rdmarpc.polling import pool
 
 WORKERS, ROUNDS = 4, 12
 
 
 def meet_often(rank):
     # A thread that sleeps through news then does so for longer than any call may take.
-    progress._SECOND_NS = 60 * 10**9
+    pool._SECOND_NS = 60 * 10**9
     for round_ in range(ROUNDS):
         for step in range(1, WORKERS):
             to = f"worker{(rank + step) % WORKERS}"

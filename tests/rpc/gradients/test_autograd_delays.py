@@ -64,8 +64,8 @@ class Late:
                 _, _, what, args = heapq.heappop(self.waiting)
             what(*args)
             # This thread has not the polling role: whoever has it learns of jobs and answers that it did not read itself.
-            me.progress._call_out()
-            me.progress.interrupt()
+            me.pool.call_out()
+            me.role.interrupt()
 
 
 class Dawdles(torch.autograd.Function):

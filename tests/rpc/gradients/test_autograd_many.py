@@ -175,8 +175,8 @@ def deep_chains(rank):
         play(0)
         at_once(10, play)
         gone_everywhere("worker0", "worker1")
-        busy = agent.current().progress
-        assert not busy._running and len(busy._threads) <= 4  # the pool's, its spare one, and the watchdog
+        busy = agent.current().pool
+        assert not busy.running and len(busy.threads) <= 4  # the pool's, its spare one, and the watchdog
     rpc.shutdown()
 
 
@@ -209,7 +209,7 @@ def gated(path, tensor):
 
 
 def running():
-    return len(agent.current().progress._running) - 1  # but this
+    return len(agent.current().pool.running) - 1  # but this
 
 
 def none_held(rank):

@@ -81,7 +81,7 @@ def loops_fail(rank):
     ended = []
     threading.excepthook = ended.append
     here = agent.current()
-    spoiled = [(here.caller.timeouts, "give_up"), (here.caller.timeouts, "on_tick"), (here.progress, "_look")]
+    spoiled = [(here.caller.timeouts, "give_up"), (here.caller.timeouts, "on_tick"), (here.pool, "_look")]
     raises = [Raises(getattr(owner, name), 2) for owner, name in spoiled]
     for (owner, name), instead in zip(spoiled, raises):
         setattr(owner, name, instead)
@@ -95,14 +95,14 @@ def loops_fail(rank):
     torch.futures.wait_all(slow)
     assert rpc.rpc_sync(other, blocks, (1.0,), timeout=T) == 1.0  # so the late answer has come, too
     # Whoever reads the rings, while nothing comes: a frame that it does not read is one that the next reader finds.
-    here.progress._read = Raises(here.progress._read, 2)
+    here.role.read = Raises(here.role.read, 2)
     limit = time.monotonic() + T
-    while here.progress._read.left and time.monotonic() < limit:
-        here.progress.interrupt()
+    while here.role.read.left and time.monotonic() < limit:
+        here.role.interrupt()
         time.sleep(0.01)
     for number in range(50):
         assert rpc.rpc_sync(other, identity, (number,), timeout=T) == number
-    assert not [each.left for each in (*raises, here.progress._read) if each.left]
+    assert not [each.left for each in (*raises, here.role.read) if each.left]
     dismiss(other)
     rpc.shutdown()
     return len(ended)

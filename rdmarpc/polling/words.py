@@ -1,4 +1,4 @@
-"""Kernels of the polling role (see ``progress``): who looks at the rings, and how the role changes hands.
+"""The words of the polling role (``role``), and the compiled steps by which it changes hands.
 
 The *token* is one word: 0 when nobody polls, else ``8 * thread + state``:
 
@@ -12,12 +12,29 @@ Invariant: the poller's bell counts one sleeper on behalf of the free token exac
 arrives when nobody polls rings the bell, and wakes a thread that stands by; one that arrives while somebody polls costs the
 sender no system call. ``let_go`` looks at the records after it counted, so nothing is lost in between (invariant 2 of
 ``transport.words.kernels``).
+
+The words, each in a cache line of its own. Every read-modify-write is sequentially consistent; loads acquire, stores release:
+
+    token    Owner: whoever it names. Changes hands by ``compare_exchange`` alone; the owner may store plainly (release) while
+             its state is one that nobody may take. A taker's exchange acquires what the owner did before it let go.
+    jobs     Counts announcements. Raised after the job is queued; whoever sleeps on it read it before it looked at the queue.
+    events   The same for waiters: raised after what they wait for is done.
+    runs     Raised by whoever starts a function or lingers. The watchdog alone reads it.
+    backlog  Owner: the watchdog, which clears it. Set by whoever leaves jobs to a thread that is at work.
+    asleep   Owner: the watchdog, which sets it, fences, and then loads ``runs`` and ``backlog``. Whoever changed one of those
+             loads ``asleep`` afterwards, with a full barrier between (the ``fetch_add``, a ``fence`` after the store): one of
+             the two sees the other. It is cleared by either.
+    bell     Of the poller. ``sleepers`` is raised after the token was freed; fence; then all records are looked at. A sender
+             counts its record, fences, then loads ``sleepers``.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba.types import int64 as i64
 
+from ..transport import Poller
+from ..transport.words import kernels
 from ..transport.words.atomics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
@@ -35,6 +52,18 @@ from ..transport.words.atomics import (
 from ..transport.words.compiled import compiled
 
 POLLING, HOLDING, RUNNING, WAITER = 0, 1, 2, 4
+_LINE = 64  # bytes of a cache line
+
+
+class Words:
+    """The addresses of one role's words. Owns their memory, but for the poller's."""
+
+    def __init__(self, poller: Poller) -> None:
+        self._memory = np.zeros(7 * _LINE // 8, np.int64)
+        base = -(-self._memory.ctypes.data // _LINE) * _LINE
+        self.token, self.jobs, self.events, self.runs, self.asleep, self.backlog = (base + _LINE * at for at in range(6))
+        self.bell, self.table, self.port = poller.bell_address, poller.address, poller.port
+        kernels.add(self.bell + 8, 1)  # the free token counts as a sleeper
 
 
 @compiled(i64(i64, i64, i64))

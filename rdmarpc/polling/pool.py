@@ -1,0 +1,280 @@
+"""The threads that run functions and jobs, without handing work from thread to thread.
+
+A waiter that holds the polling role (``role``) leaves the requests that it finds to the pool. One thread of the pool gets them
+all; the watchdog calls another if that one takes none for a tick.
+
+When nobody waits, a thread of the pool has the role. What it reads it runs itself, at once, on the same thread. While a
+function runs, a waiter may take the role away, and the watchdog does so after a tick (``_TICK_NS``), so that a function that
+blocks or calls back delays the others by that much only. No thread is woken for a short function.
+
+Order of locks: none but ``_spawn_lock``, inside which nothing is waited for. The job queue is a ``deque`` (append and popleft
+are atomic under the GIL); everything else is words.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import torch
+
+from ..transport.peers.ended import nobody
+from ..transport.peers.guard import Guard
+from ..transport.words import kernels
+from . import words
+from .role import Job, Role
+
+_TICK_NS = 200_000
+_IDLE_TICKS = 50
+_SECOND_NS = 1_000_000_000
+_END_S = 1.0
+
+
+class Pool:
+    """``threads``: user functions that may run at once. Nothing runs before ``start``."""
+
+    def __init__(self, role: Role, threads: int, name: str) -> None:
+        self._role, self._limit, self._name = role, threads, name
+        self.jobs = role.jobs
+        """To be run by the threads of the pool. Whoever does not read the rings this moment submits them instead."""
+        self._owed: deque[Job] = deque()
+        """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
+        self._ended = False
+        self.finish: Job = nobody
+        """Completes the futures whose answers are ``Role.unfinished``. The pool does so if nobody has come for them after a
+        while: most are waited for a moment later, by a thread that is awake anyway."""
+        self._finishing = False
+        of = role.words
+        self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
+        self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
+        self._bell, self._table, self._port = of.bell, of.table, of.port
+        self.running: set[int] = set()
+        """By number of the thread, as ``idle``."""
+        self.idle: set[int] = set()
+        self._at_work: set[int] = set()
+        """Threads that will look for another job when they have done theirs."""
+        self._stands_by = 0
+        """The thread that sleeps on the bell, for a message that finds the token free; 0: none."""
+        self._called = False
+        """One was woken for jobs and has not arrived yet."""
+        self.threads: list[threading.Thread] = []
+        self._guard = Guard(name)
+        self._spawn_lock = threading.Lock()
+        self._stopping = False
+        role.offer, role.want_finish = self._offer, self._want_finish
+
+    def start(self) -> None:
+        """The threads begin, and with them the reading."""
+        for _ in range(2):
+            self._spawn()
+        watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+        try:
+            watchdog.start()
+        except BaseException:
+            self.stop()
+            raise
+        self.threads.append(watchdog)
+
+    @property
+    def slot(self) -> int:
+        """Which thread of the pool this one is; 0: none."""
+        return self._role.here.pool
+
+    def others_run(self, besides: set[int]) -> bool:
+        """Whether functions run on threads of the pool other than these (by ``slot``)."""
+        return bool(self.running - besides)
+
+    def submit(self, job: Job) -> None:
+        """Have the pool run ``job`` soon."""
+        self.jobs.append(job)
+        self.call_out()
+
+    def owe(self, job: Job) -> None:
+        """``submit`` a job that somebody may wait for: it runs even if the pool ends before. After ``end``: here and now."""
+        self._owed.append(job)
+        if not self._ended:
+            self.submit(self._run_owed)
+        if self._ended:  # maybe only since
+            self._run_owed()
+
+    def _run_owed(self) -> None:
+        try:
+            job = self._owed.popleft()
+        except IndexError:  # another thread was faster
+            return
+        job()
+
+    @property
+    def busy(self) -> bool:
+        """Whether functions run or wait to run."""
+        return bool(self.jobs or self.running)
+
+    def call_out(self) -> None:
+        """There are jobs: whoever is free looks for them."""
+        if not self.idle:
+            self._spawn()
+        words.call_out(self._jobs_word, self._bell)
+
+    def _want_finish(self) -> bool:
+        """Leave the answers that nobody has come for to the pool, as one job. Whether that job is new."""
+        if not self._role.unfinished or self._finishing:
+            return False
+        self._finishing = True
+        self.jobs.append(self._finish)
+        return True
+
+    def _finish(self) -> None:
+        self._finishing = False
+        self.finish()
+
+    def _offer(self) -> None:
+        """Jobs for the pool, from the poller itself. A thread that is at work takes them when it can: waking another for each
+        would cost more than most functions take. The watchdog does so if that thread is stuck."""
+        if self._called or self._at_work:
+            words.leave_to_watchdog(self._backlog, self._asleep)
+            return
+        self._called = True
+        if not self.idle:
+            self._spawn()
+        words.call_one(self._jobs_word, self._bell)
+
+    def _spawn(self) -> None:
+        with self._spawn_lock:
+            # One more than may run functions: it reads the rings when all others are busy.
+            if self._stopping or len(self.threads) > self._limit + 1:
+                return
+            number = self._role.new_number()
+            thread = threading.Thread(target=self._pool, args=(number,), name=f"{self._name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: those that there are go on
+                if not self.threads:
+                    raise
+                self._guard.note(error, "starting another thread")
+                return
+            self.threads.append(thread)
+
+    def _run_one(self, number: int) -> bool:
+        """Run the oldest job, if there is one and the limit allows it."""
+        if not self.jobs or len(self.running) >= self._limit:
+            return False
+        self.running.add(number)
+        try:
+            job = self.jobs.popleft()
+        except IndexError:
+            self.running.discard(number)
+            return False
+        try:
+            job()
+        except BaseException as error:
+            # Jobs report their errors to whoever waits for them; this is a bug of ours and must not end the thread.
+            self._guard.note(error, "running a job")
+        finally:
+            self.running.discard(number)
+        return True
+
+    def _pool(self, number: int) -> None:
+        # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
+        torch.get_num_threads()
+        mine = 8 * number + words.POLLING
+        self._role.here.pool = number
+        while not self._stopping:
+            seen = kernels.load(self._jobs_word)
+            self._called = False
+            self._at_work.add(number)
+            self._want_finish()
+            while self.jobs:
+                if not self._stands_by:
+                    # Somebody has to look after the rings, and the next job, should this one block.
+                    words.leave_to_watchdog(self._backlog, self._asleep)
+                words.show(self._runs, self._asleep)
+                if not self._run_one(number):
+                    break
+            self._at_work.discard(number)
+            if words.take(self._token, mine, self._bell):
+                self._poll(number, mine)
+                continue
+            self.idle.add(number)
+            with self._spawn_lock:
+                self._stands_by = self._stands_by or number
+            if self._stands_by == number:
+                words.stand_by(self._token, self._bell, self._jobs_word, seen, _SECOND_NS)
+                self._stands_by = 0
+            else:
+                words.spare(self._jobs_word, seen, _SECOND_NS)
+            self.idle.discard(number)
+
+    def _poll(self, number: int, mine: int) -> None:
+        role, poller, jobs = self._role, self._role.poller, self.jobs
+        token, table, bell = self._token, self._table, self._bell
+        held, running = mine + words.HOLDING, mine + words.RUNNING
+        while not self._stopping:
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, kernels.SPIN, _SECOND_NS, self._port)
+            if found == kernels.CHANGED:
+                return
+            if found == kernels.TIMEOUT:
+                continue
+            try:
+                role.read(found >> 32, found & 0xFFFFFFFF)
+            except BaseException as error:  # the token is ours: nobody would read any more
+                self._guard.note(error, "reading messages")
+            self._want_finish()
+            while jobs and len(self.running) < self._limit:
+                words.start_run(token, held, running, self._runs, self._asleep)
+                self._run_one(number)
+                if not kernels.swap_if(token, running, held):
+                    return
+            kernels.store(token, mine)
+        words.let_go(token, mine, bell, table, poller.rows)
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+            except BaseException as error:
+                self._guard.note(error, "looking for threads that are held up")
+
+    def _look(self) -> None:
+        found = words.watch(self._token, self._runs, self._asleep, self._backlog, self._bell, _TICK_NS, _IDLE_TICKS)
+        if found and not self._stands_by:
+            self.call_out()
+        elif found == 2 and self.jobs:
+            self.call_out()
+            if len(self.running) < self._limit:
+                words.leave_to_watchdog(self._backlog, self._asleep)
+
+    def stop(self) -> None:
+        """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user
+        function cannot be ended (it is a daemon)."""
+        self._stopping = True
+        kernels.store(self._asleep, 0)
+        deadline = time.monotonic() + 1.0
+        for thread in list(self.threads):
+            while thread is not threading.current_thread() and thread.is_alive() and time.monotonic() < deadline:
+                words.call_out(self._jobs_word, self._bell)
+                words.event(self._events)
+                words.event(self._asleep)
+                thread.join(0.01)
+
+    def end(self) -> None:
+        """After ``stop``, and when nothing can be sent or come any more: what the pool did not come to is dropped (requests) or
+        run now (what is owed). For a second at most: users' callbacks may block."""
+        self._ended = True
+        self.jobs.clear()
+        if self._owed or self._role.unfinished:
+            thread = threading.Thread(target=self._run_rest, args=(self.finish,), name=f"{self._name}-end", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends: it starts no threads any more, and nobody waits
+                return
+            thread.join(_END_S)
+        self.finish = nobody
+
+    def _run_rest(self, finish: Job) -> None:
+        while self._owed:
+            try:
+                self._run_owed()
+            except BaseException as error:
+                self._guard.note(error, "running a job")
+        finish()

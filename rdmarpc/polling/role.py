@@ -1,0 +1,172 @@
+"""The polling role: the one thread that holds it reads the rings for all. Whoever waits, polls.
+
+A thread that waits for a result takes the role and reads the rings itself, until its result is there. Requests that it finds
+meanwhile it leaves to the pool (``pool``): it must not run a function that may block for what it would do next. When nobody
+waits, a thread of the pool has the role.
+
+``words`` has the words of the role, their memory order, and the compiled steps by which the role changes hands. No locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..ground.here import Awaited
+from ..transport import Poller
+from ..transport.peers.ended import nobody
+from ..transport.words import kernels
+from . import words
+
+Job = Callable[[], None]
+Read = Callable[[int, int], None]
+"""``read(row, fresh)`` is called by the holder of the role for every row of the poller with news; it must not block."""
+
+_LINGER_S = 50e-6  # how long a lingering caller need not show that it is still there: less than a tick
+_PATIENCE_NS = 100_000  # how long an answer waits for the thread that wants it
+
+
+class _Never:
+    done = False
+
+
+_NEVER = _Never()
+
+
+class Here(threading.local):
+    """By what this thread is known in the token: 0, nothing yet."""
+
+    waiter = 0
+    """The token's value while it polls for a result of its own."""
+    pool = 0
+    """Its number, of a thread of the pool."""
+
+
+class Role:
+    """Thread-safe. Nothing is read before ``read`` is set."""
+
+    def __init__(self, poller: Poller) -> None:
+        self.poller, self.words, self.here = poller, words.Words(poller), Here()
+        self.read: Read = nobody
+        self.jobs: deque[Job] = deque()
+        """What the holder leaves to the pool, which is told by ``offer``."""
+        self.offer: Job = nobody
+        self.want_finish: Callable[[], bool | None] = nobody
+        """Of the pool, too: leave it what is ``unfinished``, as one job. Whether that job is new."""
+        self.outstanding: dict[int, object] = {}
+        """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
+        self.unfinished: deque[Any] = deque()
+        """Answers that were read and belong to futures (owned by the caller's side)."""
+        # The words once more, as attributes of our own: each look through ``words`` would cost every call.
+        of = self.words
+        self._token, self._events, self._runs, self._asleep = of.token, of.events, of.runs, of.asleep
+        self._bell, self._table, self._port = of.bell, of.table, of.port
+        self._numbers = itertools.count(1)
+        self._followers: set[int] = set()
+        self._lingers_until = 0.0
+
+    def new_number(self) -> int:
+        """For a thread, as the token has it: never given twice."""
+        return next(self._numbers)
+
+    def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
+        """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
+        mine = self.here.waiter or self._enter()
+        while not awaited.done:
+            if words.take(self._token, mine, self._bell):
+                held = mine
+                try:
+                    held = self._drive(awaited, mine, deadline)
+                finally:
+                    wanted = self.outstanding or self.unfinished
+                    if not (wanted and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
+                        self._lingers_until = 0.0
+                        words.let_go(self._token, held, self._bell, self._table, self.poller.rows)
+                    if self._followers:
+                        words.event(self._events)
+            else:
+                self._follow(awaited, mine)
+            if deadline is not None and not awaited.done and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def pause(self, seconds: float) -> None:
+        """Make progress for that long."""
+        self.wait_for(_NEVER, time.monotonic() + seconds)
+
+    @property
+    def reading(self) -> bool:
+        """Whether this thread reads the rings this moment: it must not wait for what comes through them."""
+        held = kernels.load(self._token)
+        return held & 3 == words.HOLDING and held >> 3 in (self.here.waiter >> 3, self.here.pool)
+
+    def _enter(self) -> int:
+        """This thread waits for the first time."""
+        self.here.waiter = 8 * next(self._numbers) + words.WAITER
+        return self.here.waiter
+
+    def linger(self, now: float) -> None:
+        """The caller will come back for an answer soon: take the role, as if running a function. So the answers that come in
+        between wake nobody, unless the caller stays away for longer than a tick. ``now``: ``time.monotonic()``."""
+        if now < self._lingers_until:
+            return
+        mine = self.here.waiter or self._enter()
+        if words.linger(self._token, mine - 2, self._bell, self._runs, self._asleep):
+            self._lingers_until = now + _LINGER_S
+
+    def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> int:
+        """Read until ``awaited`` is done or the deadline has passed. Returns the token as it is left."""
+        token, table, bell, poller, jobs = self._token, self._table, self._bell, self.poller, self.jobs
+        spin, limit = kernels.SPIN, kernels.SLICE_NS
+        while not awaited.done:
+            patience = _PATIENCE_NS if self.unfinished else limit
+            found = kernels.wait_any(table, poller.rows, bell, token, mine, spin, patience, self._port)
+            if found >= 0:
+                try:
+                    self.read(found >> 32, found & 0xFFFFFFFF)
+                except BaseException:
+                    kernels.store(token, mine)
+                    raise
+                if awaited.done and not jobs:
+                    return mine + words.HOLDING
+                kernels.store(token, mine)
+                if jobs:
+                    self.offer()
+                if deadline is not None and time.monotonic() >= deadline:  # messages of others may never end
+                    return mine
+                continue
+            if self.want_finish():
+                self.offer()
+            if deadline is not None:
+                left = int((deadline - time.monotonic()) * 1e9)
+                if left <= 0:
+                    return mine
+                limit = min(limit, left)
+        return mine
+
+    def _follow(self, awaited: Awaited, mine: int) -> None:
+        seen = kernels.load(self._events)
+        self._followers.add(mine)
+        try:
+            if not awaited.done:
+                words.follow(self._token, self._events, seen, kernels.SPIN_MIN_NS, kernels.SLICE_NS // 10)
+        finally:
+            self._followers.discard(mine)
+
+    def completed(self) -> None:
+        """Something that another thread may wait for is done. Cheap when nobody does."""
+        if self._followers:
+            words.event(self._events)
+
+    def interrupt(self) -> None:
+        """Make every waiter look again whether it is done."""
+        words.event(self._events)
+        self.poller.kick()
+
+    def end(self) -> None:
+        """Nothing is read any more; those who handed themselves in are forgotten."""
+        self.read, self.offer, self.want_finish = nobody, nobody, nobody
