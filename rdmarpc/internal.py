@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .message import serialize as _pickling
+from .message.serialize import dumps, loads
 
 
 class PythonUDF(NamedTuple):
@@ -20,12 +20,12 @@ class PythonUDF(NamedTuple):
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The RPC pickle of ``obj`` and the tensors in it (the objects themselves). References travel in messages only, or by
     ``RRef._serialize``: here they are refused."""
-    return _pickling.dumps(obj)
+    return dumps(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     """Inverse of ``serialize``."""
-    return _pickling.loads(binary_data, tensor_table)
+    return loads(binary_data, tensor_table)
 
 
 class _Pickler:

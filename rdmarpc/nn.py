@@ -1,7 +1,7 @@
 """``torch.distributed.nn``: a module that lives on another worker.
 
 The module is the value of a reference; a *handle* to it travels by RPC, and each calls ``forward`` as any other function is
-called. So arguments and results take the places that are granted ahead of calls (``grants``), a module's results under a
+called. So arguments and results take the places that are granted ahead of calls (``links/grants``), a module's results under a
 signature of its own, and autograd contexts go along. Modules are addressed by the number of their reference, as fetches are:
 no fork of it travels with a call, the caller's is kept until the answer instead.
 """

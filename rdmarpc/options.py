@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from . import constants
-from .ground import device_maps as _devices
-from .ground.device_maps import DeviceLike, DeviceMap
+from .ground.device_maps import DeviceLike, DeviceMap, merge, to_devices, to_map
 from .message.permits import Permits
 from .transport import TlsOptions, check_require, check_secret, check_tls
 
@@ -41,7 +40,7 @@ class RpcBackendOptions:
     RDMA would. Or ``TlsOptions``: certificates of your own, ``rdma_in_clear``. The same at every worker.
     ``arena_limit``: bytes of registered memory this worker may use. ``secret``: random text of at least 16 bytes that every
     worker must know; by default what ``RDMARPC_SECRET`` says, or the file ``RDMARPC_SECRET_FILE`` (mode 600) holds. Without
-    any the workers have to be of one user on one host (``job_secret``), else ``AuthenticationError``; or all of them say
+    any the workers have to be of one user on one host (``group/job_secret``), else ``AuthenticationError``; or all of them say
     ``insecure`` (or ``RDMARPC_INSECURE=1``): then whoever reaches the store may have any code run in every worker.
     ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
     and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
@@ -129,11 +128,11 @@ class RpcBackendOptions:
         """Where tensors on our devices (CUDA index, text or ``torch.device``) go on worker ``to``; results come back the other
         way. Adds to what was said before; one source has one target, and the reverse, else ``ValueError``. Whether the devices
         exist is checked by ``init_rpc``, at all workers."""
-        self.device_maps[to] = _devices.merge(self.device_maps.get(to, {}), _devices.to_map(device_map))
+        self.device_maps[to] = merge(self.device_maps.get(to, {}), to_map(device_map))
 
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
         """The CUDA devices that maps from and to this worker may use; empty: any. ``ValueError`` for devices of other types."""
-        self.devices = _devices.to_devices(devices)
+        self.devices = to_devices(devices)
 
 
 TensorPipeRpcBackendOptions = RpcBackendOptions

@@ -1,4 +1,4 @@
-"""What programs that profile calls need (``profiled`` has what ``torch.profiler`` shows of them)."""
+"""What programs that profile calls need (``calls/profiled`` has what ``torch.profiler`` shows of them)."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Timeline:
         agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
-        """One fact, on the track of this thread: see ``traced``."""
+        """One fact, on the track of this thread: see ``observe/calls``."""
         next(self._count)
         self._records.append((kind, rank, call, self.track(), *fields))
 

@@ -166,7 +166,7 @@ class Channel(abc.ABC):
     peer_hello: bytes
     """What the peer gave to ``connect``, or its ``on_connect`` returned."""
     peer_key: bytes
-    """The public key whose private half the other end has proved to hold (``identity``)."""
+    """The public key whose private half the other end has proved to hold (``peers/identity``)."""
     port = 0
     """Address of what has to be polled for news of this channel (``words/completions``); 0: nothing."""
 
@@ -256,7 +256,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def record(self, imm: int) -> int:
-        """Address of the notification record ``imm`` (see ``kernels``)."""
+        """Address of the notification record ``imm`` (``words/records``)."""
 
     @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:

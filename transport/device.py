@@ -50,12 +50,12 @@ class DeviceOptions:
     """How to open a device, whatever its kind.
 
     ``secret``: at least 16 random bytes that both ends must share; without it only processes of this user on this host are let
-    in (``user_secret``). ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of what this host
-    has. ``on_connect``: called with every channel that a peer opens, before the peer can use it; returns the hello to answer
-    with. Without it use ``Device.accept``. ``peer_timeout``: seconds after which a peer that shows no sign of running, or that
-    the network cut off, is lost; 0: never. ``memory``: what the device stands on, to share it with other devices (then without
-    ``arena_limit``). ``require``: ``"rdma"``: no peer may be reached over tcp. ``tls``: what leaves this host is encrypted, or
-    refused."""
+    in (``peers/user_secret``). ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of what
+    this host has. ``on_connect``: called with every channel that a peer opens, before the peer can use it; returns the hello to
+    answer with. Without it use ``Device.accept``. ``peer_timeout``: seconds after which a peer that shows no sign of running,
+    or that the network cut off, is lost; 0: never. ``memory``: what the device stands on, to share it with other devices (then
+    without ``arena_limit``). ``require``: ``"rdma"``: no peer may be reached over tcp. ``tls``: what leaves this host is
+    encrypted, or refused."""
 
     secret: bytes = b""
     arena_limit: int | None = None

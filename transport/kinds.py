@@ -84,9 +84,9 @@ def open_device(name: str = "shm", **options: Any) -> Device:
 
     The device authenticates each peer (``auth.authenticate``), checks who it is (``door.know``), answers its hello
     (``door.greet``), and says that it is there (``door.welcomed``) or is lost (``door.lost``). Channels (``Channel``) resolve
-    descriptors, copy, and count notifications in records whose layout is that of ``kernels``. The contract is the docstring of
-    ``channel``; ``tests/transport/contract/`` holds it against devices of any kind. Often a subclass of one of ours is
-    all that is needed. The names of our kinds are taken.
+    descriptors, copy, and count notifications in records whose layout is that of ``words/kernels``. The contract is the
+    docstring of ``channel``; ``tests/transport/contract/`` holds it against devices of any kind. Often a subclass of one of
+    ours is all that is needed. The names of our kinds are taken.
     """
     kind, _, place = name.partition("://")
     common = {key: options.pop(key) for key in _OPTIONS & options.keys()}

@@ -1,6 +1,6 @@
 """The receiving side of notifications: counting them, and waiting for them.
 
-A channel has a record (``records``) for each notification.
+A channel has a record (``words/records``) for each notification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The workers of ``bench_verbs.py``: two of rdmarpc, one that runs perftest, two each of torch RPC over ``ibv`` and ``uv``.
+"""The workers of ``bench_verbs``: two of rdmarpc, one that runs perftest, two each of torch RPC over ``ibv`` and ``uv``.
 
 Each group measures the same round in its turn, while the others have nothing to do.
 """

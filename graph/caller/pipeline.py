@@ -3,7 +3,7 @@
 Invariants:
 1. Micro-batches have consecutive sequences and begin in their order. At most ``levels`` of them have begun and are not
    finished; finished: through the caller's segments, and reported by the workers where its backward ends (``flow.sinks``). The
-   last one is finished when every worker that takes part has reported it, and then, by the order in ``tasks``, so are all.
+   last one is finished when every worker that takes part has reported it, and then, by the order in ``work/tasks``, so are all.
 2. What the caller's own segments get lies in slots, and user code may keep it for ever. The last slot that nobody keeps is
    given to them as a copy only, counted in ``bytes_staged``.
 3. However it ends, nothing stays pending: micro-batches that did not finish are discarded.

@@ -1,7 +1,7 @@
 """The sender's half of an edge: one prepared write a slot, and the credits to use it.
 
-What makes the payload may write it where it has to be (``reserve``, see ``production``): into the slot itself where that is
-mapped here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then
+What makes the payload may write it where it has to be (``reserve``, see ``work/production``): into the slot itself where that
+is mapped here (shm), then ``send`` only announces it; into registered memory of ours where the device wants that (verbs), then
 ``send`` writes it from there. What lies on an accelerator is written from there where the channel can (``gpu_slot``), else by
 way of host memory. ``staging`` is the ablation of the paper (Xue et al., RDMA.cp): every payload is copied into a registered
 buffer first, and counted."""

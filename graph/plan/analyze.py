@@ -24,8 +24,7 @@ from ..trace.devices import CPU, named
 from ..trace.sites import Site
 from ..trace.sizes import Number, plain
 from .located import Located, Pair
-from .program import Instruction, Ref, Segment, fill, function_path, to_number, to_tensor
-from .program import names_in as _names
+from .program import Instruction, Ref, Segment, fill, function_path, names_in, to_number, to_tensor
 
 
 @dataclass(slots=True)
@@ -161,7 +160,7 @@ class _Analysis:
         giving = {self.home[name] for name, uses in self.uses.items() if any(key != self.home[name] for key in uses)}
         found = []
         for effect in self.capture.effects:
-            names = [name for name in _names(self.expression[effect]) if name not in self.numbers]
+            names = [name for name in names_in(self.expression[effect]) if name not in self.numbers]
             if names and self.home[names[0]] not in giving and self.home[names[0]][0] != self.caller:
                 giving.add(self.home[names[0]])
                 found.append(Ref(names[0]))
@@ -185,7 +184,7 @@ class _Analysis:
         kind, target = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op], node.target
         if self.located is not None:
             result = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), CPU)
-            tensors = [name for name in _names((args, kwargs)) if name not in self.numbers]
+            tensors = [name for name in names_in((args, kwargs)) if name not in self.numbers]
             here = self.here(worker)
             scoped = self.scope(node.meta.get("scope", "")) is not None
             pair = self.located.pair(node, tensors, here, result, scoped, worker == self.caller)
@@ -208,7 +207,7 @@ class _Analysis:
         numbers = frozenset(name for name in names if name in self.numbers)
         grad = node.meta.get("grad", True)
         # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
-        args, kwargs = fill((args, kwargs), {name: Ref(name) for name in _names((args, kwargs))})
+        args, kwargs = fill((args, kwargs), {name: Ref(name) for name in names_in((args, kwargs))})
         step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
         self.segment(worker, level).instructions.append(step)
 
@@ -226,7 +225,7 @@ class _Analysis:
         """Whether a result that is no tensor has to be computed in every step."""
         if self.capture.sizes.known:
             return self.capture.sizes.varies(leaf)
-        return isinstance(leaf, (int, float)) and bool(_names((args, kwargs)))
+        return isinstance(leaf, (int, float)) and bool(names_in((args, kwargs)))
 
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
         self.home[name], self.uses[name] = home, {}
@@ -303,7 +302,7 @@ class _Analysis:
     def attribute(self, name: str, site: Site | None, arguments: Any, worker: str) -> None:
         """Whose memory it is; and if that came with one of the arguments from elsewhere, in which value's slot it lies."""
         self.sites[name] = site
-        for other in _names(arguments):
+        for other in names_in(arguments):
             if site is not None and self.sites.get(other) == site:
                 self.slot_of[name] = other if self.home[other][0] != worker else self.slot_of.get(other, "")
                 return
@@ -314,12 +313,12 @@ class _Analysis:
     def place(self, node: fx.Node, args: Any, kwargs: Any) -> str:
         if node.op == "call_module":
             return self.owner(str(node.target))
-        names = sorted(_names((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
+        names = sorted(names_in((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
         first = self.home[names[0]][0] if names else self.caller
         return self.scope(node.meta.get("scope", "")) or first
 
     def level(self, arguments: Any, worker: str) -> int:
-        names = [name for name in _names(arguments) if name not in self.paths or self.home[name][0] != worker]
+        names = [name for name in names_in(arguments) if name not in self.paths or self.home[name][0] != worker]
         homes = [self.home[name] for name in names]
         # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
         first = 0 if worker == self.caller else 1
@@ -327,7 +326,7 @@ class _Analysis:
 
     def use(self, arguments: Any, worker: str, level: int) -> None:
         self.segment(worker, level)
-        for name in _names(arguments):
+        for name in names_in(arguments):
             if name in self.numbers:
                 continue
             if name not in self.paths:
@@ -351,7 +350,7 @@ class _Analysis:
         for at, segment in enumerate(segments):
             segment.number = at
         values = {}
-        returned = set(_names(output))
+        returned = set(names_in(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
             if consumers:
@@ -375,7 +374,7 @@ class _Analysis:
         for segment in segments:
             if segment.worker != self.caller and not segment.inputs:
                 self.add_trigger(segment, segments[0], values)
-            _mark_last_uses(segment, keep={*segment.outputs, *_names(output)})
+            _mark_last_uses(segment, keep={*segment.outputs, *names_in(output)})
         for segment in reversed(segments):
             segment.backward = segment.worker == self.caller or any(
                 values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
@@ -399,9 +398,9 @@ def _dtype(number: Any) -> torch.dtype:
 
 def _mark_last_uses(segment: Segment, keep: set[str]) -> None:
     # Outputs stay: they are sent, and they are the roots of the backward.
-    left = Counter(name for step in segment.instructions for name in set(_names((step.args, step.kwargs))))
+    left = Counter(name for step in segment.instructions for name in set(names_in((step.args, step.kwargs))))
     for step in segment.instructions:
-        used = set(_names((step.args, step.kwargs)))
+        used = set(names_in((step.args, step.kwargs)))
         left.subtract(used)
         unused = {name for name in step.results if name is not None and left[name] == 0}
         finished = {name for name in used if left[name] == 0} | unused

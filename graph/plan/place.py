@@ -22,8 +22,8 @@ class Edge:
     """A tensor that crosses from ``source`` to ``target`` in every step, into one of ``depth`` slots at the target.
 
     ``number`` is unique in the model. ``value`` names the tensor in the transfer graph. With a ``FREE`` dimension in
-    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``dynamic``). ``device``: where
-    the target wants it, ``origin``: where the source has it (``devices.named``).
+    ``shape`` the edge is dynamic: what lands is metadata, and the consumer reads the tensor (``edges/dynamic``). ``device``:
+    where the target wants it, ``origin``: where the source has it (``devices.named``).
     """
 
     number: int
@@ -61,7 +61,8 @@ class Placement:
     staging: bool = False
     """Whether every payload is copied into a registered buffer before it is sent (the ablation of the paper)."""
     reaching: frozenset[str] = frozenset()
-    """Workers that can write into accelerators' memory of others (``gpu_slot``); what the others send lands in host memory."""
+    """Workers that can write into accelerators' memory of others (``edges/gpu_slot``); what the others send lands in host
+    memory."""
 
 
 def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int]) -> Placement:

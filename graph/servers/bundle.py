@@ -1,8 +1,8 @@
 """Bundles: all tensors of one kind that go from one worker to another, in one slot, by one write and one notification.
 
-A slot is a header (``header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned offset.
-Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles that
-answer each other are each other's credit (see ``server``).
+A slot is a header (``wire/header``), a note (a few bytes that describe the write), then every tensor at a 64-byte aligned
+offset. Both ends work the offsets out from the same list of edges. A bundle has one slot and no credits of its own: two bundles
+that answer each other are each other's credit (see ``server``).
 
 What is sent is either a ``Room``, memory that is laid out as the slot is, of which neighbouring tensors go as one copy; or
 loose tensors where somebody's operation left them, a copy each. Loose tensors are *traced*: the first time they are copied into
@@ -42,7 +42,7 @@ _TRANSFERS = 16
 
 class Bundle:
     """Plain data, picklable. ``edges`` have one source and one target; ``orders`` are the memory orders of their tensors
-    (``layout``); ``note`` bytes follow the header."""
+    (``wire/layout``); ``note`` bytes follow the header."""
 
     def __init__(self, edges: Sequence[Edge], orders: Sequence[int], note: int = 0) -> None:
         self.edges, self.orders, self._note = tuple(edges), tuple(orders), note

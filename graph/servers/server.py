@@ -72,7 +72,7 @@ class Server(threading.Thread):
         self.workers = workers
         self.end = End(workers)
         self.gone: set[str] = set()
-        """Workers that are lost or have closed the model. Kept, as ``end.awaited``, by whoever keeps this server."""
+        """Workers that are lost or have closed the model. Like ``end.awaited``, maintained by the owner of this server."""
         self.steps = -1
         """Of the weights that the workers have; -1 before those of the start."""
         self._clients: dict[str, _Client] = {}

@@ -1,8 +1,8 @@
 """Which device the tensors of a model lie on, before anything is moved, and which one each part computes on.
 
 A model is captured on *its own* devices: those that its parameters had when it was wrapped. Where a placement gives a part
-another device (``"worker1/cuda:1"``), that part's stage computes there; ``located`` works out what this means for each value.
-A device that is another worker's is never touched here, only named.
+another device (``"worker1/cuda:1"``), that part's stage computes there; ``plan/located`` works out what this means for each
+value. A device that is another worker's is never touched here, only named.
 """
 
 from __future__ import annotations

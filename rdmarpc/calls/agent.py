@@ -51,7 +51,7 @@ from .termination import Termination
 
 if TYPE_CHECKING:
     from ..gradients import waves
-    from ..references import handle as rref
+    from ..references import handle
 
 _CONNECT_TIMEOUT_S = 10.0
 _GOODBYE_S, _PAUSE_S = 5.0, 0.001
@@ -495,5 +495,5 @@ found: Callable[[], Agent | None] = here.found
 
 if TYPE_CHECKING:
 
-    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, waves.Worker, rref.Worker]:
+    def _is_all_of_these(agent: Agent) -> tuple[here.Agent, waves.Worker, handle.Worker]:
         return agent, agent, agent

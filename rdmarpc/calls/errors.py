@@ -1,7 +1,7 @@
 """How an exception of a function crosses: with its type, its text and the remote traceback.
 
-What goes out is a text (which the callee logs too: ``failures``) and, each pickled by itself so that one that cannot be read
-back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
+What goes out is a text (which the callee logs too: ``ground/failures``) and, each pickled by itself so that one that cannot be
+read back spoils nothing else, the type and the exception. The caller rebuilds, in this order:
 
 1. an exception of one text (most are): the type, made with the remote text, which contains the original one;
 2. any other: the exception itself, arguments and attributes included, caused by a ``RuntimeError`` with the remote text;

@@ -1,9 +1,9 @@
 """Results that are handed over instead of copied: the callee's half.
 
 A result that lies in our arena where the caller may write (what came from it), and that nobody here can see any more
-(``sole``), becomes the caller's where it lies: the answer names the memory and a *release word* of a board there. The caller
-uses the memory in place (``Channel.adopt``), for ever if it likes, and the death of its last tensor over it clears the word,
-one-sidedly. So the payload of such a result is not copied at all.
+(``transport/memory/sole``), becomes the caller's where it lies: the answer names the memory and a *release word* of a board
+there. The caller uses the memory in place (``Channel.adopt``), for ever if it likes, and the death of its last tensor over it
+clears the word, one-sidedly. So the payload of such a result is not copied at all.
 
 Invariants: (1) a block is kept out of use here from before the answer is sent until its word was seen cleared (acquire), or the
 caller's process has ended; a caller that was merely lost may still look at it; (2) a word is 1 from before the answer is sent,

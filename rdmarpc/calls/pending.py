@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Waiting(Protocol):
-    """Sees who waits for futures: see ``observer``."""
+    """Sees who waits for futures: see ``calls/observer``."""
 
     def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
         """``wait()``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..transport import AutoDevice, RdmaError, host_id, open_device
 from ..transport.memory.arena import default_limit
 from ..transport.nic import choice
-from ..transport.nic import ports as verbs_ports
+from ..transport.nic.ports import choose as choose_port
 from ..transport.nic.sysfs import Found, survey
 from ..transport.peers.address import routed_address
 from ..transport.tls import openssl
@@ -52,7 +52,7 @@ def ports(found: list[Found]) -> list[Finding]:
         hint = _SOFTWARE.format("eth0")
         return [Finding("rdma", MISSING, "this host has no RDMA device (/sys/class/infiniband is empty)", hint)]
     try:
-        port = verbs_ports.choose(choice.choose())
+        port = choose_port(choice.choose())
     except RdmaError as error:
         return [Finding("rdma", MISSING, error.message, error.hint)]
     port.context.close()

@@ -70,7 +70,7 @@ class Emitted(NamedTuple):
 
 
 class Account(Protocol):
-    """The context of a pass, as far as a pass needs it (``grad_context.Context``)."""
+    """The context of a pass, as far as a pass needs it (``context.Context``)."""
 
     number: int
     sent: dict[int, Sent]
@@ -94,7 +94,7 @@ class Pass:
         """Leaves (by id) whose gradients are being held, while the engine runs."""
         self._collecting: dict[int, Node] = {}
         self._owners: list[list[GradientEdge]] = []
-        """What keeps the nodes alive (``grad_record.edge``) for which something is held."""
+        """What keeps the nodes alive (``record.edge``) for which something is held."""
         self._arrived: set[int] = set()
         self._expected: set[int] | None = None
         self._labels: dict[Node, int] = {}

@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 class Running(Protocol):
-    """A pass, as the nodes that the engine runs for it know it (``grad_pass.Pass``)."""
+    """A pass, as the nodes that the engine runs for it know it (``local.Pass``)."""
 
     @property
     def collected(self) -> set[int]:

@@ -109,8 +109,8 @@ class Agent(Protocol):
     def start(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int = 0, future: bool = False
     ) -> Call:
-        """Send a call. ``timeout`` in seconds: -1 = the default, 0 = none; ``flags``: see ``frames``. Raises what pickling
-        raises; all other errors are the answer's."""
+        """Send a call. ``timeout`` in seconds: -1 = the default, 0 = none; ``flags``: see ``links/frames``. Raises what
+        pickling raises; all other errors are the answer's."""
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
         """Call and wait. ``control``: of our own, not counted as a user's."""

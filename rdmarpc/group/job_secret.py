@@ -1,9 +1,9 @@
 """Which secret the workers of a group share: the one that the user chose, or that of this user on this host, or none.
 
 A chosen one comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE`` names.
-Without one, workers of one host share what only their user can read there (``user_secret``); nothing of it is told to anybody.
-A group that reaches beyond that is refused, unless every worker says ``insecure``: then rank 0 draws a secret and puts it into
-the store, which keeps nobody out who reaches the store.
+Without one, workers of one host share what only their user can read there (``transport/peers/user_secret``); nothing of it is
+told to anybody. A group that reaches beyond that is refused, unless every worker says ``insecure``: then rank 0 draws a secret
+and puts it into the store, which keeps nobody out who reaches the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors on GPUs in messages: they go from GPU to GPU, by streams that wait for each other, or through host memory.
 
-Between processes of one host the receiver copies from the sender's memory, which is mapped there (``transport/cuda_ipc``). All
+Between processes of one host the receiver copies from the sender's memory, which is mapped there (``transport/gpu/ipc``). All
 of it is enqueued, nothing waits: the sender's current stream says when the tensors are there, the receiver's waits for that,
-copies, and says when it is done (``transport/cuda_slots``); until then the sender keeps the tensors. Tensors of a message stand
+copies, and says when it is done (``transport/gpu/slots``); until then the sender keeps the tensors. Tensors of a message stand
 behind its pickle, so each is fetched, and let go, once, whatever becomes of the pickle.
 
 Otherwise (another host, memory that cannot be exported, devices that cannot reach each other) a tensor is copied to host memory

@@ -5,8 +5,8 @@ So do the dense parts of other tensors and storages (``reducers``), and large bu
 (``pickle.PickleBuffer``: arrays of numpy). Everything else is ordinary pickle. Functions travel by reference, unless
 ``use_cloudpickle`` was called.
 
-References (``rref``) leave the pickle in the same way: their forks stand in a table before it, so that the receiver can take
-them without unpickling anything.
+References (``rdmarpc/references``) leave the pickle in the same way: their forks stand in a table before it, so that the
+receiver can take them without unpickling anything.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
 
 
 class Memory(Protocol):
-    """Where the memory for messages comes from (``patience``)."""
+    """Where the memory for messages comes from (``calls/patience``)."""
 
     def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
 

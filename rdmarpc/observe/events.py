@@ -1,4 +1,5 @@
-"""A timeline as Chrome's trace events, which Perfetto reads: what ``traced`` noted becomes spans, arrows and names.
+"""A timeline as Chrome's trace events, which Perfetto reads: what ``calls`` and ``steps`` noted becomes spans, arrows and
+names.
 
 One process track a worker (``pid`` is its rank), one thread track a thread. A blocking call is a span on its thread around
 ``send``, ``wait`` and ``unpack``; a call with a future is an asynchronous span, with ``send``, ``wait`` and ``unpack`` on the

@@ -46,7 +46,7 @@ Who may say what. What a message says is looked at beside the link that it came 
 A word that has no effect, where a link could have been ended, may come from a worker that was itself deceived by whoever
 passed it the reference. References are no secrets: any member may fetch a value by its number, which can be guessed.
 
-Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``rref_store.Unsettled``) and annuls it; a
+Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``store.Unsettled``) and annuls it; a
 refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way, and bounded for each
 worker (``MAX_OPEN``): one that fills them does not keep to the protocol, and its link ends. A creating call that its
 caller has given up still runs once; if the caller's handle died meanwhile its value is dropped as soon as it is made.

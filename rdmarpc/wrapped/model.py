@@ -105,7 +105,7 @@ class WrappedModel(nn.Module):
     def forward_backward(
         self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """See ``micro_batches.forward_backward``."""
+        """See ``batches.forward_backward``."""
         return batches.forward_backward(self, loss_fn, args, kwargs, target, chunks)
 
     def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> batches.Prepared:

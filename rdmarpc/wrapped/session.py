@@ -21,14 +21,14 @@ from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
 from ..transport import RdmaError, TransferTimeout
-from . import owner as _parts
+from . import owner
 from .parameter import EagerForward, RemoteParameter
 from .placing import Places, divide, place_here
 from .stand_in import stand_ins
 
 
 class Session:
-    """What the stand-ins and optimizers of one model talk to (``remote_parameter.Owners``). ``stand_in`` stands for the whole
+    """What the stand-ins and optimizers of one model talk to (``parameter.Owners``). ``stand_in`` stands for the whole
     model, ``shape`` is it without data; ``constants`` are tensors that a capture found outside of the modules, by name."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Session:
         self.shape = skeleton(net)
         self._uncounted = 0
         remote = divide(net, places)
-        packed = {worker: _parts.Packed(parts, places.device) for worker, parts in remote.items()}
+        packed = {worker: owner.Packed(parts, places.device) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
         reaching = {worker for worker, yes in self._open(packed).items() if yes}
@@ -136,7 +136,7 @@ class Session:
 
     def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """A method of the host at several workers at once."""
-        return self._call_all(_parts.ask_model, {worker: (self.key, method, more) for worker, more in args.items()})
+        return self._call_all(owner.ask_model, {worker: (self.key, method, more) for worker, more in args.items()})
 
     def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
         """A method of one host, after everything that was asked for before."""
@@ -157,11 +157,11 @@ class Session:
             raise error
         return answers
 
-    def _open(self, packed: Mapping[str, _parts.Packed]) -> dict[str, bool]:
+    def _open(self, packed: Mapping[str, owner.Packed]) -> dict[str, bool]:
         name = self.agent.name
         try:
             return self._call_all(
-                _parts.open_model,
+                owner.open_model,
                 {w: (self.key, name, p.blob, p.tensors, p.specs, self.timeout) for w, p in packed.items()},
             )
         except BaseException:
@@ -176,7 +176,7 @@ class Session:
             leased = None
         for worker in self.workers:
             try:
-                answer = self._call_all(_parts.stop_model, {worker: (self.key,)})[worker]
+                answer = self._call_all(owner.stop_model, {worker: (self.key,)})[worker]
             except TransferTimeout:
                 leased = None
             except Exception:
@@ -185,7 +185,7 @@ class Session:
                 leased = None if leased is None else {**leased, **answer}
         for worker in self.workers:
             try:
-                self._call_all(_parts.close_model, {worker: (self.key, leased)})
+                self._call_all(owner.close_model, {worker: (self.key, leased)})
             except Exception:
                 continue
         if self._caller is not None:

@@ -1,8 +1,8 @@
 """A side stream of one channel on one GPU, and what is under way on it.
 
-Everything enqueued on a lane gets a number (*ticket*), and is over in that order: the lane's record (``kernels``) counts how
-many. What a post uses is kept until then, because nothing on a stream can be called back. So a lane is taken down only when its
-stream is idle; one that is not when its channel ends stays for as long as that takes, with all that hangs on it.
+Everything enqueued on a lane gets a number (*ticket*), and is over in that order: the lane's record (``words/kernels``) counts
+how many. What a post uses is kept until then, because nothing on a stream can be called back. So a lane is taken down only when
+its stream is idle; one that is not when its channel ends stays for as long as that takes, with all that hangs on it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Invariants:
    failed makes nothing any more: the channels that something waits for fail, or their peers would wait for ever.
 4. the count outlives the side stream, and the interpreter: the driver's thread writes to it. It is never freed.
 
-Never run on hardware: see ``gpudirect``.
+Never run on hardware: see ``verbs/gpudirect``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which device, port and address to use, and why each other one is not.
 
-Everything is decided from what the kernel shows (``verbs_sysfs.Found``), by pure functions, before any device is opened; a port
+Everything is decided from what the kernel shows (``sysfs.Found``), by pure functions, before any device is opened; a port
 that then fails to open is left out as well, with its reason, and the next one is taken. Order of the usable ports: those with
 an address that reaches beyond the wire before those without, then the nearest to the memory of this process (NUMA), then
 the fastest, then by name.

@@ -93,7 +93,7 @@ class MemoryRegion(abc.ABC):
 
 
 class CompletionQueue(abc.ABC):
-    """``ibv_cq`` with a completion channel of its own (at ``verbs_layout.CQ_CHANNEL``).
+    """``ibv_cq`` with a completion channel of its own (at ``words/layout.CQ_CHANNEL``).
 
     ``address``: of the ``ibv_cq``; ``channel_fd`` (non-blocking): readable when an armed queue has something new. Take its
     events by ``ibv_get_cq_event``, never by reading the descriptor (some drivers count their arm sequence in there), and

@@ -1,7 +1,8 @@
 """What a thread that serves many does with an error that nobody expected: it says so, and goes on.
 
 A loop catches each error where it still knows what the error concerns (one peer, one call), ends just that, and leaves the
-telling to its ``Guard``. No thread of the package may end because something raised (``tests/test_threads.py``).
+telling to its ``Guard``. No thread of the package may end because something raised
+(``tests/transport/contract/test_threads.py``).
 """
 
 from __future__ import annotations

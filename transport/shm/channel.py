@@ -1,6 +1,6 @@
 """The connection between two processes of one host: the peer's segments are mapped here, a WRITE is one memcpy.
 
-Parts: ``inboxes`` (what both ends share), ``peer_memory`` (what of the peer is mapped), ``questions`` (control messages that
+Parts: ``inbox`` (what both ends share), ``memory`` (what of the peer is mapped), ``peers/questions`` (control messages that
 wait for an answer), ``requests`` (what is to fail when the channel ends).
 """
 

@@ -4,7 +4,7 @@ Segments are memfds, handed to each peer over an abstract Unix socket and mapped
 so nothing is left behind however a process ends. The socket stays open as the detector of the peer's death.
 
 Threads: one service thread (accepting, announcements, end of peers, looking after their heartbeats), one that beats
-(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+(``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
 nobody.
 """
 

@@ -1,7 +1,7 @@
 """What the two ends of a connection share, an inbox of each, and the work requests on it.
 
 An inbox is a memfd that the peer maps too: ``+0 closed`` (written by its owner), ``+64 inflight`` (written by the peer), then
-the notification records. The invariants are those of ``kernels``.
+the notification records. The invariants are those of ``words/kernels``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Inboxes:
 
 
 class WorkRequest:
-    """A work request block (``kernels``). Refers to no channel, which would keep it."""
+    """A work request block (``words/kernels``). Refers to no channel, which would keep it."""
 
     __slots__ = ("__weakref__", "address", "block")
 

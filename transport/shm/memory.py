@@ -1,5 +1,5 @@
 """The memory of a peer of this host, as the peer told of it: segments, which are mapped here, and foreign regions, which the
-kernel copies (``cma``)."""
+kernel copies (``memory/attach``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..errors import PeerLost, RdmaError, RemoteAccessError
-from ..memory import attach as cma
+from ..memory.attach import transfer, why_not
 from ..memory.mapping import address_of, mapped
 from ..peers.guard import broken_by
 from ..region import LENT, RemoteRegion
@@ -43,7 +43,7 @@ class PeerMemory:
         """``probe``: address of a word by which is seen whether the kernel lets us copy there."""
         self.pid, self.uid, self.epoch = channel.pid, uid, epoch
         self._channel, self.device = weakref.ref(channel), channel.device.name
-        self.no_cma = cma.why_not(self.pid, probe)
+        self.no_cma = why_not(self.pid, probe)
         """Why memory outside of segments cannot be reached; empty: it can."""
         self.copying = threading.Lock()
         """Held during each copy by the kernel: the owner's deregistration waits for it."""
@@ -136,7 +136,7 @@ class PeerMemory:
     def attach(self, local: int, remote: int, nbytes: int, *, write: bool) -> None:
         """Have the kernel copy to or from an address of the peer. Raises ``RdmaError``."""
         try:
-            cma.transfer(self.pid, local, remote, nbytes, write=write)
+            transfer(self.pid, local, remote, nbytes, write=write)
         except RdmaError as error:  # it knows of a process, not of a peer
             raise broken_by(error, "copying", peer=self.peer, device=self.device) from None
 

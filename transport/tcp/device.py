@@ -3,7 +3,7 @@
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
 Threads: one I/O thread (``tcp/loop``), which never blocks, one that beats
-(``heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
+(``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
 nobody.
 """
 

@@ -8,7 +8,7 @@ order and answers each one that wants it, so an answer to post ``n`` also answer
                          CHECK    region, key, offset: may I write there?
                          NOTIFY   nothing but the notification
                          BYE      the channel has ended (``index``: why, ``END_*``)
-                         BEAT     nothing: a sign of life, outside of all posts (``heartbeat``)
+                         BEAT     nothing: a sign of life, outside of all posts (``peers/heartbeat``)
     receiver -> sender   ACK      all posts up to ``seq`` are done
                          DATA     payload of copy ``index`` of post ``seq``; with LAST the post is done
                          REFUSED  post ``seq`` failed (payload: why, UTF-8); nothing was notified

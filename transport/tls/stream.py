@@ -2,7 +2,8 @@
 
 Both ends prove themselves in the handshake, in one of two ways: by the job secret (a pre-shared key that is derived from it,
 with an ephemeral key exchange), or by certificates of one authority, which each end has and checks. Then the ends authenticate
-as they do without TLS (``auth``), bound to this very stream: so whom else the authority has signed for is in between nowhere.
+as they do without TLS (``peers/auth``), bound to this very stream: so whom else the authority has signed for is in between
+nowhere.
 
 There is no way down: an end that has TLS on speaks TLS 1.3 or nothing. No tickets, no resumption, no renegotiation.
 

@@ -1,16 +1,16 @@
 """The control stream beside a queue pair: who is there, which memory it has registered, goodbyes, signs of life.
 
-One TCP connection a channel, authenticated before anything else is parsed (``auth``). First the handshake: a *setup* from each
-end (the acceptor's may be a refusal instead), with which both connect their queue pairs, the acceptor before it answers; then
-the initiator proves with a WRITE that RDMA packets go there and back; only then a *hello* from each end. Then messages of one
-size:
+One TCP connection a channel, authenticated before anything else is parsed (``peers/auth``). First the handshake: a *setup* from
+each end (the acceptor's may be a refusal instead), with which both connect their queue pairs, the acceptor before it answers;
+then the initiator proves with a WRITE that RDMA packets go there and back; only then a *hello* from each end. Then messages of
+one size:
 
     SEGMENT           number, key, address, nbytes, rkey: this memory may be read from now on
     LANDING, REGION   the same: and written
     GONE, GONE_ACK    number: no longer; nothing of the receiver is under way there
     SYNC, SYNC_ACK    number: all that was announced before has been heard
     BYE               the channel ended (number: CLOSED; SILENT, the receiver was, for too long; BROKEN)
-    BEAT              nothing: a sign of life (``heartbeat``)
+    BEAT              nothing: a sign of life (``peers/heartbeat``)
 
 Its end is how the death of a process is noticed at once; the death of a host is noticed by the queue pair (``verbs``).
 """

@@ -4,8 +4,8 @@ One reliable connected queue pair a peer; one completion queue and one shared re
 segment of the arena. A WRITE with a notification is one WRITE_WITH_IMM, a READ is a READ: the peer's processor takes no part.
 
 Threads: one that serves the control streams (accepting, announcements, end of peers, looking after their heartbeats), one that
-sleeps on the completion channel when every waiter does (``verbs/watch``), one that beats (``heartbeat``), and one short-lived
-thread per incoming connection during its handshake.
+sleeps on the completion channel when every waiter does (``verbs/watch``), one that beats (``peers/heartbeat``), and one
+short-lived thread per incoming connection during its handshake.
 
 Who is dead: a process that ended ends its control stream; a host or link that is gone does not acknowledge packets, which are
 sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device

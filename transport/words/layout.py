@@ -120,7 +120,7 @@ WC_RECV_RDMA_WITH_IMM = 129
 # enum ibv_wc_flags
 WC_WITH_IMM = 2
 
-# enum ibv_wc_status; names and causes of all of them are in verbs_status
+# enum ibv_wc_status; names and causes of all of them are in ``nic/status``
 WC_SUCCESS = 0
 WC_LOC_LEN_ERR = 1
 WC_LOC_QP_OP_ERR = 2

@@ -1,6 +1,6 @@
 """How notifications lie in shared memory: a record for each number of a channel, and the bells that wake who waits.
 
-What is in a record and in a bell: ``kernels``.
+``kernels`` has the words of a record and of a bell.
 """
 
 from __future__ import annotations
