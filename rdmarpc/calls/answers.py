@@ -67,7 +67,8 @@ class Answers:
             fetch, answer = answer, answer.frame
         flags = answer.flags
         if flags & (LONE | HEAD | BULK) == LONE and not pending.key[1]:
-            return unpack_lone(*lone(answer))
+            _, table, data = lone(answer)
+            return unpack_lone(table, data)
         frame = self._whole(pending, answer, fetch) if flags & BULK else answer
         if frame.kind == ERROR:
             if flags & (READS | BULK):

@@ -39,6 +39,7 @@ from ..links.frames import (
     Head,
     NotTheirs,
     created,
+    flat_request,
     function_of,
     lone,
     request_body,
@@ -272,7 +273,8 @@ class Callee:
         try:
             answer = [function(*args, **kwargs) if context is None else _within(context, function, args, kwargs)]
         finally:
-            args, kwargs, answering.args = (), {}, ()  # an error holds this frame
+            del args, kwargs  # an error holds this frame
+            answering.args = ()
         if streams is not None:
             streams.ended()
         if inner is not None:
@@ -293,7 +295,11 @@ class Callee:
         """Function and arguments. Runs user code (unpickling)."""
         link, frame = answering.link, answering.frame
         if frame.flags & (LONE | HEAD) == LONE:
-            return self._function(function_of(frame)), (unpack_lone(*lone(frame)),), {}
+            name, table, data = lone(frame)
+            return self._function(name), (unpack_lone(table, data),), {}
+        if frame.flags & (FLAT | HEAD) == FLAT and not frame.tensors:
+            name, payload = flat_request(frame)
+            return self._function(name), serialize.load_flat(payload, []), {}
         head, payload, table, data = answering.body or request_body(frame)
         answering.body = None
         if head.context != NO_CONTEXT:
@@ -302,7 +308,6 @@ class Callee:
             answering.places = load_places(head.places, link.places)
         tensors = self._tensors(answering, head.grant, table, data) if frame.tensors and not frame.flags & LONE else []
         parts: list[torch.Tensor] = []
-        args: tuple[Any, ...]
         kwargs: dict[str, Any] = {}
         references = answering.references
         try:
@@ -340,7 +345,10 @@ class Callee:
     def _function(self, name: bytes) -> Any:
         found = self._functions.get(name)
         if found is None:
-            found = permits.load_called(name)
+            try:
+                found = permits.load_called(name)
+            except (AttributeError, ImportError) as error:
+                raise errors.unknown_name(error) from error
             if len(name) <= _MAX_NAME:
                 if len(self._functions) >= _MAX_FUNCTIONS:
                     self._functions.clear()

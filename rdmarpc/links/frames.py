@@ -97,10 +97,17 @@ def created(frame: Frame) -> tuple[int, int]:
     return rref, fork
 
 
-def lone(frame: Frame) -> tuple[bytes, bytes]:
-    """Table and data of a message with one small tensor and nothing else (``LONE`` without ``HEAD`` and ``BULK``)."""
-    body, at = frame.body, frame.function + frame.payload
-    return body[at : at + frame.table], body[at + frame.table :]
+def lone(frame: Frame) -> tuple[bytes, bytes, bytes]:
+    """Function, table and data of a message with one small tensor and nothing else (``LONE`` without ``HEAD`` and ``BULK``)."""
+    _, _, _, _, name, payload, table, body = frame
+    at = name + payload
+    return body[:name], body[at : at + table], body[at + table :]
+
+
+def flat_request(frame: Frame) -> tuple[bytes, bytes]:
+    """Function and payload of a request without tensors (``FLAT`` without ``HEAD`` and ``BULK``)."""
+    body, name = frame.body, frame.function
+    return body[:name], body[name : name + frame.payload]
 
 
 def request_body(frame: Frame) -> Body:
