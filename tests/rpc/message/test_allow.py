@@ -314,7 +314,7 @@ def requests():
         autograd.backward(context_id, [loss])
         optimizer.step(context_id)
     assert net.forward(tensor.detach()).tolist() == [0, 0.5, 0]
-    with pytest.raises(NotAllowed, match=r"rdmarpc\.parts"):
+    with pytest.raises(NotAllowed, match=r"rdmarpc\.wrapped\.owner"):
         rpc.rpc_sync("worker1", owner.ask_model, ("m", "notes", ()))
     assert rpc.rpc_sync("worker1", where) != 0
     return rpc.counters()["refused_names"]
@@ -451,7 +451,7 @@ def wrapped():
 
 
 def wrapped_in_vain():
-    with pytest.raises(NotAllowed, match=r"rdmarpc\.parts\.open_model is not among.*\n.*allow=\[\.\.\., rdmarpc\.wrap\]"):
+    with pytest.raises(NotAllowed, match=r"rdmarpc\.wrapped\.owner\.open_model is not among.*\n.*allow=\[\.\.\., rdmarpc\.wrap\]"):
         rpc.wrap(Two(), {"first": "worker1"})
 
 
