@@ -1,4 +1,10 @@
-"""How bytes move: devices, regions, channels, transfers. Imports nothing else of this project."""
+"""How bytes move between processes: devices, regions, channels and transfers.
+
+A ``Device`` is one way to reach the memory of other processes (``open_device``). A ``Channel`` connects it to one peer. A
+``RemoteRegion`` names memory of the peer, and ``Channel.memcpy`` or a prepared ``Transfer`` copies to or from that memory by
+one-sided WRITEs and READs. The contract that all devices keep is the docstring of ``channel``. This package imports nothing
+else of rdmarpc.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The ``auto`` device: each peer by the fastest device that reaches it.
+"""The ``auto`` device: it reaches each peer by the fastest device that can.
 
-``shm`` for processes of this host (``cuda``, which is that and GPU memory besides, where torch has a GPU), ``verbs`` where both
-ends have a usable port, ``tcp`` otherwise: devices on one memory, so every tensor of the arena, every region and every poller
-is good for all. GPU memory that is made or registered here is for the peers of this host. An address is those of the devices,
-parted by commas; where a host has RDMA hardware that cannot be used, ``no-verbs:REASON`` (percent-encoded) stands among them.
+That is ``shm`` for processes of this host (``cuda``, which extends ``shm`` by GPU memory, where torch has a GPU), ``verbs``
+where both ends have a usable port, and ``tcp`` otherwise. These devices stand on one memory: every CPU tensor of the arena,
+every region and every poller serves all of them. GPU memory that is made or registered here is for peers of this host. The
+address of an ``auto`` device is the list of its devices' addresses, separated by commas. A host whose RDMA hardware cannot be
+used adds ``no-verbs:REASON`` (percent-encoded).
 
-A *fallback* is a connection over tcp although one end at least has RDMA hardware. It is never silent: it is counted
-(``fallbacks``) and, once for every peer, written to the log ``rdmarpc`` as a warning with the reason: at the end that connects,
-and at the other if it has such hardware. A peer on this host is reached over shm, and one where neither end has such hardware
-over tcp: these are no fallbacks.
+A *fallback* is a connection over tcp although at least one end has RDMA hardware. It is counted (``fallbacks``) and, once for
+every peer, logged as a warning with the reason (logger ``rdmarpc``): at the end that connects, and at the other end if that has
+such hardware. Connections over shm, and connections over tcp where neither end has RDMA hardware, are no fallbacks.
 
-``require="rdma"``: no peer is reached over tcp, which is not even opened. Within a host shm is allowed: it is as one-sided as
-RDMA, nobody at the peer takes part in a copy, and it is faster.
+``require="rdma"``: no peer is reached over tcp, which is not even opened. Within a host shm is allowed: it is one-sided as RDMA
+is (the peer's processor takes no part in a copy), and faster.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Refusal:
 
 
 class AutoDevice(Device):
-    """See the module, and ``Device``. ``place``: where tcp listens (``TcpDevice``). ``channel.device`` is the device that
-    reaches that peer."""
+    """A ``Device`` that opens the others and picks one for each peer (see the module). ``place``: where tcp listens, as for
+    ``TcpDevice``. ``channel.device`` is the device that reaches that peer."""
 
     def __init__(self, place: str, options: DeviceOptions) -> None:
         super().__init__("auto", options, shared=True)

@@ -2,28 +2,29 @@
 
 Contract, for every device:
 
-* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``, the other a contiguous tensor or a ``Region`` of the same
-  number of bytes: on the CPU, and for ``cuda`` (see there) also on a GPU. Remote ``dst`` is a WRITE, remote ``src`` a READ. The
-  peer's processor takes no part.
-* ``notify=n`` counts notification ``n`` at the peer after the data of that call is there. Notifications are counted and
-  order-free; copies of one call are not ordered among each other.
-* A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps it alive
-  and unchanged. A timeout ends the wait, not the copy.
-* What a peer may touch depends on how the memory was made. All peers may READ what ``Device.empty`` gives, and WRITE it too
-  with ``writable=True``. Of what ``Channel.empty`` gives only the peer of that channel may do either. On ``shm`` the kernel
-  enforces this (nothing else can be mapped, or not for writing), on ``verbs`` the adapter (other memory has another key, or one
-  without the right to write), on ``tcp`` the owner, for every copy.
-* What is not enforced. Within its own memory a peer is not kept to the range of a descriptor, nor to the time for which it
-  was given: whoever does not trust a peer clones what landed before checking it. A descriptor for READing opens the whole
-  segment of ``Device.empty`` on ``shm`` and ``verbs``; on ``tcp`` one of ``Device.lend`` opens that tensor, for that peer. Keys
-  of ``verbs`` have 32 bits and hold for all queue pairs of a device: they are not told to others, but can be guessed.
-  Registered GPU memory and what ``Device.register`` takes from elsewhere is open to every peer, for reading and writing.
-* A descriptor that gives no access is a ``RemoteAccessError``, from ``prepare`` where this side can tell, else from
-  ``Work.wait``. Nothing is notified then, and the channel goes on.
-* ``abort`` returns when no copy of either side is under way and none can start: then all buffers are safe again.
-* Any number of threads may copy through one channel. After an error ``channel.error`` is set for good and every later
-  call raises it.
-* ``close`` is idempotent. What was prepared on a channel fails with ``PeerLost`` afterwards, it never crashes.
+* ``memcpy(dst, src)``: exactly one side is a ``RemoteRegion``. The other side is a contiguous tensor or a ``Region`` of the
+  same number of bytes. It lies on the CPU, or on a GPU where ``Channel.gpus`` is true. A remote ``dst`` is a WRITE, a remote
+  ``src`` is a READ. Dtypes and shapes are not transmitted.
+* ``notify=n`` counts notification ``n`` at the peer after the data of that call has arrived. Notifications are counted and
+  order-free. Copies of one call are not ordered among each other.
+* A ``Work`` is done when local memory may be reused (WRITE) or holds the data (READ). Until then the caller keeps that memory
+  alive and unchanged. A timeout ends the wait, not the copy.
+* What a peer may touch depends on how the memory was allocated. All peers may READ tensors of ``Device.empty``, and WRITE them
+  too with ``writable=True``. Only the peer of a channel may READ or WRITE tensors of ``Channel.empty``. On ``shm`` the kernel
+  enforces this: nothing else can be mapped, or not for writing. On ``verbs`` the adapter enforces it: other memory has another
+  key, or a key without the right to write. On ``tcp`` the owner checks every copy.
+* Some limits are not enforced. Within memory that it may touch, a peer is not kept to the range of a descriptor, nor to the
+  time for which the descriptor was given. A receiver that does not trust its peer therefore clones received data before it
+  checks them. A descriptor for READs opens the whole segment of ``Device.empty`` on ``shm`` and ``verbs``; on ``tcp`` a
+  descriptor of ``Device.lend`` opens that tensor alone, for that peer alone. Keys of ``verbs`` have 32 bits and hold for all
+  queue pairs of a device: no other peer is told them, but they can be guessed. Registered GPU memory, and other memory given to
+  ``Device.register``, is open to every peer for reading and writing.
+* A descriptor that gives no access raises ``RemoteAccessError``: from ``prepare`` where this side can tell, else from
+  ``Work.wait``. No notification is sent in that case, and the channel stays usable.
+* ``abort`` returns when no copy of either side is under way and none can start. All buffers are safe to reuse from then on.
+* Any number of threads may copy through one channel. After a failure ``channel.error`` is set for good, and every later call
+  raises it.
+* ``close`` is idempotent. Transfers that were prepared on a closed channel raise ``PeerLost``.
 """
 
 from __future__ import annotations
@@ -67,32 +68,34 @@ class Parent(Protocol):
 
 
 class Work:
-    """A copy under way."""
+    """A copy under way, or one that has ended."""
 
     __slots__ = ()
 
     def done(self) -> bool:
-        """Whether it ended, well or badly."""
+        """Whether the copy has ended, successfully or not. Does not block."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it ended; raise what went wrong. ``timeout`` in seconds (``TransferTimeout``)."""
+        """Block until the copy has ended, and raise its error if it failed. ``timeout`` in seconds, ``None``: no limit. Raises
+        ``TransferTimeout`` if the copy is still under way then."""
 
     def exception(self) -> RdmaError | None:
-        """What went wrong, if it ended badly."""
+        """The error of a copy that failed, else ``None``."""
         return None
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` run once the copy has ended, well or badly. Where a peer's thread has a part in that
-        (``Channel.reads_take_peer``) this returns at once, and the callback is for the thread that hears the peers: it must not
-        hold that up, nor raise. Elsewhere it runs here, after a wait."""
+        """Have ``callback()`` run once the copy has ended, successfully or not. Where a READ takes a thread at the peer
+        (``Channel.reads_take_peer``), this method returns at once and the thread that hears the peers runs ``callback``,
+        which must neither block nor raise. On other devices this method waits, then runs ``callback`` in the calling thread."""
         with contextlib.suppress(RdmaError):
             self.wait()
         callback()
 
     def block_current_stream(self) -> None:
-        """Have what the caller's current GPU stream is given from here on run when the copy has ended; the calling thread goes
-        on at once where a GPU copies, and else waits. If the copy ends badly, ``wait`` says so, not the stream."""
+        """Order the caller's current GPU stream after the copy: work enqueued there from now on runs when the copy has ended.
+        Where a GPU copies, the calling thread goes on at once; elsewhere it waits. If the copy fails, ``wait`` raises the
+        error, the stream does not."""
         self.wait()
 
 
@@ -103,7 +106,7 @@ DONE = Work()
 class Transfer(abc.ABC):
     """A list of copies and one notification, prepared once, posted again and again.
 
-    It keeps its local tensors alive. One thread at a time; the previous post must be done.
+    It keeps its local tensors alive. One thread at a time. A post may begin only when the previous one is done.
     """
 
     __slots__ = ()
@@ -118,31 +121,32 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def unbind(self, index: int) -> None:
-        """Let go of the local tensor of copy ``index``, whose last post is done. To be bound again before the next post."""
+        """Release the local tensor of copy ``index``, whose last post is done. ``rebind`` this copy before the next post."""
 
 
 class Window(abc.ABC):
-    """Two equally large ranges, one here and one at the peer, the local one written through to the other by pieces."""
+    """Two ranges of one size, one here and one at the peer. Parts of the local range are written to the same place of the
+    other."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def put(self, offset: int, nbytes: int) -> None:
-        """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. The caller keeps the range inside
-        the window, and leaves the local bytes as they are until it knows from the peer that they are there. Any thread. Waits
-        where the device's own queue is full."""
+        """Copy ``local[offset:offset + nbytes]`` to the same place at the peer, then notify. Offsets are bytes. The caller
+        keeps the range inside the window, and leaves the local bytes unchanged until the peer has confirmed that they
+        arrived. Any thread. Blocks where the device's own queue is full."""
 
     @abc.abstractmethod
     def put_now(self, offset: int, nbytes: int) -> bool | None:
-        """As ``put``, without waiting: true if nothing was sent because the device's own queue is full."""
+        """As ``put``, without blocking: true if nothing was sent because the device's own queue is full."""
 
 
 class Mapped(abc.ABC):
-    """Memory of the peer in place: what is written into ``memory`` needs no copy any more.
+    """Memory of the peer, mapped into this process: writing into ``memory`` needs no further copy.
 
-    Writing stands between ``begin`` and ``end``; an abort of either side waits for it as for a copy. What was written is
-    visible to whoever receives a notification that this thread posts afterwards. Reading is good for as long as ``memory`` is
-    held, and sees what the peer writes there. One thread at a time.
+    Writes stand between ``begin`` and ``end``; an abort of either side waits for ``end`` as for a copy. The peer sees them once
+    it receives a notification that this thread posts afterwards. ``memory`` may be read for as long as it is held, and shows
+    what the peer writes there. One thread at a time.
     """
 
     __slots__ = ()
@@ -152,14 +156,14 @@ class Mapped(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Raises ``PeerLost`` when the channel has ended: then nothing may be written."""
+        """Begin to write. Raises ``PeerLost`` if the channel has ended; nothing may be written after that."""
 
     @abc.abstractmethod
     def end(self) -> None: ...
 
 
 class Channel(abc.ABC):
-    """See the module's contract. Made by ``Device.connect`` or ``Device.accept``."""
+    """A connection to one peer, made by ``Device.connect`` or ``Device.accept``. The module's docstring is its contract."""
 
     peer: str
     """Who is at the other end, for people."""
@@ -186,22 +190,23 @@ class Channel(abc.ABC):
 
     @property
     def pool(self) -> Pool:
-        """Memory of ours that the peer may read and write, and no other peer may touch. It is given back to the system after
-        the channel's end, when nothing here uses it any more."""
+        """Memory of this process that the channel's peer may read and write, and no other peer may touch. It returns to the
+        system after the channel's end, when nothing here uses it any more."""
         with self._numbers_lock:
             if self.own_pool is None:
                 self.own_pool = self.device.memory.pool()
             return self.own_pool
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As ``Device.empty``, in ``pool``."""
+        """An uninitialised tensor in ``pool``, as ``Device.empty`` makes one: only the channel's peer may READ and WRITE it.
+        Raises ``ArenaFull``, and the channel's error once it has ended."""
         self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return (self.own_pool or self.pool).tensor(sizes, dtype or torch.get_default_dtype())
 
     def landing(self, nbytes: int) -> tuple[Block, bytes]:
-        """Fresh memory of ``pool`` (``nbytes`` > 0) and its descriptor. Whoever has the block gives it to
-        ``arena.free`` or ``arena.hold``, once."""
+        """A fresh block of ``pool`` (``nbytes`` > 0) and its descriptor. The caller owns the block, and gives it to
+        ``arena.free`` or ``arena.hold`` exactly once."""
         self.check()
         block, device = (self.own_pool or self.pool).allocate(nbytes), self.device
         segment = block.segment
@@ -210,18 +215,19 @@ class Channel(abc.ABC):
     # -- copies
 
     def memcpy(self, dst: Local | RemoteRegion, src: Local | RemoteRegion, *, notify: int | None = None) -> Work:
-        """Copy ``src`` to ``dst`` once. Raises ``ValueError`` for sides that do not fit, ``RemoteAccessError``,
+        """Copy ``src`` to ``dst`` once. Raises ``ValueError`` for sides that do not fit each other, ``RemoteAccessError``,
         ``PeerLost``."""
         return self.prepare([(dst, src)], notify=notify).post()
 
     @abc.abstractmethod
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None) -> Transfer:
-        """Check and resolve everything now, so that ``Transfer.post`` only copies. ``pairs`` of (dst, src) may be empty:
-        then only the notification is sent."""
+        """Check and resolve everything now, so that ``Transfer.post`` only copies. ``pairs``: (dst, src) as in ``memcpy``;
+        without any, a post only sends the notification. Raises as ``memcpy``."""
 
     @abc.abstractmethod
     def window(self, remote: RemoteRegion, local: torch.Tensor, *, notify: int) -> Window:
-        """A write-through window from an arena tensor to a remote range of the same size."""
+        """A write-through window from ``local``, an arena tensor, to a remote range of the same size. Each ``put`` sends
+        ``notify``."""
 
     gpus = False
     """Whether the local side of a copy may be GPU memory here."""
@@ -239,19 +245,19 @@ class Channel(abc.ABC):
     """Whether ``adopt`` works here: the peer's arena is mapped into this process."""
 
     def adopt(self, remote: RemoteRegion, release: RemoteRegion) -> torch.Tensor:
-        """The peer's arena memory in place: a uint8 tensor over ``remote``, which the peer has handed over for good. When the
-        last tensor over it dies, the word ``release`` (8 bytes of the peer's arena) becomes 0, after all that was read and
-        written here. Both are valid for as long as they are held, whatever becomes of the channel: the peer keeps them until
-        the word is 0 or our process has ended."""
+        """Map memory that the peer has handed over for good: a uint8 tensor over ``remote``, without a copy. When the last
+        tensor over this memory is freed, the word ``release`` (8 bytes in the peer's arena) becomes 0, after all reads and
+        writes made here. The peer keeps both until the word is 0 or this process has ended, so the tensor stays valid after
+        the channel's end."""
         raise NotSupported("this device has no mapped memory of its peers", peer=self.peer, device=self.device.name)
 
     def peer_ended(self) -> bool:
-        """Whether the peer's process, and with it every tensor that it adopted, has ended."""
+        """Whether the peer's process has ended, and with it every tensor that it adopted."""
         return self.error is not None
 
     def map(self, remote: RemoteRegion) -> Mapped | None:
-        """The peer's arena memory in place, or ``None`` where this device cannot reach it by plain loads and stores. Raises
-        ``RemoteAccessError`` as ``prepare``."""
+        """The peer's arena memory mapped into this process, or ``None`` where this device cannot reach it by plain loads and
+        stores. Raises ``RemoteAccessError`` as ``prepare`` does."""
         return None
 
     @abc.abstractmethod
@@ -260,26 +266,28 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:
-        """Stop both directions for good. Afterwards no copy touches our memory. ``TransferTimeout`` if the peer is
-        stopped in the middle of one: its target is then not safe to reuse."""
+        """Stop both directions for good. No copy touches memory of this process once it returns. Raises ``TransferTimeout``
+        after ``timeout`` seconds if the peer's process is suspended in the middle of a copy: the target of that copy is then
+        not safe to reuse."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Say goodbye and release the connection. Idempotent."""
+        """Tell the peer, and release the connection. Idempotent."""
 
     def forked(self, error: RdmaError) -> None:
-        """In a forked child: fail every use with ``error``, without a word to the peer. Takes no lock."""
+        """In a forked child: make every use raise ``error``. Sends nothing to the peer and takes no lock."""
         self.error = error
 
     @property
     def peer_copies(self) -> bool:
-        """After the end: whether a copy of the peer may still touch our memory, because the peer stopped in the middle of it.
-        Until this is false, what the peer could reach must not be used again."""
+        """After the channel's end: whether a copy of the peer may still touch memory of this process, because the peer is
+        suspended in the middle of it. Memory that the peer could reach must not be reused while this is true."""
         return False
 
     def take_numbers(self, count: int) -> int:
-        """The first of ``count`` consecutive notification numbers that arrive *here* and belong to the caller alone from now
-        on. Thread-safe. They are never given out twice: recycle them yourself. ``ValueError`` when there are none left."""
+        """Reserve ``count`` consecutive numbers for notifications that arrive *here*, and return the first. They belong to the
+        caller alone and are never given out twice, so recycle them yourself. Thread-safe. Raises ``ValueError`` when too few
+        are left."""
         with self._numbers_lock:
             first = self._next_number
             if count < 0 or first + count > MAX_NOTIFY:
@@ -292,30 +300,31 @@ class Channel(abc.ABC):
         self.notifier(imm).post()
 
     def notifier(self, imm: int) -> Transfer:
-        """What ``notify`` posts."""
+        """The prepared transfer that ``notify`` posts."""
         found = self.notifiers.get(imm)
         if found is None:
             found = self.notifiers[imm] = self.prepare([], notify=imm)
         return found
 
     def notify_after(self, imm: int, device: torch.device | str) -> Work:
-        """Send one notification when what the caller's current stream of that GPU has been given so far is done; returns at
-        once. So it is told that what a kernel reads may be written again. ``NotSupported`` where no GPU is reached."""
+        """Send one notification when the work enqueued so far on the caller's current stream of that GPU is done. Returns at
+        once. This tells a peer that memory which a kernel reads may be overwritten. Raises ``NotSupported`` where no GPU is
+        reached."""
         raise NotSupported(
             "this channel has no GPU streams", peer=self.peer, device=self.device.name, hint="open cuda, verbs or auto"
         )
 
     def fence(self, timeout: float | None = None) -> None:
-        """Return when everything that was posted here before has arrived, bare notifications too: the peer that looks
-        afterwards sees them counted. ``PeerLost``, ``TransferTimeout``."""
+        """Return when everything posted on this channel before has arrived, including notifications without data: the peer
+        finds them counted from then on. ``timeout`` in seconds. Raises ``PeerLost``, ``TransferTimeout``."""
         self.check()  # where a post is a copy of our own there is nothing to wait for
 
     def expect(self, imm: int, count: int = 1) -> Expectation:
-        """The receiving side of ``notify=imm``."""
+        """Wait here for ``count`` notifications ``imm``, which the peer sends with ``notify=imm``."""
         return Expectation(self, imm, count, self.count(imm))
 
     def count(self, imm: int) -> Count:
-        """How far notification ``imm`` has been consumed."""
+        """The number of notifications ``imm`` that were consumed so far. All expectations on that number share it."""
         if imm not in self._counts:
             self._counts[imm] = Count(self.record(imm))
         return self._counts[imm]
@@ -325,7 +334,7 @@ class Channel(abc.ABC):
         """Posts and payload bytes so far."""
 
     def check(self) -> None:
-        """Raises what ended this channel, if anything has."""
+        """Raise the error that ended this channel, if it has ended."""
         if self.error is not None:
             raise fresh(self.error)
 
@@ -340,7 +349,8 @@ def check_notify(imm: int | None) -> None:
 
 
 def sort_pair(dst: Local | RemoteRegion, src: Local | RemoteRegion, gpu: str = "") -> tuple[RemoteRegion, torch.Tensor, bool]:
-    """(remote, local tensor, is it a WRITE), or ``ValueError``. ``gpu``: as for ``local_bytes``."""
+    """(remote, local tensor, whether it is a WRITE) of a copy. Raises ``ValueError`` for sides that do not fit each other.
+    ``gpu``: as for ``local_bytes``."""
     if isinstance(dst, RemoteRegion) == isinstance(src, RemoteRegion):
         raise ValueError("exactly one side of a copy is remote: memcpy(remote, local) writes, memcpy(local, remote) reads")
     write = isinstance(dst, RemoteRegion)

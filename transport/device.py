@@ -1,4 +1,4 @@
-"""A way to reach memory: the arena, the registered regions, the connections."""
+"""A device: one way to reach the memory of other processes. It owns an arena, registered regions and the channels to peers."""
 
 from __future__ import annotations
 
@@ -40,22 +40,25 @@ _REASONS = 100
 
 
 def check_require(require: str) -> None:
-    """``ValueError`` for what cannot be required."""
+    """Raise ``ValueError`` unless ``require`` is ``"rdma"`` or empty."""
     if require not in ("", "rdma"):
         raise ValueError(f"require is 'rdma' or empty, got {require!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """How to open a device, whatever its kind.
+    """Options that every kind of device takes.
 
-    ``secret``: at least 16 random bytes that both ends must share; without it only processes of this user on this host are let
-    in (``peers/user_secret``). ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of what
-    this host has. ``on_connect``: called with every channel that a peer opens, before the peer can use it; returns the hello to
-    answer with. Without it use ``Device.accept``. ``peer_timeout``: seconds after which a peer that shows no sign of running,
-    or that the network cut off, is lost; 0: never. ``memory``: what the device stands on, to share it with other devices (then
-    without ``arena_limit``). ``require``: ``"rdma"``: no peer may be reached over tcp. ``tls``: what leaves this host is
-    encrypted, or refused."""
+    * ``secret``: at least 16 random bytes that both ends must share. Without it only processes of this user on this host are
+      let in (``peers/user_secret``).
+    * ``arena_limit``: bytes that tensors of the arena may take together; ``None``: a part of this host's memory.
+    * ``on_connect``: called with every channel that a peer opens, before the peer can use it. It returns the hello to answer
+      with. Without it use ``Device.accept``.
+    * ``peer_timeout``: seconds after which a peer that shows no sign of life, or that the network cut off, is lost. 0: never.
+    * ``memory``: a ``Memory`` to share with other devices. ``arena_limit`` is not given then.
+    * ``require``: ``"rdma"`` forbids to reach a peer over tcp.
+    * ``tls``: what leaves this host is encrypted, or refused.
+    """
 
     secret: bytes = b""
     arena_limit: int | None = None
@@ -75,7 +78,7 @@ class DeviceOptions:
 
 
 class Door:
-    """Which peers a device lets in, and whom it tells that one came or was lost. Thread-safe."""
+    """The peers that a device lets in, and the callbacks that hear of a peer that came or was lost. Thread-safe."""
 
     def __init__(self, device: str, on_connect: OnConnect | None) -> None:
         """``device``: its name, for errors."""
@@ -149,8 +152,8 @@ class Door:
 
 
 class Device(AbstractContextManager["Device"], Listener, abc.ABC):
-    """Owns its channels; ``close`` ends them in the right order and is idempotent. Stands on a ``Memory``: one that it was
-    given, or one of its own, which ends with it.
+    """Owns its channels. ``close`` ends them in the right order and is idempotent. A device stands on a ``Memory``: one that it
+    was given, or one of its own, which ends with the device.
 
     Thread-safe. Not usable in a forked child (``RdmaError``): fork before opening, or spawn.
     """
@@ -186,28 +189,31 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     # -- memory
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None, writable: bool = False) -> torch.Tensor:
-        """An uninitialised tensor in the arena: born registered. Every peer may read it; ``writable``: and write it. What one
-        peer alone may write: ``Channel.empty``. Raises ``ArenaFull``."""
+        """An uninitialised tensor in the arena: registered from the start, contiguous, of torch's default dtype unless
+        ``dtype`` is given. Every peer may READ it, and WRITE it too if ``writable``. ``Channel.empty`` makes tensors for one
+        peer alone. The memory is free for others when the last tensor over it dies. Raises ``ArenaFull``."""
         self.check()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         pool = self.arena.writable if writable else self.arena.readable
         return pool.tensor(sizes, dtype or torch.get_default_dtype())
 
     def pool(self) -> Pool:
-        """The memory that the peer of one channel may read and write, and no other: for a channel that is still to be made,
-        ``connect`` it with this. ``Channel.pool`` of one that there is."""
+        """Memory that the peer of one channel may read and write, and no other peer. It is for a channel that does not exist
+        yet: pass it to ``connect``. An existing channel has ``Channel.pool``."""
         self.check()
         return self.memory.pool()
 
     def register(self, tensor: torch.Tensor) -> Region:
-        """Describe this tensor's memory to peers. Free for arena tensors, and gives no rights that peers do not have there;
-        other memory is announced to every peer (counted as a registration), who may read and write it until
-        ``Region.close``. The tensor must be contiguous."""
+        """Describe a contiguous tensor's memory to peers. For arena tensors this is free and gives peers no additional rights.
+        Other memory is announced to every peer, who may read and write it until ``Region.close``; the counter
+        ``registrations`` counts that. The region keeps the tensor alive. Raises ``ValueError`` for tensors that are not
+        contiguous, ``RegistrationError``."""
         self.check()
         return self.memory.register(tensor)
 
     def export(self, tensor: torch.Tensor) -> bytes:
-        """The descriptor of an arena tensor. For other memory hold on to a ``Region`` instead."""
+        """The descriptor of an arena tensor, as bytes. Raises ``RegistrationError`` for other memory, which a ``Region`` of
+        ``register`` describes."""
         address, nbytes = local_bytes(tensor)
         if nbytes and self.arena.find(address, nbytes) is None:
             raise RegistrationError(
@@ -218,13 +224,13 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         return self.register(tensor).export()
 
     def lend(self, tensor: torch.Tensor, channel: Channel) -> RemoteRegion:
-        """A descriptor by which this peer may READ this tensor while the caller keeps it alive and unchanged. Costs nothing and
-        needs no taking back; only where ``can_lend``."""
+        """A descriptor by which the peer of ``channel`` may READ this tensor while the caller keeps it alive and unchanged. It
+        is free of cost and need not be withdrawn. Only where ``can_lend`` is true."""
         return self.register(tensor).remote
 
     def can_lend(self, tensor: torch.Tensor, channel: Channel) -> bool:
-        """Whether ``lend`` works for this tensor towards this peer: always for tensors of ``empty``, and for arena tensors of
-        which it is the one peer that may touch them."""
+        """Whether ``lend`` works for this tensor towards the peer of ``channel``. Always true for tensors of ``empty``, and for
+        arena tensors that only this peer may touch."""
         address, nbytes = local_bytes(tensor)
         found = self.arena.find(address, nbytes)
         return not nbytes or (found is not None and found[0].pool.admits(channel.own_pool, write=False))
@@ -238,18 +244,23 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     @abc.abstractmethod
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        """Connect to the device behind ``peer`` and authenticate both ends. ``hello`` (at most 64 KiB) reaches the peer's
-        ``on_connect`` as ``channel.peer_hello``; it may describe memory of ``pool``, which becomes ``Channel.pool`` (if this
-        raises, it is still the caller's). Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``; and
-        ``NotSupported`` where this device cannot reach that peer, whose ``on_connect`` has not been called then."""
+        """Connect to the device whose ``address`` is ``peer``, and authenticate both ends. ``timeout`` in seconds.
+
+        ``hello`` (at most 64 KiB) reaches the peer's ``on_connect`` as ``channel.peer_hello``. It may describe memory of
+        ``pool``, which becomes ``Channel.pool``; if ``connect`` raises, the pool still belongs to the caller.
+
+        Raises ``PeerLost``, ``TransferTimeout``, ``AuthenticationError``, and ``NotSupported`` where this device cannot reach
+        that peer; the peer's ``on_connect`` has not been called in that last case.
+        """
 
     def why_not(self, peer: bytes) -> str:
-        """Why ``connect`` to that address is ``NotSupported``, as far as can be told without asking the peer; empty: it may
-        work."""
+        """The reason why ``connect`` to that address would be ``NotSupported``, as far as it is known without asking the peer.
+        Empty: it may work."""
         return "" if peer.startswith(self.name.encode() + b":") else f"that is no address of {self.name}"
 
     def accept(self, *, timeout: float | None = None) -> Channel:
-        """The next channel that a peer opened; for devices without ``on_connect``."""
+        """The next channel that a peer opened; for devices without ``on_connect``. ``timeout`` in seconds. Raises
+        ``TransferTimeout``."""
         return self.door.accept(timeout)
 
     def poller(self) -> Poller:
@@ -258,12 +269,12 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """What was chosen, what this host allows, and what it does not, for people."""
+        """A text for people: what was chosen, what this host allows, and what it does not allow."""
 
     def counters(self) -> dict[str, int]:
-        """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``channels``; and of the memory, so of all devices on it:
-        ``bytes_staged``, ``registrations`` (segments and foreign regions), ``segments``, ``arena_bytes``, ``arena_used``, and
-        what was counted with ``count``."""
+        """Totals since ``open_device``: ``posts``, ``bytes_direct``, ``channels`` (open now). Totals of the memory, hence of
+        all devices on it: ``bytes_staged``, ``registrations`` (segments and foreign regions), ``segments``, ``arena_bytes``,
+        ``arena_used``, and the names given to ``count``."""
         totals = self.memory.counters()
         with self._lock:
             totals["posts"], totals["bytes_direct"] = self._past
@@ -275,15 +286,15 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         return totals
 
     def count_staged(self, nbytes: int) -> None:
-        """Count payload bytes that somebody above had to copy besides the transfer itself."""
+        """Count payload bytes that a layer above copied besides the transfer itself."""
         self.memory.count("bytes_staged", nbytes)
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add to a counter of somebody above; it exists from then on."""
+        """Add to a counter of a layer above. The counter exists from the first call on."""
         self.memory.count(name, amount)
 
     def close(self) -> None:
-        """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held."""
+        """Close the channels, then stop listening. Tensors of the arena stay valid for as long as they are held. Idempotent."""
         with self._lock:
             if self.closed or os.getpid() != self.pid:
                 return

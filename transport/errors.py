@@ -1,4 +1,8 @@
-"""The error tree. Every error names the peer, the device and a status by name, and carries one hint."""
+"""The error tree. Every error names the peer, the device and a status by name, and carries one hint.
+
+An error that is kept and raised several times is copied for each raise (``kept``, ``fresh``), because an exception holds all
+frames through which it passed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class RdmaError(RuntimeError):
 
 
 class PeerLost(RdmaError):
-    """The peer's process ended, or its connection broke. Every pending wait on it fails with this."""
+    """The peer's process ended, or its connection broke. Every pending wait for that peer raises this."""
 
 
 GONE = ("NOBODY", "STALE_ADDRESS")
@@ -35,7 +39,7 @@ GIVEN_UP = "GIVEN_UP"
 
 
 class TransferTimeout(RdmaError):
-    """A wait ended before what it waited for happened. It ends the wait, not the copy: see ``Channel.abort``."""
+    """A wait ended before its event happened. The copy may still be under way: see ``Channel.abort``."""
 
 
 class RegistrationError(RdmaError):
@@ -60,7 +64,7 @@ class NotSupported(RdmaError):
 
 
 def fresh(error: E) -> E:
-    """A copy to raise of an error that is kept: an exception holds all frames through which it was ever raised."""
+    """A copy, to raise, of an error that is kept: an exception holds all frames through which it was ever raised."""
     try:
         made = copy.copy(error)
     except BaseException:
@@ -86,8 +90,8 @@ def bare(error: E) -> E:
 
 
 def for_others(error: BaseException, me: str) -> BaseException:
-    """What others are told of an error of the worker ``me``. That somebody gave us up, because we did not run, is our end for
-    them: it is we who were lost."""
+    """What other workers are told of an error of the worker ``me``. If a peer gave this worker up because it did not run, the
+    others are told that this worker was lost."""
     if isinstance(error, PeerLost) and error.status == GIVEN_UP:
         told = PeerLost(error.message, peer=me, device=error.device, status="SILENT", hint=error.hint)
         told.__cause__ = error

@@ -1,4 +1,4 @@
-"""The kinds of devices that there are, and those that other packages bring."""
+"""``open_device``, the kinds of devices that it knows, and the kinds that other packages bring by an entry point."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ _OPTIONS = {field.name for field in fields(DeviceOptions)}
 def open_device(name: str = "shm", **options: Any) -> Device:
     """Open a device: a way to reach the memory of other processes.
 
-    ``name``: ``"shm"`` (this host), ``"cuda"`` (as ``shm``, and the memory of GPUs besides), ``"tcp"`` / ``"tcp://ADDRESS"``
-    (any host; listens on that local address), ``"verbs"`` / ``"verbs://mlx5_0:1"`` (RDMA by that port;
-    ``"verbs://mlx5_0,mlx5_1"``: by several, large copies are parted over them), or ``"auto"`` / ``"auto://ADDRESS"``: all of
-    them on one arena, each peer by the fastest that reaches it; there ``tcp`` listens on ``ADDRESS``. ``ADDRESS`` may be an
-    interface name and may end in ``:PORT``; without one ``tcp`` listens on the address of the default route, or without a
-    secret on loopback.
+    ``name`` is one of
 
-    ``options``: those of ``DeviceOptions``, and those of that kind alone. ``require="rdma"``: to reach a peer over ``tcp`` is
-    ``NotSupported``; the text says what would have to be put right. ``tls``: ``True`` or ``TlsOptions``: what goes over
-    ``tcp`` is encrypted, and so is the control stream of ``verbs``; what RDMA carries is not, so ``verbs`` is refused unless
-    ``TlsOptions.rdma_in_clear``. Nothing of ``shm`` and ``cuda`` is sent.
+    * ``"shm"``: processes of this host;
+    * ``"cuda"``: as ``shm``, and GPU memory besides;
+    * ``"tcp"``, ``"tcp://ADDRESS"``: any host; the device listens on that local address;
+    * ``"verbs"``, ``"verbs://mlx5_0:1"``: RDMA by that port. ``"verbs://mlx5_0,mlx5_1"`` divides large copies among several;
+    * ``"auto"``, ``"auto://ADDRESS"``: all of them on one arena, each peer by the fastest one that reaches it. ``ADDRESS`` is
+      where its ``tcp`` listens.
 
-    Raises ``NotSupported`` for a kind that there is not, or that cannot be had on this host, and says why.
+    ``ADDRESS`` may be an interface name and may end in ``:PORT``. Without an address ``tcp`` listens on the address of the
+    default route, or on loopback if there is no secret.
+
+    ``options``: those of ``DeviceOptions``, and those of the kind alone. ``require="rdma"``: a peer that could only be reached
+    over ``tcp`` is ``NotSupported``; the text says what to put right. ``tls``, ``True`` or ``TlsOptions``: ``tcp`` and the
+    control stream of ``verbs`` are encrypted. RDMA itself is not encrypted, so ``verbs`` is refused unless
+    ``TlsOptions.rdma_in_clear``. ``shm`` and ``cuda`` send nothing over a network.
+
+    Raises ``NotSupported``, with the reason, for an unknown kind and for one that this host cannot offer.
 
     Two processes, of which one writes into the other's memory::
 
@@ -82,7 +87,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
         def open_myfabric(place: str, options: DeviceOptions) -> Device:
             return MyDevice(place, options)
 
-    The device authenticates each peer (``auth.authenticate``), checks who it is (``door.know``), answers its hello
+    The device authenticates each peer (``peers.auth.authenticate``), checks who it is (``door.know``), answers its hello
     (``door.greet``), and says that it is there (``door.welcomed``) or is lost (``door.lost``). Channels (``Channel``) resolve
     descriptors, copy, and count notifications in records whose layout is that of ``words/kernels``. The contract is the
     docstring of ``channel``; ``tests/transport/contract/`` holds it against devices of any kind. Often a subclass of one of
@@ -94,7 +99,7 @@ def open_device(name: str = "shm", **options: Any) -> Device:
 
 
 def kinds() -> dict[str, str]:
-    """The kinds of devices by name, and the package that brings each. None of them is imported."""
+    """The kinds of devices by name, and the package that brings each. No package is imported for this."""
     return {**{point.name: _package(point) for point in entry_points(group=GROUP)}, **dict.fromkeys(_KINDS, "rdmarpc")}
 
 

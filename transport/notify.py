@@ -1,6 +1,7 @@
-"""The receiving side of notifications: counting them, and waiting for them.
+"""The receiving side of notifications: to count them and to wait for them.
 
-A channel has a record (``words/records``) for each notification.
+A channel has a record in shared memory for each notification number (``words/records``). The sender counts there. Here stands
+how much of that count was consumed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Notified(Asking, Protocol):
 
 
 class Expectation:
-    """``count`` notifications of one number. Each ``wait`` consumes that many; make it once, wait as often as you like.
+    """``count`` notifications of one number. Each ``wait`` consumes that many. Make it once, wait as often as you like.
 
     Notifications are counted and order-free: those that came before the wait count too. One thread at a time.
     """
@@ -58,9 +59,11 @@ class Expectation:
         return kernels.load(self._record) >= self._count.consumed + self.count
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until they are here. ``timeout`` in seconds; ``None`` waits as long as the peer lives.
+        """Block until ``count`` notifications are here, and consume them. ``timeout`` in seconds; ``None`` waits as long as the
+        peer lives.
 
-        Raises ``PeerLost`` when the channel breaks first, ``TransferTimeout`` (nothing is consumed then).
+        Raises ``PeerLost`` when the channel breaks first, ``TransferTimeout`` after ``timeout``. Nothing is consumed in both
+        cases.
         """
         state = self._count
         target = state.consumed + self.count
@@ -107,10 +110,9 @@ def wait_done(word: int, target: int, timeout: float | None, port: int, *, peer:
 
 
 class Poller:
-    """One thread waits for many notifications of many channels, asleep on one bell.
+    """Lets one thread wait for many notifications of many channels, asleep on one bell (a futex word).
 
-    Rows are added, dropped and kicked by any thread; ``wait`` belongs to one thread at a time. ``close`` it before its
-    device.
+    Any thread adds, drops and kicks rows; ``wait`` belongs to one thread at a time. Close a poller before its device.
     """
 
     KICK = 0
@@ -134,7 +136,8 @@ class Poller:
         self._lock = threading.Lock()
 
     def add(self, channel: Notified, imm: int) -> int:
-        """Watch notification ``imm`` of ``channel``: the row that ``wait`` will name. Nothing else may consume it."""
+        """Watch notification ``imm`` of ``channel``. Returns the row that ``wait`` will name. Nothing else may consume this
+        notification. Raises ``RdmaError`` when ``MAX_ROWS`` rows are in use."""
         count = channel.count(imm)
         with self._lock:
             if not self._free and self.rows == MAX_ROWS:
@@ -148,7 +151,7 @@ class Poller:
         return row
 
     def drop(self, row: int) -> None:
-        """Watch that row no longer; its number may be given out again. Not while another thread waits."""
+        """Stop watching that row. ``add`` may give its number out again. Not while another thread waits."""
         with self._lock:
             _, count = self._watched.pop(row)
             count.consumed = int(self.table[row, 1])
@@ -157,18 +160,18 @@ class Poller:
             self._free.append(row)
 
     def skip(self, row: int) -> None:
-        """Take what has come for this row unseen. By the thread that waits."""
+        """Consume what has come for this row without returning it. Only the thread that waits may call this."""
         self.table[row, 1] = kernels.load(int(self.table[row, 0]))
 
     def unread(self, row: int) -> bool:
-        """Whether notifications of this row have come that nobody took. Any thread."""
+        """Whether notifications of this row have come that were not consumed. Any thread."""
         record, seen = self.table[row]
         if self.port:
             kernels.progress(self.port)
         return kernels.load(int(record)) > int(seen)
 
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
-        """The next row with news and how many notifications came, or ``None`` after ``timeout`` seconds. Taken is taken."""
+        """The next row with news and how many notifications came, or ``None`` after ``timeout`` seconds. They are consumed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
@@ -180,7 +183,7 @@ class Poller:
                 return None
 
     def take(self) -> tuple[int, int] | None:
-        """As ``wait`` for news that are here already; a microsecond, no system call. By the thread that waits."""
+        """As ``wait``, for news that are here already: a microsecond, no system call. Only for the thread that waits."""
         found = kernels.take_any(self.address, self.rows, self.port)
         return (found >> 32, found & 0xFFFFFFFF) if found >= 0 else None
 

@@ -1,4 +1,4 @@
-"""Regions: memory a peer may touch, and the descriptors that name it."""
+"""Regions: memory that peers may touch, and the descriptors that name it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _MAGIC, _VERSION = b"RRGN", 1
 
 
 class RemoteRegion:
-    """What ``Region.export`` becomes at a peer: plain numbers of fixed layout, no code. Treat it as immutable.
+    """A descriptor of a peer's memory: 45 bytes of plain numbers in a fixed layout, without code. ``Region.export`` makes it.
+    Treat it as immutable.
 
     ``owner`` and ``epoch`` name the life of the memory that exported it, ``region`` and ``key`` the registered memory,
-    ``offset`` and ``nbytes`` the range inside. Copies between a ``RemoteRegion`` and local memory need equal sizes; use
-    slices for parts: ``remote[lo:hi]`` (bytes). Holding one keeps nothing alive at the owner.
+    ``offset`` and ``nbytes`` the range of bytes inside. Copies between a ``RemoteRegion`` and local memory need equal sizes;
+    slices name parts: ``remote[lo:hi]`` (bytes). A descriptor keeps nothing alive at the owner.
     """
 
     __slots__ = ("epoch", "key", "nbytes", "offset", "owner", "region", "resolved")
@@ -54,7 +55,7 @@ class RemoteRegion:
 
     @staticmethod
     def load(blob: bytes | bytearray | memoryview) -> RemoteRegion:
-        """Parse a descriptor. Raises ``RemoteAccessError`` if these bytes are none, or of another version."""
+        """Parse 45 bytes. Raises ``RemoteAccessError`` if they are no descriptor, or one of another version."""
         if len(blob) != _WIRE.size:
             raise RemoteAccessError(f"a descriptor has {_WIRE.size} bytes, got {len(blob)}")
         magic, version, *fields = _WIRE.unpack(blob)
@@ -75,10 +76,10 @@ class Owner(Protocol):
 
 
 class Region:
-    """Local bytes that connected peers may read and write for as long as this object is open.
+    """Local bytes that connected peers may read and write for as long as this object is open. ``Device.register`` makes it.
 
-    It keeps its tensor alive. Regions over arena tensors are free; for other memory ``close`` tells every peer and
-    returns when no copy of theirs is under way. Idempotent, usable as a context manager.
+    It keeps its tensor alive. Regions over arena tensors are free. For other memory ``close`` tells every peer, and returns
+    when no copy of theirs is under way. Idempotent, usable as a context manager.
     """
 
     def __init__(self, memory: Owner, tensor: torch.Tensor, region: int, key: int, offset: int, foreign: bool) -> None:
@@ -104,8 +105,8 @@ class Region:
 
 
 def local_bytes(tensor: torch.Tensor, gpu: str = "") -> tuple[int, int]:
-    """Address and size in bytes of a dense CPU tensor, or one on a device of type ``gpu``; anything else is a ``ValueError``
-    that says what to do."""
+    """Address and size in bytes of a dense, contiguous tensor on the CPU, or on a device of type ``gpu``. Raises ``ValueError``
+    for any other tensor; its text says what to do."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"only dense tensors can be copied, got layout {tensor.layout}")
     if tensor.device.type not in ("cpu", gpu):

@@ -1,1 +1,1 @@
-"""The ``cuda`` device: ``shm``, with copies of GPU memory on side streams."""
+"""The ``cuda`` device: the ``shm`` device, extended by GPU memory. GPUs copy on side streams, so no thread waits for a copy."""

@@ -1,1 +1,1 @@
-"""RDMA adapters: which port to use, and the native objects of libibverbs behind it."""
+"""RDMA adapters (NICs): the choice of a port, and the libibverbs objects behind it (context, queue pair, memory region)."""

@@ -1,2 +1,2 @@
-"""Letting peers in, and telling a silent peer from a busy one: addresses, handshakes, mutual authentication, signs of life,
-and the thread of a device that hears its peers."""
+"""Connections before they carry data, and their end: addresses, handshakes, mutual authentication, heartbeats that tell a
+silent peer from a busy one, and the device's thread that listens to its peers."""

@@ -1,1 +1,1 @@
-"""The ``shm`` device: processes of one host. A WRITE is one memcpy into memory of the peer that is mapped here."""
+"""The ``shm`` device, between processes of one host. The peer's arena is mapped into this process, so a WRITE is one memcpy."""

@@ -84,8 +84,8 @@ def _dial(uid: str, timeout: float) -> socket.socket:
 
 
 class ShmDevice(Device):
-    """See ``Device``. ``register`` of memory outside the arena lets peers reach it by cross-memory attach, where the system
-    allows that."""
+    """Reaches processes of this host. As ``Device``. Peers reach memory outside the arena that was given to ``register`` by
+    cross-memory attach (``process_vm_readv`` and ``process_vm_writev``), where the system allows that."""
 
     kind = "shm"
     channel_type: type[ShmChannel] = ShmChannel

@@ -1,1 +1,1 @@
-"""The ``tcp`` device: the same contract over sockets, between any hosts."""
+"""The ``tcp`` device, between any hosts. Sockets carry the copies: payload is received straight into the destination."""

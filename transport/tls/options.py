@@ -9,10 +9,13 @@ from ..errors import NotSupported
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """``certificate`` (with its chain), ``key``, ``authority``: PEM files, all three or none. Without them the job secret
-    proves both ends. With them each end shows its certificate, which the other's ``authority`` has to have signed: any
-    name in it will do, so let it be an authority of the job's own. ``rdma_in_clear``: let RDMA carry payload, which is
-    not encrypted; control messages are."""
+    """How streams are encrypted (TLS 1.3).
+
+    ``certificate`` (with its chain), ``key``, ``authority``: PEM files, all three or none. Without them the job secret proves
+    both ends. With them each end shows its certificate, which must be signed by the other end's ``authority``. Names in
+    certificates are not compared, so use an authority of the job's own. ``rdma_in_clear``: allow RDMA to carry payload, which
+    is not encrypted; control messages are. Raises ``ValueError`` for some of the files without the others.
+    """
 
     certificate: str = ""
     key: str = ""
