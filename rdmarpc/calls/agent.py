@@ -25,11 +25,13 @@ from ..ground.worker_info import WorkerInfo
 from ..group.group import Group
 from ..group.members import Members
 from ..links import holding
+from ..links.connecting import Connections
 from ..links.frames import CONTROL, ENDED, ERROR, FORGO, GOODBYE, REFERENCES, RELEASE, REMOTE, REQUEST, RESPONSE
+from ..links.losses import Losses, listens
 from ..links.post import Post
 from ..links.reading import Handler, Reading
 from ..links.ring import Link
-from ..links.table import Links, listens
+from ..links.table import Links
 from ..message import gpu, permits, serialize
 from ..options import RpcBackendOptions
 from ..polling.pool import Pool
@@ -38,7 +40,7 @@ from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.store import LOCAL_BITS
-from ..transport import Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout, open_device
+from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device
 from ..transport.gpu import driver
 from ..transport.peers.guard import Guard
 from . import profiled
@@ -87,8 +89,7 @@ class Agent:
         _join(self.group, self.device, options)
         undo.callback(self.group.leave)
         self.number, self.workers, self.resolve = self.group.number, self.group.workers, self.group.resolve
-        if options.require:
-            _check_ways(self.group, self.device)
+        _check_ways(self.group, self.device, options)
         poller = self.device.poller()
         self.role = Role(poller)
         self.pool = Pool(self.role, options.num_worker_threads, "rdmarpc")
@@ -107,21 +108,22 @@ class Agent:
             knows=partial(_known, self.workers),
         )
         self.garbage = self.rrefs.garbage
-        self.links = Links(self.device, poller, self.group, self.pool, self._ended, self.rrefs.lost, options.peer_timeout)
+        self.links, self.losses, self.connections = _open_links(self, poller)
         self._links = self.links.by_worker
-        self._carrier = Carrier(self.number, self.device.name, self.links, self.rrefs)
+        self._carrier = Carrier(self.number, self.device.name, self.links, self.connections.to, self.rrefs)
         self.contexts = Contexts(self.number, partial(_tell_end, self.links))
         self._open_gpus()
         self.memory = Patience(self)
         self.post = Post(self.memory)
 
         # Both sides of calling; from here on peers are heard.
-        distrust = self.links.distrust
+        distrust = self.losses.distrust
         self.caller: Caller = Caller(self.device, self.role, self.pool, self.post, self.rrefs, self.outstanding, distrust)
         undo.callback(self.caller.stop)
         self.callee: Callee = Callee(self.device, self.pool, self.post, self.me, self.rrefs, self.contexts, distrust)
         self.termination = Termination(self)
-        self.reading = Reading(self.links, self.role, self.device.name, partial(holding.resume, self.callee), _takes(self))
+        resume = partial(holding.resume, self.callee)
+        self.reading = Reading(self.links, self.losses, self.role, self.device.name, resume, _takes(self))
         self.role.read = self.reading.read
         self.pool.start()
         self.caller.timeouts.on_tick = self._look_after
@@ -142,9 +144,9 @@ class Agent:
             return self.call(group.worker(worker), function, args, None, timeout, control=True)
 
         targets = Targets(self.me.name, self.options.device_maps, plan)
-        gpu.current = gpu.Gpus(self.number, self.device, targets, self.links.to, call)
+        gpu.current = gpu.Gpus(self.number, self.device, targets, self.connections.to, call)
         streams.current = gpu.current.streams
-        self.links.at_once = gpu.current.let_go
+        self.losses.at_once = gpu.current.let_go
 
     # -- for the layers above
 
@@ -158,7 +160,7 @@ class Agent:
 
     def channel(self, worker: str) -> Channel:
         """The channel to a worker, the same one at both ends. Connects if need be."""
-        return self.links.to(self.resolve(worker).number).channel
+        return self.connections.to(self.resolve(worker).number).channel
 
     def on_peer_lost(self, callback: PeerLostCallback) -> None:
         """Have ``callback(worker, error)`` called once for each worker that is lost. It must not block. A bound method is
@@ -260,7 +262,7 @@ class Agent:
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         begun = time.monotonic()
         try:
-            self.links.to(to.number, begun + max(limit, _CONNECT_S) if limit else None)
+            self.connections.to(to.number, begun + max(limit, _CONNECT_S) if limit else None)
         except TransferTimeout:
             return self.caller.failed(timed_out(limit, to.name), limit, future=future)
         except RdmaError as error:
@@ -297,10 +299,10 @@ class Agent:
 
     def _on_connect(self, channel: Channel) -> bytes:
         self.ready.wait(_CONNECT_TIMEOUT_S)
-        return self.links.on_connect(channel)
+        return self.connections.on_connect(channel)
 
-    def _ended(self, link: Link, error: RdmaError) -> list[Any]:
-        """A worker is lost, or has left: see ``Links``."""
+    def ended(self, link: Link, error: RdmaError) -> list[Any]:
+        """A worker is lost, or has left: see ``Losses``."""
         touched = [*self.caller.lost(link, error), *self.callee.lost(link)]
         self.rrefs.lost(link.worker, error)
         if link.worker != self.number:
@@ -330,7 +332,7 @@ class Agent:
         """Let go what dead references and dead peers left, and what was released."""
         self.rrefs.collect()
         self.callee.handovers.sweep()
-        self.links.sweep()
+        self.losses.sweep()
 
     # -- the end
 
@@ -358,13 +360,13 @@ class Agent:
         rings that were never written to; a peer with a full ring does not hear it. Who connects from now on is told so, too,
         and no link comes about."""
         kind, text = exits.reason()
-        links = self.links.leave(kind, text)
+        links = self.connections.leave(kind, text)
         links = links if kind else []
         for link in links:
             with suppress(RuntimeError):  # lost, or no thread can be had any more to find its ring
                 link.post(GOODBYE, 0, CONTROL, 0, kind.encode(), text.encode())
         limit = time.monotonic() + _GOODBYE_S
-        while (not self.links.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
+        while (not self.connections.parted or any(link.looked_up for link in links)) and time.monotonic() < limit:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
@@ -378,7 +380,7 @@ class Agent:
         self.termination.fail(error)
         self._fail_calls(error)
         self.pool.stop()
-        self.links.stop()
+        self.losses.stop()
         self.device.close()
         self.contexts.clear()  # not before: who still asks for one is to hear that we are gone, not that it is
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
@@ -394,6 +396,7 @@ class Agent:
         self.pool.end()
         self.role.end()
         self.reading.close()
+        self.losses.close()
         self.links.close()
         self._lost_callbacks.clear()
         if self.timeline is not None:
@@ -403,7 +406,7 @@ class Agent:
         """In a forked child: whoever still has a reference, a future or a model of this agent gets an error. Takes no lock.
         Returns what has to be kept for ever."""
         kept = self, self._links
-        self._links = self.links.by_worker = {}  # so that every call comes to ``Links.to``, which refuses it
+        self._links = self.links.by_worker = {}  # so that every call comes to ``Connections.to``, which refuses it
         self.caller.forked(RdmaError(forked.TEXT))
         self.garbage.clear()
         gpu.current = streams.current = None
@@ -414,6 +417,12 @@ class Agent:
             link.lost = link.lost or error
             link.explained.set()
             self.caller.lost(link, error)
+
+
+def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
+    links = Links(poller, agent.group, agent.rrefs.lost)
+    losses = Losses(agent.device, poller, agent.group, agent.pool, links, agent.ended)
+    return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
 
 
 def _takes(agent: Agent) -> dict[int, Handler]:
@@ -457,9 +466,9 @@ def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
     group.join(device.address.decode(), key, options, partial(listens, device))
 
 
-def _check_ways(group: Group, device: Device) -> None:
+def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> None:
     """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
-    for record in group.workers.records():
+    for record in group.workers.records() if options.require else ():
         if record.number != group.number and (why := device.why_not(record.address.encode())):
             group.leave()
             hint = "`rdmarpc doctor` at both workers says what is missing"

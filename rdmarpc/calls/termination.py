@@ -16,6 +16,7 @@ from ..ground import here
 from ..ground.futures import fail
 from ..group.group import Group
 from ..group.members import Members
+from ..links.connecting import Connections
 from ..links.table import Links
 from ..message import gpu
 from ..references.context import RRefContext
@@ -40,6 +41,7 @@ class Worker(here.Agent, Protocol):
 
     group: Group
     links: Links
+    connections: Connections
     callee: Callee
     outstanding: Outstanding
     rrefs: RRefContext
@@ -150,7 +152,7 @@ class Termination:
         if agent.me.id == 0:
             for info in agent.workers:
                 if info.id:
-                    agent.links.to(info.number)
+                    agent.connections.to(info.number)
         for number in itertools.count():
             while not agent.idle:
                 self._sleep(threading.Event(), deadline, 0.001)

@@ -10,6 +10,7 @@ from ..polling.role import Role
 from ..transport import Poller, RdmaError
 from ..transport.peers.guard import Guard, broken_by
 from .frames import GOODBYE, WRAP, Frame, NotTheirs
+from .losses import Losses
 from .ring import Link
 from .table import Links
 
@@ -31,10 +32,10 @@ class Reading:
     from which requests are held."""
 
     def __init__(
-        self, links: Links, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
+        self, links: Links, losses: Losses, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
     ) -> None:
         """``takes``: by kind of frames."""
-        self._links, self._rows, self._completed = links, links.rows, role.completed
+        self._links, self._losses, self._rows, self._completed = links, losses, links.rows, role.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
         self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
         for kind, handler in (takes | {GOODBYE: _goodbye}).items():
@@ -54,7 +55,7 @@ class Reading:
             try:
                 frame = link.read()
             except RdmaError as error:
-                self._links.refuse(link, error)
+                self._losses.refuse(link, error)
                 return
             if frame is None:
                 continue
@@ -72,13 +73,13 @@ class Reading:
 
     def _refuse(self, link: Link, kind: int, error: Exception) -> None:
         if isinstance(error, NotTheirs):
-            self._links.refuse(link, error)
+            self._losses.refuse(link, error)
         elif isinstance(error, struct.error):
             text = f"what came is no message (frame of kind {kind}: {error})"
-            self._links.refuse(link, RdmaError(text, peer=link.name))
+            self._losses.refuse(link, RdmaError(text, peer=link.name))
         else:
             self._guard.note(error, "handling a message")
-            self._links.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self._device))
+            self._losses.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self._device))
 
     def close(self) -> None:
         """Nothing is read any more."""

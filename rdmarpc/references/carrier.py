@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from ..links.frames import CONTROL, REFERENCES
+from ..links.ring import Link
 from ..links.table import Links
 from ..transport import PeerLost, RdmaError
 from ..transport.peers.ended import nobody
@@ -21,9 +23,9 @@ class Carrier:
     functions.
     """
 
-    def __init__(self, me: int, device: str, links: Links, rrefs: RRefContext) -> None:
-        """``me``: our number; ``device``: its name, for errors."""
-        self._me, self._device, self._links, self._rrefs = me, device, links, rrefs
+    def __init__(self, me: int, device: str, links: Links, connect: Callable[[int], Link], rrefs: RRefContext) -> None:
+        """``me``: our number; ``device``: its name, for errors; ``connect``: the link to a worker that has none yet."""
+        self._me, self._device, self._links, self._connect, self._rrefs = me, device, links, connect, rrefs
         self._left: dict[int, deque[bytes]] = {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -62,7 +64,7 @@ class Carrier:
                     del self._left[worker]
                     return
             try:
-                link = self._links.to(worker)
+                link = self._connect(worker)
                 link.post(REFERENCES, 0, CONTROL, payload=left[0])
             except BaseException as error:
                 if not isinstance(error, RdmaError):

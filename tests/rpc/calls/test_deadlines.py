@@ -204,7 +204,7 @@ class HeldUp:
                 after(
                     1.0 if self.how == "dies" else HELD, (os.getpid(), signal.SIGKILL if self.how == "dies" else signal.SIGCONT)
                 )
-            reader = getattr(agent.current().links.to(0).channel, "reader", None)
+            reader = getattr(agent.current().connections.to(0).channel, "reader", None)
             with reader.lock if reader else nullcontext():
                 go.set()
                 for answer in arrived:

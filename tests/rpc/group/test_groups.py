@@ -256,9 +256,9 @@ def cuts_one_off(meeting):
         assert rpc.rpc_sync(f"worker{rank}", identity, (rank,)) == rank
     meeting.step("linked", 3)
     if meeting.rank == 0:
-        links = agent.current().links
+        here = agent.current()
         other = rpc.get_worker_info("worker1").number
-        links.distrust(links.to(other), rpc.RdmaError("it does not keep to the protocol", peer="worker1"))
+        here.losses.distrust(here.connections.to(other), rpc.RdmaError("it does not keep to the protocol", peer="worker1"))
     if meeting.rank < 2:
         with pytest.raises(rpc.PeerLost, match=f"worker{1 - meeting.rank}"):
             for _ in range(1000):

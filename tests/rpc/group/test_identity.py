@@ -8,7 +8,7 @@ from group import results, run_group
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
-from rdmarpc.links.table import _HELLO, _HELLO_MAGIC
+from rdmarpc.links.connecting import _HELLO, _HELLO_MAGIC
 from rdmarpc.transport import PeerLost, TransferTimeout
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]

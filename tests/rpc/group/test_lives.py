@@ -230,7 +230,7 @@ def test_torchrun_unchanged(tmp_path):
 
 def talk_nonsense(rank):
     if rank == 0:
-        link = agent.current().links.to(1)
+        link = agent.current().connections.to(1)
         assert rpc.rpc_sync("worker1", identity, (1,)) == 1
         link._out[:64] = b"\xff" * 64
         link._window.put(link._written % RING_BYTES, 64)
@@ -251,13 +251,13 @@ def row_used_again(meeting):
     meeting.join(world_size=3)
     if meeting.rank == 0:
         meeting.hear("ready")
-        link = agent.current().links.to(1)
+        link = agent.current().connections.to(1)
         assert rpc.rpc_sync("worker1", identity, (1,)) == 1
         link._out[:64] = b"\xff" * 64
         link._window.put(link._written % RING_BYTES, 64)
     elif meeting.rank == 1:
-        links = agent.current().links
-        cut_off = links.cut_off
+        losses = agent.current().losses
+        cut_off = losses.cut_off
 
         def late(link, error):
             meeting.say("refused")
@@ -265,7 +265,7 @@ def row_used_again(meeting):
             cut_off(link, error)
             meeting.say("cut off")
 
-        links.cut_off = late
+        losses.cut_off = late
         meeting.say("ready")
     else:
         meeting.hear("refused")

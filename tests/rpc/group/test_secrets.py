@@ -16,7 +16,7 @@ from group import results, run_group
 
 import rdmarpc as rpc
 from rdmarpc.group import job_secret
-from rdmarpc.links.table import _HELLO, _HELLO_MAGIC
+from rdmarpc.links.connecting import _HELLO, _HELLO_MAGIC
 from rdmarpc.transport import RdmaError, open_device
 
 NOBODY = 65534

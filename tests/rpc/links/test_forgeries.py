@@ -46,7 +46,7 @@ FLOOD = 1 << 18
 
 def send(to, kind, call=0, flags=CONTROL, payload=b"", function=b""):
     """A frame as a forger makes it."""
-    link = agent.current().links.to(to)
+    link = agent.current().connections.to(to)
     deadline = time.monotonic() + 10
     while not link.try_send(kind, call, flags, function=function, payload=payload):
         assert time.monotonic() < deadline
@@ -225,7 +225,7 @@ def nothing_of_others(rank):
 
 def granted(worker):
     me = agent.current()
-    return me.callee.granted(me.links.by_worker[worker])
+    return me.callee.promises.count(me.links.by_worker[worker])
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])

@@ -192,7 +192,7 @@ class CannotBeRead:
             if self.how != "gil":
                 after(2.5, (os.getpid(), signal.SIGCONT if self.how == "stopped" else signal.SIGKILL))
                 time.sleep(0.3)  # until that process runs
-            reader = getattr(agent.current().links.to(0).channel, "reader", None)
+            reader = getattr(agent.current().connections.to(0).channel, "reader", None)
             with reader.lock if reader else nullcontext():  # tcp: no READ is answered before the other thing happens
                 futures = [rpc.rpc_async("worker0", first_byte, (value,)) for value in values]
                 if self.how == "gil":

@@ -29,7 +29,7 @@ def sends(rank, kind, flags, body):
     agent.current().on_peer_lost(lambda worker, error: (lost.append((worker, str(error))), heard.set()))
     if rank == 1:
         assert rpc.rpc_sync("worker0", identity, (1,)) == 1
-        link = agent.current().links.to(0)
+        link = agent.current().connections.to(0)
         assert link.try_send(kind, 0, flags, payload=body)
         with pytest.raises(rpc.PeerLost, match="worker0"):
             for _ in range(1000):

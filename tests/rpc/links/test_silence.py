@@ -174,7 +174,7 @@ def stopped_while_it_copies(rank):
     pid = rpc.rpc_sync("worker1", os.getpid)
     for number in (1, 2, 3):
         assert int(rpc.rpc_sync("worker1", large, (number,))[-1]) == number
-    channel = agent.current().links.to(1).channel
+    channel = agent.current().connections.to(1).channel
     future = rpc.rpc_async("worker1", large, (7,))
     deadline = time.monotonic() + 10.0
     while not channel.inboxes.peer_copies:
@@ -190,7 +190,7 @@ def stopped_while_it_copies(rank):
     assert channel.peer_copies == under_way
     os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 10.0
-    while channel.peer_copies or agent.current().links.kept:
+    while channel.peer_copies or agent.current().losses.kept:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.5)

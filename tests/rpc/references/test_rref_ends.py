@@ -242,7 +242,7 @@ def uses_one_before_the_loss_is_told(rank):
     used = rpc.remote("worker1", Thing, (2,))
     assert kept.to_here().number == 1 and used.to_here().number == 2
     device, go = agent.current().device, threading.Event()
-    channel, tell = agent.current().links.to(1).channel, device.on_lost
+    channel, tell = agent.current().connections.to(1).channel, device.on_lost
     device.on_lost = lambda channel: go.wait(20) and tell(channel)
     rpc.rpc_async("worker1", die)
     deadline = time.monotonic() + 10

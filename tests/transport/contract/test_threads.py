@@ -47,7 +47,7 @@ THREADS = {
     "rdmarpc/observe/steps.py _follow": "guarded for each span",
     "rdmarpc/observe/debug.py _print_on": "guarded for each signal",
     "rdmarpc/links/ring.py _open": "one peer's ring; the link is refused then",
-    "rdmarpc/links/table.py _run_apart": "guarded for each loss",
+    "rdmarpc/links/losses.py _run_apart": "guarded for each loss",
     "rdmarpc/served/serving.py meet": "one server, for each worker; it ends then",
     "transport/tls/relay.py _run": "one stream, in a kernel; the stream ends with it",
 }

@@ -1,0 +1,294 @@
+"""Connecting to the others: one connection a worker, made when first used.
+
+Of two that cross, because both ends wanted one at once, that of the lower number counts.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from functools import partial
+from typing import NoReturn
+
+from ..group.group import Group
+from ..group.members import Record
+from ..transport import (
+    GONE,
+    AuthenticationError,
+    Channel,
+    Device,
+    PeerLost,
+    TransferTimeout,
+    fresh,
+    kept,
+)
+from ..transport.peers.guard import broken_by, hint_for
+from .losses import ITS_OUTPUT, Losses, lost_by
+from .ring import Link
+from .table import Links
+
+_HELLO = struct.Struct("<4sQ")  # magic, number
+_HELLO_MAGIC = b"rpc3"
+_FAREWELL_MAGIC = b"bye3"
+"""Of the hello of a worker that is leaving; the type and the text of what ends it follow, if something does."""
+_SEPARATOR = "\0"
+_CROSSING_MAGIC = b"own3"
+"""Of the hello of a worker that has connected to us, or is just doing so, which counts."""
+_CONNECT_TIMEOUT_S = 10.0
+_LOOK_S = 0.1
+_AGAIN_S = 1.0
+_HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
+
+
+class _Attempt:
+    """To connect to a worker."""
+
+    __slots__ = ("error", "link")
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.link is not None or self.error is not None
+
+
+class Connections:
+    """Thread-safe. Enters what it connects in the table of links."""
+
+    def __init__(self, device: Device, group: Group, links: Links, losses: Losses, peer_timeout: float) -> None:
+        """``peer_timeout``: seconds after which a worker that gives no sign is lost, 0: never."""
+        self._device, self._group, self._links, self._losses = device, group, links, losses
+        self._own_pool = device.pool()
+        """For a connection to ourselves: both ends have the same, as one process's words lie in it for either."""
+        self._lock = links.changed
+        self._farewell: bytes | None = None
+        """What whoever connects now is told: we are leaving."""
+        self._parting: list[Channel] = []
+        """Who was told so, and has not hung up."""
+        self._connecting: set[int] = set()
+        """By the number of the peer, as all here."""
+        self._attempts: dict[int, _Attempt] = {}
+        self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
+        self._failed: dict[int, tuple[float, PeerLost]] = {}
+        """The last attempt at each worker that took its time and led to no link: when it ended, and how."""
+
+    def to(self, number: int, deadline: float | None = None) -> Link:
+        """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; if it does not
+        answer, for all who wait for the same attempt, or ask within ``_AGAIN_S`` after it. So many calls to a worker that is
+        silent take as long as one. ``TransferTimeout`` at the ``deadline`` (``time.monotonic``): the attempt goes on, for
+        whoever asks later."""
+        self._device.check()
+        with self._lock:
+            if number in self._links.lost:
+                raise fresh(self._links.lost[number])
+            attempt = self._attempts.get(number)
+            new = attempt is None
+            if attempt is None:
+                attempt = self._attempts[number] = _Attempt()
+        job = partial(self._try, number, attempt)
+        if new and not self._losses.spawn(job, "rdmarpc-connect"):
+            job()
+        with self._lock:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._lock.wait_for(lambda: attempt.over or number in self._links.by_worker, left)
+            link = attempt.link or self._links.by_worker.get(number)
+        if link is not None:
+            return link
+        if attempt.error is not None:
+            raise fresh(attempt.error)
+        name = self._group.name_of(number)
+        raise TransferTimeout(f"worker {name} has not been connected to yet", peer=name, device=self._device.name)
+
+    def _try(self, number: int, attempt: _Attempt) -> None:
+        link, error = None, None
+        try:
+            link = self._link(number)
+        except BaseException as reason:
+            error = kept(reason)
+        with self._lock:
+            attempt.link, attempt.error = link, error
+            del self._attempts[number]
+            self._lock.notify_all()
+
+    def _link(self, number: int) -> Link:
+        """One attempt, on a thread of its own: callers have deadlines, which the system's ``connect`` does not know."""
+        record = self._group.record(number)
+        if record is None:
+            self._links.miss(number)
+        with self._lock:
+            found = self._links.by_worker.get(number)
+            if found is not None:
+                return found
+            if number in self._links.lost:
+                raise fresh(self._links.lost[number])
+            ended, error = self._failed.get(number, (0.0, None))
+            if error is not None and time.monotonic() - ended < _AGAIN_S:
+                raise fresh(error)
+            assert record is not None
+            link = self._new_link(number)
+            self._connecting.add(number)
+        limit = time.monotonic() + self._patience
+        other = self._connect(link, record)
+        if other is not None:
+            return other
+        channel = link.channel
+        known = channel.peer_key.hex() == record.key
+        if known and channel.peer_hello.startswith(_HELLO.pack(_FAREWELL_MAGIC, number)):
+            self._take_leave(link, record)
+        if known and channel.peer_hello.startswith(_HELLO.pack(_CROSSING_MAGIC, number)):
+            return self._await_theirs(link, record, limit)
+        if known and channel.peer_hello.startswith(_HELLO.pack(_HELLO_MAGIC, number)):
+            self._supersede(record)
+            with self._lock:
+                self._connecting.discard(number)
+                if number not in self._links.lost:
+                    self._enter(link, record, serve_only=False)
+                    return link
+        with self._lock:
+            self._connecting.discard(number)
+        channel.close()
+        raise fresh(self._links.lost.get(number) or _unreachable(record, "another one listens there now"))
+
+    def _connect(self, link: Link, record: Record) -> Link | None:
+        """Give a new link its channel; or another one, by which the peer has connected to us meanwhile."""
+        number = record.number
+        try:
+            channel = self._device.connect(
+                record.address.encode(), hello=self._hello() + link.inbox, timeout=self._patience, pool=link.pool
+            )
+        except TransferTimeout:
+            link.pool.close()
+            with self._lock:
+                self._connecting.discard(number)
+                if number in self._links.by_worker:
+                    return self._links.by_worker[number]
+                silent = self._silent(record)
+            raise silent from None
+        except PeerLost as error:
+            link.pool.close()
+            with self._lock:
+                self._connecting.discard(number)
+                if number in self._links.by_worker:
+                    return self._links.by_worker[number]
+                hint = error.hint or (ITS_OUTPUT if error.status in GONE else "")
+                why = _unreachable(record, error.message, error.status, hint)
+                if error.status not in GONE and not hint_for(error):
+                    self._failed[number] = time.monotonic(), why
+            self._group.refresh()
+            raise fresh(self._links.lost.get(number) or why) from error.__cause__
+        except BaseException as error:
+            link.pool.close()
+            with self._lock:
+                self._connecting.discard(number)
+            if isinstance(error, OSError):  # this process, or host, lacks something
+                raise broken_by(error, "connecting", peer=record.name, device=self._device.name) from error
+            raise
+        link.channel, link.peer_inbox = channel, channel.peer_hello[_HELLO.size :]
+        return None
+
+    def _silent(self, record: Record) -> PeerLost:
+        """An attempt to connect took too long. With the lock held."""
+        silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
+        self._failed[record.number] = time.monotonic(), silent
+        return silent
+
+    def _await_theirs(self, link: Link, record: Record, limit: float) -> Link:
+        """Both ends connected at once, and the connection of the other one counts: wait for it. Ours shows meanwhile whether
+        the peer still runs."""
+        number, ours = link.worker, link.channel
+        with self._lock:
+            self._connecting.discard(number)
+            while number not in self._links.by_worker and ours.error is None and time.monotonic() < limit:
+                self._lock.wait(_LOOK_S)
+            found, error = self._links.by_worker.get(number), ours.error
+            if found is None:
+                why = self._silent(record) if error is None else _unreachable(record, error.message, error.status)
+        ours.close()
+        if found is None:
+            raise fresh(self._links.lost.get(number) or why)
+        return found
+
+    def _take_leave(self, link: Link, record: Record) -> NoReturn:
+        """Where we connected is a worker that is leaving: it is lost. Raises that, with the reason that it gave."""
+        number, said = link.worker, link.channel.peer_hello[_HELLO.size :].decode(errors="replace")
+        kind, _, text = said.partition(_SEPARATOR)
+        link.name, link.goodbye = record.name, (kind, text)
+        link.channel.close()
+        closed = PeerLost("it is leaving", peer=record.name, device=self._device.name, status="CLOSED")
+        left = self._group.dynamic and not kind
+        why = self._group.departed(number) if left else lost_by(link, closed, self._group.me.name)
+        with self._lock:
+            self._connecting.discard(number)
+            error = self._links.lost.setdefault(number, why)
+        self._links.missed(number, error)
+        self._group.refresh()
+        raise fresh(error)
+
+    def _new_link(self, number: int) -> Link:
+        pool = self._own_pool if number == self._group.number else self._device.pool()
+        try:
+            return Link(self._device, None, number, pool)
+        except BaseException:
+            pool.close()
+            raise
+
+    def _hello(self) -> bytes:
+        return _HELLO.pack(_HELLO_MAGIC, self._group.number)
+
+    def on_connect(self, channel: Channel) -> bytes:
+        """A peer connects (device's handshake thread). Returns our half of the hello."""
+        if len(channel.peer_hello) <= _HELLO.size:
+            raise PeerLost("the peer's hello is not one of RPC")
+        magic, number = _HELLO.unpack_from(channel.peer_hello)
+        record = self._group.record(number) if magic == _HELLO_MAGIC else None
+        if record is None or number in self._links.lost:
+            raise PeerLost("the peer's hello is not one of this group")
+        if channel.peer_key.hex() != record.key:
+            raise AuthenticationError(f"the peer calls itself {record.name}, but does not hold its key")
+        mine = self._group.number
+        self._supersede(record)
+        with self._lock:
+            if self._farewell is not None:
+                self._parting.append(channel)
+                return self._farewell
+            if number != mine and (number in self._links.by_worker or (number in self._connecting and mine < number)):
+                return _HELLO.pack(_CROSSING_MAGIC, mine)
+            if number == mine:
+                channel.own_pool = self._own_pool
+            link = Link(self._device, channel, number, channel.pool)
+            link.peer_inbox = channel.peer_hello[_HELLO.size :]
+            self._enter(link, record, serve_only=number == mine)
+        return self._hello() + link.inbox
+
+    def _supersede(self, record: Record) -> None:
+        """Before a worker is linked: one that had its name has left, even if its goodbye is still under way. So whoever knows
+        workers by name hears of the old one's end first."""
+        for before in list(self._links.by_worker.values()):
+            if before.name == record.name and before.worker < record.number:
+                self._losses.cut_off(before, self._group.departed(before.worker))
+
+    def _enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
+        """With the lock held."""
+        link.refuse = lambda link, error: self._losses.cut_off(link, link.channel.error or error)
+        self._links.enter(link, record, serve_only=serve_only)
+
+    def leave(self, kind: str, text: str) -> list[Link]:
+        """From now on whoever connects is told that we leave, and which exception ends us, if one does. Returns the links to
+        all who have connected before."""
+        with self._lock:
+            if self._farewell is None or kind:
+                hello = _HELLO.pack(_FAREWELL_MAGIC, self._group.number)
+                self._farewell = hello + (_SEPARATOR.join((kind, text)).encode() if kind else b"")
+            return list(self._links.by_worker.values())
+
+    @property
+    def parted(self) -> bool:
+        """Whether all who were told in this way have heard it."""
+        with self._lock:
+            return all(channel.error is not None for channel in self._parting)
+
+
+def _unreachable(record: Record, reason: str, status: str = "", hint: str = "") -> PeerLost:
+    return PeerLost(f"worker {record.name} cannot be reached: {reason}", peer=record.name, status=status, hint=hint)

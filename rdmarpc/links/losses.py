@@ -1,0 +1,180 @@
+"""Connections that end: whatever depended on one fails, once, when all that came over it was read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..ground import exits
+from ..group.group import Group
+from ..group.members import Record
+from ..polling.pool import Pool
+from ..transport import GIVEN_UP, GONE, AuthenticationError, Channel, Device, PeerLost, Poller, RdmaError
+from ..transport.peers.ended import nobody
+from ..transport.peers.guard import Guard
+from .ring import Link
+from .table import Links
+
+_CONNECT_TIMEOUT_S = 10.0
+_READ_OUT_S = 1.0
+_READ_OUT_POLL_S = 0.0005
+_ABORT_TIMEOUT_S = 1.0
+_STOP_S = 1.0
+_NOT_ITS_OWN_END = ("SILENT", GIVEN_UP, "ABORTED")
+ITS_OUTPUT = "that worker's own output has the reason"
+_OF_ITS_PROCESS = ("SILENT", "RETRY_EXC_ERR")
+"""Ends of a connection that tell of the process, or the host, behind it. Others may be of this connection alone: one of us had
+enough of the other."""
+
+
+def listens(device: Device, record: Record) -> bool:
+    """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
+    try:
+        device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
+    except AuthenticationError:
+        return False  # somebody else listens there now
+    except RdmaError as error:
+        return error.status not in GONE
+    return True
+
+
+def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
+    """What whoever needs that worker is told. ``me``: our name."""
+    why, status, (kind, text) = error.message, error.status, link.goodbye
+    if status == GIVEN_UP:  # who was stopped is to be known wherever this is read
+        why = why.replace("this worker", me)
+    if kind:
+        why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
+    ours = error.__cause__ is not None  # it is this process that could not go on (``guard.broken_by``)
+    hint = error.hint if ours else "" if status in _NOT_ITS_OWN_END else ITS_OUTPUT
+    lost = PeerLost(f"worker {link.name} is lost: {why}", peer=link.name, device=error.device, status=status, hint=hint)
+    lost.__cause__ = error.__cause__
+    return lost
+
+
+class Losses:
+    """Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all that came over it was read; it
+    returns what the peer may still touch if it stopped in the middle of a copy."""
+
+    def __init__(
+        self,
+        device: Device,
+        poller: Poller,
+        group: Group,
+        pool: Pool,
+        links: Links,
+        ended: Callable[[Link, RdmaError], list[Any]],
+    ) -> None:
+        self._device, self._poller, self._group, self._pool = device, poller, group, pool
+        self._links, self._ended = links, ended
+        self.kept: list[tuple[Channel, list[Any]]] = []
+        """What a peer that stopped in the middle of a copy may still touch."""
+        self._apart_now: set[threading.Thread] = set()
+        self._guard = Guard("rdmarpc-loss")
+        self.at_once: Callable[[int], None] = nobody
+        """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
+        wait for nothing."""
+        device.on_lost = self._on_lost
+
+    def _on_lost(self, channel: Channel) -> None:
+        """A connection ended (device's thread)."""
+        link = self._links.of(channel)
+        if link is not None:
+            self.at_once(link.worker)
+            self._apart(partial(self._settle, link))
+
+    def refuse(self, link: Link, error: RdmaError) -> None:
+        """What came over it cannot be trusted (holder of the polling role)."""
+        self._links.forget_row(link)
+        self._apart(partial(self.cut_off, link, error))
+
+    def distrust(self, link: Link, error: RdmaError) -> None:
+        """``refuse``, from any thread."""
+        self._apart(partial(self.cut_off, link, error))
+
+    def _apart(self, job: Callable[[], None]) -> None:
+        """Deal with a loss on a thread of its own: those of the pool may all be inside functions of users, for as long as they
+        like, and one loss need not wait for the callbacks of another."""
+        if not self.spawn(job, "rdmarpc-loss"):
+            self._pool.submit(job)
+
+    def spawn(self, job: Callable[[], None], name: str) -> bool:
+        """Run it on a thread of its own. ``False``: this process may have no more threads."""
+        try:
+            threading.Thread(target=self._run_apart, args=(job,), name=name, daemon=True).start()
+        except RuntimeError:
+            return False
+        return True
+
+    def _run_apart(self, job: Callable[[], None]) -> None:
+        self._apart_now.add(threading.current_thread())
+        try:
+            job()
+        except BaseException as error:
+            self._guard.note(error, "dealing with a loss")
+        finally:
+            self._apart_now.discard(threading.current_thread())
+
+    def cut_off(self, link: Link, error: RdmaError) -> None:
+        """End a connection whose other end does not keep to the protocol."""
+        try:
+            link.channel.abort(_ABORT_TIMEOUT_S)
+        except RdmaError as reason:
+            error = RdmaError(f"{error.message}; and {reason.message}", peer=link.name)
+        self._settle(link, error)
+
+    def _settle(self, link: Link, error: RdmaError | None = None) -> None:
+        """Whatever depended on a connection that ended fails now; what the peer may still touch is kept until it cannot."""
+        error = error or link.channel.error
+        assert error is not None
+        with self._links.changed:
+            if link.settled:
+                return
+            link.settled = True
+        self._read_out(link)
+        left = self._group.dynamic and error.status == "CLOSED" and not link.goodbye[0]
+        named = link.lost = self._group.departed(link.worker) if left else lost_by(link, error, self._group.me.name)
+        link.explained.set()
+        self._links.lose(link, named)
+        touched = self._ended(link, named)
+        link.pool.close()
+        if link.channel.peer_copies:
+            self.kept.append((link.channel, [link, *touched]))
+        self._links.gone_rows.append(link)
+        self._poller.kick()
+        record = self._group.workers.record(link.worker)
+        if self._group.dynamic and record is not None:
+            known = bool(link.goodbye[0]) or error.status in _OF_ITS_PROCESS
+            if not left and (known or not listens(self._device, record)):  # else it is a member, for all others
+                self._group.take_out(record)
+            self._group.refresh()
+
+    def _read_out(self, link: Link) -> None:
+        """Have the frames read that came before the connection ended: answers, mostly."""
+        limit = time.monotonic() + _READ_OUT_S
+        while self._poller.unread(link.row) and time.monotonic() < limit:
+            self._poller.kick()
+            time.sleep(_READ_OUT_POLL_S)
+
+    def sweep(self) -> None:
+        """Let go what no peer can touch any more."""
+        if self.kept:
+            self.kept = [entry for entry in self.kept if entry[0].peer_copies]
+
+    def stop(self) -> None:
+        """Let losses that are being dealt with be told, for a second at most."""
+        limit = time.monotonic() + _STOP_S
+        for thread in list(self._apart_now):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
+
+    def close(self) -> None:
+        """The end of this worker: forget whoever was told."""
+        self._ended, self.at_once = _nothing_touched, nobody
+
+
+def _nothing_touched(link: Link, error: RdmaError) -> list[Any]:
+    return []
