@@ -1,4 +1,10 @@
-"""rdmarpc: ``torch.distributed.rpc`` over one-sided copies into places chosen beforehand."""
+"""The API of ``torch.distributed.rpc``, over one-sided RDMA or shared-memory copies into destinations that are allocated
+beforehand.
+
+``init_rpc`` joins a group of workers. ``rpc_sync``, ``rpc_async`` and ``remote`` call functions there, ``wrap`` distributes one
+model over workers, ``serve`` keeps a model's parameters at servers. The submodules ``autograd``, ``optim``, ``nn``,
+``functions`` and ``internal`` stand in for those of torch.
+"""
 
 from __future__ import annotations
 

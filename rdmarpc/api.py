@@ -1,4 +1,4 @@
-"""What users call: the functions of ``torch.distributed.rpc``, with its names, arguments and errors."""
+"""The functions of ``torch.distributed.rpc``, with its names, arguments and errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the group as ``name``. Returns when all ``world_size`` workers have joined and can be called.
+    """Join the group as worker ``name``. Returns when all ``world_size`` workers have joined and can be called. Without
+    ``world_size`` the group is dynamic: workers may join and leave later.
 
-    Raises ``RuntimeError`` (already initialised, name not unique), ``AuthenticationError`` (another secret),
-    ``RdmaError`` (too few files may be open), ``TransferTimeout`` (somebody did not join within ``rpc_timeout``; the text
-    names who), what torch's rendezvous raises.
+    Raises ``RuntimeError`` (RPC is initialised already, or the name is not unique), ``AuthenticationError`` (another worker has
+    another secret), ``RdmaError`` (this process may open too few files), ``TransferTimeout`` (a worker did not join within
+    ``rpc_timeout``; the text names it), and the errors of torch's rendezvous.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -99,9 +100,12 @@ def is_available() -> bool:
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Leave the group. ``graceful``: first serve until every worker has come here and no call is under way anywhere, at most
-    ``timeout`` seconds (0: no limit). Whatever it raises (``PeerLost``, ``TransferTimeout``), RPC is down here afterwards. A
-    worker that somebody interrupted (Ctrl-C) is not waited for, which is logged: it is no error of this one."""
+    """Leave the group.
+
+    ``graceful``: first serve calls until every worker has called ``shutdown`` and no call is under way anywhere, for at most
+    ``timeout`` seconds (0: no limit). Raises ``PeerLost``, ``TransferTimeout``; RPC is shut down here in any case. A worker
+    that was interrupted (Ctrl-C) is not waited for. That is logged as a warning and raises nothing.
+    """
     agent = _agent.current()
     try:
         agent.shutdown(graceful, timeout)
@@ -117,15 +121,17 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` (name, rank or ``WorkerInfo``) and return its result.
 
-    ``timeout`` in seconds: -1 = the default, 0 = none. Raises the function's exception, ``PeerLost``, ``TransferTimeout``.
-    Tensors arrive as copies that the callee owns; the caller leaves them unchanged until the call is done."""
+    ``timeout`` in seconds: -1 = the default (``rpc_timeout``), 0 = none. Raises the function's exception, ``PeerLost``,
+    ``TransferTimeout``. Tensors arrive as copies that the callee owns. The caller leaves its tensors unchanged until the call
+    is done. Any thread.
+    """
     agent = _agent.current()
     return agent.call(agent.resolve(to), func, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> Future:
-    """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by
-    the future. Tensors among the arguments are left unchanged until it is done."""
+    """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by the
+    future. The caller leaves tensors among the arguments unchanged until the future is done."""
     agent = _agent.current()
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
     if _collecting:
@@ -134,13 +140,14 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
 
 
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = -1.0) -> RRef[Any]:
-    """Call ``func`` on worker ``to``, leave the result there, and return a reference to it at once."""
+    """Call ``func(*args, **kwargs)`` on worker ``to``, leave the result there, and return a reference to it at once. The
+    reference's ``to_here`` raises the function's exception."""
     agent = _agent.current()
     return over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
 
 
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
-    """Who ``worker_name`` is; without a name, who we are."""
+    """The name and id of worker ``worker_name``; without a name, of this worker. Raises ``RuntimeError`` for an unknown one."""
     agent = _agent.current()
     return agent.me if worker_name is None else agent.resolve(worker_name)
 

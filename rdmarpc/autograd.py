@@ -1,8 +1,9 @@
 """Distributed autograd, with the names of ``torch.distributed.autograd``.
 
 Inside ``with context() as context_id:`` calls by RPC and fetches of references carry the context, and tensors that require grad
-are connected across workers. ``backward(context_id, [loss])`` brings gradients to the leaves on all of them; they go to the
-context, never to ``.grad``: ``get_gradients(context_id)``, on each worker, until the block is left.
+are connected across workers. ``backward(context_id, [loss])`` computes the gradients of the leaves on all of them. Gradients
+are added to the context, never to ``.grad``. ``get_gradients(context_id)`` returns them, on each worker, until the block is
+left.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def is_available() -> bool:
 
 
 class context:
-    """``with context() as context_id:`` for a forward and backward pass over several workers. One at a time in a thread; other
-    threads have their own. Leaving it drops what it holds here, and, without waiting, on every worker that it reached."""
+    """``with context() as context_id:`` surrounds a forward and backward pass over several workers. A thread has at most one
+    context at a time, and each thread has its own. Leaving the block drops the context's gradients and graph here, and on
+    every worker that the context reached, without waiting for those."""
 
     def __enter__(self) -> int:
         self._context_id = _new_context()._context_id()
@@ -42,19 +44,20 @@ class context:
 
 
 def backward(context_id: int, roots: list[torch.Tensor] | tuple[torch.Tensor, ...], retain_graph: bool = False) -> None:
-    """Run the backward pass of ``roots`` (scalars with a graph), and return when all gradients, on all workers, are in the
-    context. From any thread. A call whose result takes no part is not waited for.
+    """Run the backward pass of ``roots`` (scalars with a graph). Returns when all gradients, on all workers, are in the
+    context. From any thread. A call whose result does not contribute to ``roots`` is not waited for.
 
-    Raises ``RuntimeError`` for roots and contexts that are none, and ``BackwardError`` for what fails on the way, which is also
-    of the original type (``PeerLost``, ...); after that the context can be used again, with
-    ``retain_graph``, but what ran before the failure has added its gradients: to begin anew, take a new context."""
+    Raises ``RuntimeError`` for invalid roots and contexts, and ``BackwardError`` for a failure on the way; that error is also
+    of the original type (``PeerLost``, ...). With ``retain_graph`` the context can be used again after a failure, but the parts
+    that ran have added their gradients: begin anew with a new context.
+    """
     check_types(context_id, roots)
     found = _find(context_id)
     waves.backward(_agent.current(), found, scalars(roots), retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The leaves on this worker that got a gradient in the context, and their gradients: a new dict."""
+    """The leaves on this worker that have a gradient in the context, and those gradients (not copies), in a new dict."""
     found = _find(context_id)
     with found.lock:
         found.joint.enter()

@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc.functions``."""
+"""``torch.distributed.rpc.functions``: how a function says that its result is a future."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ known by the link that the call came by, and no word of the message says so."""
 
 
 def async_execution(function: F) -> F:
-    """Mark a function that returns a ``torch.futures.Future``: the reply is sent when that future completes, and no thread
-    waits for it. A plain call returns the future."""
+    """Mark a function that returns a ``torch.futures.Future``. A call of it by RPC is answered when that future completes, and
+    no thread of the callee waits meanwhile. A plain call returns the future."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc.internal``: the pickler of RPC, for programs that use it by themselves."""
+"""``torch.distributed.rpc.internal``: the pickler of calls, for programs that use it by themselves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class PythonUDF(NamedTuple):
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The RPC pickle of ``obj`` and the tensors in it (the objects themselves). References travel in messages only, or by
-    ``RRef._serialize``: here they are refused."""
+    """The pickle of ``obj`` without its tensors, and the list of these tensors (the objects themselves, no copies). References
+    raise: they travel in messages only, or by ``RRef._serialize``."""
     return dumps(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Inverse of ``serialize``."""
+    """The object that ``serialize`` took apart. ``tensor_table``: the tensors, in the order in which ``serialize`` returned
+    them."""
     return loads(binary_data, tensor_table)
 
 

@@ -1,9 +1,9 @@
 """``torch.distributed.nn``: a module that lives on another worker.
 
-The module is the value of a reference; a *handle* to it travels by RPC, and each calls ``forward`` as any other function is
-called. So arguments and results take the places that are granted ahead of calls (``links/grants``), a module's results under a
-signature of its own, and autograd contexts go along. Modules are addressed by the number of their reference, as fetches are:
-no fork of it travels with a call, the caller's is kept until the answer instead.
+The module is the value of a reference. A *handle* to it travels by RPC and calls ``forward`` as any other function is called.
+So arguments and results use landing places that are granted ahead of calls (``links/grants``), with a signature for each
+module, and calls carry the autograd context. A call names its module by the number of the reference, and creates no fork of the
+reference (``references/forks``); the caller keeps its own fork until the answer instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can o
 
 
 class Target:
-    """A module where it is, as one handle calls it. Thread-safe. Travels by RPC."""
+    """A module at its owner, as one handle calls it. Thread-safe. Travels by RPC."""
 
     def __init__(self, rref: RRef[nn.Module], device: str, mapped: bool) -> None:
         self._rref, self._device, self._mapped = rref, device, mapped
@@ -81,17 +81,17 @@ class Target:
 
 
 class RemoteModule(nn.Module):
-    """Makes ``module_cls(*args, **kwargs)`` on ``remote_device`` (``"worker1"``, ``"worker1/cpu"``, ``"rank:1/cuda:0"``) in
-    the background: what that raises is raised by the first use. Called as the module is; ``forward_async`` returns a future.
+    """Makes ``module_cls(*args, **kwargs)`` on ``remote_device`` (``"worker1"``, ``"worker1/cpu"``, ``"rank:1/cuda:0"``), in
+    the background: the first use raises the error of the constructor. Call the handle as you would the module;
+    ``forward_async`` returns a future.
 
-    The module lives while a handle does. Handles travel by RPC (attributes that users add do not), not otherwise. For a module
-    on a GPU arguments are moved there on its worker. If all came from the CPU, and there is no device map, the result returns
-    to the CPU. Most methods of
-    ``nn.Module`` are about parameters, which are elsewhere: they raise ``ValueError``.
+    The module lives while a handle does. Handles travel by RPC only; attributes that users add to a handle stay behind. For a
+    module on a GPU, arguments are moved to that GPU on its worker. If all of them came from the CPU, and there is no device
+    map, the result returns to the CPU. Methods of ``nn.Module`` that need the parameters here raise ``ValueError``.
 
     Attributes: ``on`` (name or rank of the worker), ``device`` (text), ``is_device_map_set``, ``is_scriptable`` (``False``:
-    there is no scripted flavour), ``module_rref``. Raises ``AssertionError`` without RPC, ``ValueError`` and ``RuntimeError``
-    for a ``remote_device`` that is none, or of a worker that is not in the group.
+    there is no scripted variant), ``module_rref``. Raises ``AssertionError`` without RPC, ``ValueError`` and ``RuntimeError``
+    for a ``remote_device`` that cannot be parsed or names a worker outside the group.
     """
 
     on: str | int
@@ -119,7 +119,8 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """Another handle on a module. ``remote_device`` tells its device; calls go to the owner of the reference."""
+        """Another handle on the module of ``module_rref``. ``remote_device`` gives the module's device. Calls go to the
+        reference's owner."""
         return _receive(*_parse(remote_device), module_rref)
 
     def _point(self, on: str | int, device: str, mapped: bool, module_rref: RRef[nn.Module]) -> None:
@@ -147,11 +148,12 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, on its owner: what a ``DistributedOptimizer`` takes."""
+        """References to the module's parameters, as a ``DistributedOptimizer`` takes them. ``recurse``: those of submodules
+        too."""
         return self._target.ask(_parameters, recurse)
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Of the module itself. ``training`` is what this handle said last."""
+        """Set the mode of the remote module. The handle's own ``training`` is the mode that was last set by this handle."""
         self._target.ask(_train, mode)
         self.__dict__["training"] = mode
         return self

@@ -1,4 +1,4 @@
-"""How RPC is set up."""
+"""The options of ``init_rpc``."""
 
 from __future__ import annotations
 
@@ -17,41 +17,47 @@ from .transport import TlsOptions, check_require, check_secret, check_tls
 
 
 class BackendType(Enum):
-    """Accepted by ``init_rpc(backend=)`` for programs written for torch; there is one implementation, whatever it is called."""
+    """Accepted by ``init_rpc(backend=)`` for programs written for torch. There is one implementation, so both names mean the
+    same."""
 
     RDMARPC = "RDMARPC"
     TENSORPIPE = RDMARPC
 
 
 class RpcBackendOptions:
-    """Options of ``init_rpc``. The first five are those of torch's ``TensorPipeRpcBackendOptions``. All are attributes that
-    may be changed until ``init_rpc``, which checks them again.
+    """Options of ``init_rpc``. The first five are those of torch's ``TensorPipeRpcBackendOptions``. All are attributes and may
+    be changed until ``init_rpc``, which checks them again.
 
-    ``num_worker_threads``: user functions that may run here at once. ``rpc_timeout``: seconds a call may take by default, 0
-    = for ever; also how long ``init_rpc`` waits for the others. ``init_method``: as in ``init_process_group``, or
-    ``"slurm://"`` in tasks of one ``srun``: rank, size and first host are SLURM's (``slurm://:PORT`` for a port of your own).
-    ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
-    ``transport``: ``"auto"``: each worker by the fastest way there is: ``"shm"`` on this host, RDMA (``"verbs"``) where both
-    ends have a usable port, ``"tcp"`` otherwise, which is logged and counted (``fallbacks``) where an end has RDMA hardware.
-    Or one of them alone, or ``"auto://ADDRESS"``, ``"tcp://ADDRESS"``: see ``transport.open_device``.
-    ``require``: ``"rdma"`` makes it an error (``NotSupported``, with what to put right) that a worker can be reached over tcp
-    only: in ``init_rpc`` for those who are in the group then. Workers of one host may use shm.
-    ``tls``: ``True``: what leaves this host is encrypted (TLS 1.3, proven by ``secret``), or refused: tcp then carries what
-    RDMA would. Or ``TlsOptions``: certificates of your own, ``rdma_in_clear``. The same at every worker.
-    ``arena_limit``: bytes of registered memory this worker may use. ``secret``: random text of at least 16 bytes that every
-    worker must know; by default what ``RDMARPC_SECRET`` says, or the file ``RDMARPC_SECRET_FILE`` (mode 600) holds. Without
-    any the workers have to be of one user on one host (``group/job_secret``), else ``AuthenticationError``; or all of them say
-    ``insecure`` (or ``RDMARPC_INSECURE=1``): then whoever reaches the store may have any code run in every worker.
-    ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local functions
-    and what is defined in ``__main__`` travel by value, as code; it has to be installed at every worker.
-    ``peer_timeout``: seconds after which a peer that shows no sign of running, or that the network cut off, is lost (at least
-    1; 0: never). A peer whose process ends is lost at once.
-    ``allow``: functions, classes and modules (with all that is defined there, and below a package) that peers may use here; by
-    default everything that can be imported. Else a request, an answer or an error that names anything else is ``NotAllowed``;
-    it is not even imported. A call that another worker makes needs its function in ``allow`` there; objects that travel, types
-    of values that are asked for methods, remote modules and optimizers need their classes where they arrive. ``rdmarpc.wrap``
-    in it: peers may place parts of wrapped models here, which may run anything of torch. Not with ``"cloudpickle"``.
-    ``timeline``: folder, or file ending in ``.json``, for a timeline of the run (default: ``RDMARPC_TIMELINE``).
+    * ``num_worker_threads``: how many user functions may run here at once.
+    * ``rpc_timeout``: seconds that a call may take by default, 0: no limit. ``init_rpc`` waits as long for the other workers.
+    * ``init_method``: as in ``init_process_group``; or ``"slurm://"`` in tasks of one ``srun``, where rank, size and first host
+      are SLURM's (``slurm://:PORT`` for a port of your own).
+    * ``device_maps``, ``devices``: see ``set_device_map`` and ``set_devices``.
+    * ``transport``: ``"auto"`` reaches each worker by the fastest device: ``"shm"`` on this host, RDMA (``"verbs"``) where both
+      ends have a usable port, ``"tcp"`` otherwise. A worker that is reached by tcp although an end has RDMA hardware is logged
+      and counted (``fallbacks``). Or one of these devices alone, or ``"auto://ADDRESS"``, ``"tcp://ADDRESS"``: see
+      ``transport.open_device``.
+    * ``require``: ``"rdma"`` makes it an error (``NotSupported``, with what to put right) that a worker can be reached over tcp
+      only. ``init_rpc`` raises it for the workers that are in the group then. Workers of one host may use shm.
+    * ``tls``: ``True`` encrypts what leaves this host (TLS 1.3, proven by ``secret``) or refuses to send it; tcp then carries
+      what RDMA would carry. Or ``TlsOptions``: certificates of your own, ``rdma_in_clear``. The same at every worker.
+    * ``arena_limit``: bytes of registered memory that this worker may use.
+    * ``secret``: random text of at least 16 bytes that every worker must know. Default: ``RDMARPC_SECRET``, or the content of
+      the file ``RDMARPC_SECRET_FILE`` (mode 600). Without any, all workers have to be of one user on one host
+      (``group/job_secret``), else ``AuthenticationError``.
+    * ``insecure`` (or ``RDMARPC_INSECURE=1``), at every worker: no secret is needed. Then whoever reaches the store can run any
+      code in every worker.
+    * ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local
+      functions and definitions of ``__main__`` travel by value, as code. It has to be installed at every worker.
+    * ``peer_timeout``: seconds after which a peer that shows no sign of life, or that the network cut off, is lost (at least 1;
+      0: never). A peer whose process ends is lost at once.
+    * ``allow``: functions, classes and modules (with everything that is defined there, and below a package) that peers may use
+      here. Default: everything that can be imported. A request, an answer or an error that names anything else is
+      ``NotAllowed``, and is not even imported. A call needs its function in ``allow`` at the callee. Objects that travel, types
+      of values whose methods are called, remote modules and optimizers need their classes in ``allow`` where they arrive.
+      ``rdmarpc.wrap`` in it lets peers place parts of wrapped models here, which may run anything of torch. Not with
+      ``"cloudpickle"``.
+    * ``timeline``: a folder, or a file ending in ``.json``, for a timeline of the run. Default: ``RDMARPC_TIMELINE``.
     """
 
     def __init__(
@@ -94,7 +100,7 @@ class RpcBackendOptions:
         self.set_devices(devices or [])
 
     def validate(self) -> None:
-        """Raises ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError`` for values that cannot be."""
+        """Raise ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError`` for invalid values."""
         if not isinstance(self.rpc_timeout, Real):
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, got {type(self.rpc_timeout).__name__}"
@@ -125,13 +131,14 @@ class RpcBackendOptions:
             raise ImportError("pickler='cloudpickle' needs cloudpickle at every worker: pip install 'rdmarpc[cloudpickle]'")
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
-        """Where tensors on our devices (CUDA index, text or ``torch.device``) go on worker ``to``; results come back the other
-        way. Adds to what was said before; one source has one target, and the reverse, else ``ValueError``. Whether the devices
-        exist is checked by ``init_rpc``, at all workers."""
+        """Say which device of worker ``to`` receives tensors of our devices (CUDA index, text or ``torch.device``). Results
+        come back by the inverse map. The map is added to earlier ones. Raises ``ValueError`` unless each source has one
+        target, and each target one source. ``init_rpc`` checks at all workers whether the devices exist."""
         self.device_maps[to] = merge(self.device_maps.get(to, {}), to_map(device_map))
 
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
-        """The CUDA devices that maps from and to this worker may use; empty: any. ``ValueError`` for devices of other types."""
+        """The CUDA devices that device maps from and to this worker may use; empty: any. Raises ``ValueError`` for devices of
+        other types."""
         self.devices = to_devices(devices)
 
 

@@ -1,4 +1,4 @@
-"""What programs that profile calls need (``calls/profiled`` has what ``torch.profiler`` shows of them)."""
+"""An option for programs that profile calls. ``calls/profiled`` describes what ``torch.profiler`` shows of them."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ import torch
 
 
 def all_threads() -> Any:
-    """``torch.profiler.profile(experimental_config=all_threads())`` records the threads that run functions for others too."""
+    """A configuration for ``torch.profiler.profile(experimental_config=all_threads())``, which then also records the threads
+    that run functions for other workers."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

@@ -1,11 +1,12 @@
-"""A timeline of one run, for Perfetto (ui.perfetto.dev) or chrome://tracing: every call on both sides, joined by arrows.
+"""A timeline of one run, for Perfetto (ui.perfetto.dev) or chrome://tracing: both sides of every call, joined by arrows.
 
     RpcBackendOptions(timeline="folder")     or RDMARPC_TIMELINE=folder: the whole run, of all workers, in one file
-    with timeline.record("mine.json"): ...   from here to there, of this process
-    rdmarpc timeline merge FILES -o OUT      those of several processes in one
+    with timeline.record("mine.json"): ...   this process, while the block runs
+    rdmarpc timeline merge FILES -o OUT      several files, one for each process, in one
 
-A graceful shutdown gathers: rank 0 asks the others for theirs and writes ``folder/timeline.json`` (or the file, if the name
-ends in ``.json``). A worker whose timeline could not be gathered writes its own, ``folder/NAME.json`` (``file.NAME.json``).
+A graceful shutdown gathers: rank 0 asks the others for their timelines and writes ``folder/timeline.json`` (or the file, if the
+name ends in ``.json``). A worker whose timeline could not be gathered writes its own, ``folder/NAME.json``
+(``file.NAME.json``).
 """
 
 from __future__ import annotations

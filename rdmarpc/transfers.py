@@ -1,4 +1,4 @@
-"""Saved transfer graphs: ``rdmarpc graph``, and for programs ``load`` and ``save``."""
+"""Saved transfer graphs: the command ``rdmarpc graph``, and ``load`` and ``save`` for programs."""
 
 from __future__ import annotations
 

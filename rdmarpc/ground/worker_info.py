@@ -1,4 +1,4 @@
-"""Who a worker is."""
+"""``WorkerInfo``: the name and the id of a worker."""
 
 from __future__ import annotations
 

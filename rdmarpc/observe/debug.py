@@ -31,7 +31,7 @@ _PACKAGE = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].
 
 
 def counters() -> dict[str, int]:
-    """This worker's totals since ``init_rpc``: those of its device (``bytes_direct``, ``bytes_staged``, ``posts``, ...),
+    """Totals of this worker since ``init_rpc``: those of its device (``bytes_direct``, ``bytes_staged``, ``posts``, ...),
     ``rpc_messages`` (frames sent), ``rpc_calls`` (calls made), ``rrefs`` (values kept here for references)."""
     return _agent.current().counters()
 
@@ -88,8 +88,8 @@ def _link(agent: Agent, link: Link) -> dict[str, int]:
 
 
 def explain() -> str:
-    """Several lines for somebody whose program hangs: the calls that wait longest, the functions that run here and where they
-    are, the connections."""
+    """Several lines for a program that hangs: the calls that wait longest, the functions that run here and at which line, the
+    connections."""
     agent = _agent.current()
     info, now = debug_info(), time.monotonic()
     lines = [

@@ -1,4 +1,4 @@
-"""``torch.distributed.optim``: one optimizer over parameters of many workers (``optim/local`` has the owners' part)."""
+"""``torch.distributed.optim``: one optimizer over parameters of many workers. ``optim/local`` is the owners' part."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ class _Place(NamedTuple):
 
 
 class DistributedOptimizer(Optimizer):
-    """``optimizer_class`` over parameters that ``params_rref`` refers to: a list of ``RRef``, or of groups
-    (``{"params": [RRef, ...], "lr": ...}``), as ``torch.optim`` takes parameters. ``args`` and ``kwargs`` go to the class.
+    """``optimizer_class`` over parameters that ``params_rref`` refers to: a list of ``RRef``, or of groups (``{"params": [RRef,
+    ...], "lr": ...}``), as ``torch.optim`` takes parameters. ``args`` and ``kwargs`` go to the class.
 
-    Each owner gets an optimizer of that class over its own parameters, made there, which lives as long as this one. Returns
-    when all are made; raises what the class raised. ``NotSupported`` for one whose ``step`` needs a closure (LBFGS).
+    Each owner makes an optimizer of that class over its own parameters, which lives as long as this object. The constructor
+    returns when all are made, and raises what the class raised. ``NotSupported`` for a class whose ``step`` needs a closure
+    (LBFGS).
 
-    It is an ``Optimizer``, so learning-rate schedulers take it: what they (or you) set in ``param_groups`` counts from the next
+    It is an ``Optimizer``, so learning-rate schedulers take it. Values that are set in ``param_groups`` hold from the next
     ``step`` on. ``param_groups[i]["params"]`` are the references.
 
-    What an optimizer computes over several parameters together (their norm, say) it computes on each worker alone.
+    An optimizer that computes over several parameters together (their norm, say) does so on each worker alone.
 
-    Thread-safe, but for one that changes ``param_groups`` while another steps. May be sent to other workers by RPC; hooks and
-    what schedulers keep stay behind.
+    Thread-safe, except that no thread may change ``param_groups`` while another steps. It may be sent to other workers by RPC;
+    hooks and the state of schedulers stay behind.
     """
 
     remote_optimizers: list[RRef[local_optimizer.LocalOptimizer]]
@@ -79,11 +80,12 @@ class DistributedOptimizer(Optimizer):
     # -- steps
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
-        """Every owner steps, all at once, with the gradients that its parameters have in this context; those without one are
-        left alone, and every ``.grad`` is afterwards as it was. From any thread, while the context lasts. Steps of one worker
-        go one after the other, whoever asks for them.
+        """Step at all owners at once, with the gradients that their parameters have in this autograd context. Parameters
+        without one are left alone, and every ``.grad`` is afterwards as it was. From any thread, while the context lasts.
+        Steps at one worker run one after the other, whoever asks for them.
 
-        Waits for all, then raises the last error, if there are any; the other owners have stepped then."""
+        Waits for all owners. Raises the last error if any of them failed; the others have stepped then.
+        """
         context, before = _agent.current().contexts.find(context_id), current.context
         changes = self._changes()
         # Carried by the calls even if this thread is not in it: some owner may not have heard of it, who has no gradients then.
@@ -104,8 +106,8 @@ class DistributedOptimizer(Optimizer):
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim`` has it, parameters counted over all groups: a local optimizer over the same parameters can load
-        it. Copies, gathered from the owners, from each between two steps."""
+        """The state of all owners, in the form of ``torch.optim``, with parameters counted over all groups: a local optimizer
+        over the same parameters can load it. The tensors are copies. Each owner's part is taken between two steps."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         changes = self._changes()
@@ -129,7 +131,7 @@ class DistributedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the owners their parts of a ``state_dict``, of this or of a local optimizer. Raises ``ValueError``, as
-        ``torch.optim`` does, before anything is changed, if its groups are others."""
+        ``torch.optim`` does and before anything is changed, if the groups differ."""
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -48,10 +48,10 @@ _require: Callable[[str], Worker] = here.require
 
 
 class RRef(Generic[T]):
-    """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` one to a value elsewhere.
+    """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` makes one to a value elsewhere.
 
-    Thread-safe. The value lives while a handle to it does, on any worker; handles are passed on by RPC only.
-    Equality is identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
+    Thread-safe. The value lives as long as a handle to it does, on any worker. Handles travel by RPC only. Equality is
+    identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
     """
 
     __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
@@ -72,7 +72,8 @@ class RRef(Generic[T]):
     # -- who and what
 
     def owner(self) -> WorkerInfo:
-        """As it was, if it has left meanwhile. ``PeerLost`` if it had left before anything was known of it here."""
+        """The worker that holds the value. If it has left the group meanwhile, its last known ``WorkerInfo``. Raises
+        ``PeerLost`` if it had left before this worker learned anything of it."""
         return self._agent.group.worker(self._fork.owner)
 
     def owner_name(self) -> str:
@@ -82,7 +83,7 @@ class RRef(Generic[T]):
         return self._fork.owner == self._agent.number
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to know this reference. Always true on the owner, and of arguments of a running call."""
+        """Whether the owner has confirmed this reference. Always true on the owner, and for arguments of a running call."""
         fork = self._fork
         creation = fork.creation
         return fork.confirmed or (creation is not None and creation.done and not creation.expired and not creation.refused)
@@ -96,9 +97,10 @@ class RRef(Generic[T]):
     # -- the value
 
     def to_here(self, timeout: float = -1.0) -> T:
-        """The value: on the owner the object itself, elsewhere a copy fetched now. Waits until it exists, elsewhere at most
-        ``timeout`` seconds (-1 = the default, 0 = no limit). Raises what the function that was to make it raised,
-        ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given up."""
+        """The value: on the owner the object itself, elsewhere a copy that is fetched now. Waits until the value exists,
+        elsewhere for at most ``timeout`` seconds (-1 = the default, 0 = no limit). Raises the exception of the function that
+        was to make the value, ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given
+        up."""
         check(self, "call to_here() on it")
         if self.is_owner():
             return self.local_value()
@@ -111,7 +113,8 @@ class RRef(Generic[T]):
         return value
 
     def local_value(self) -> T:
-        """The value on its owner; waits until it exists, raises the error of its creation. ``RuntimeError`` elsewhere."""
+        """The value itself, on its owner. Waits until the value exists; raises the error of its creation. ``RuntimeError``
+        elsewhere."""
         fork = self._fork
         if not self.is_owner():
             text = f"UserRRef(rref_id={id_text(fork.rref)}, fork_id={id_text(fork.number)})"
@@ -122,12 +125,12 @@ class RRef(Generic[T]):
     # -- calls on the value
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in seconds
-        holds for the call, and for the question after the value's type the first time."""
+        """A proxy: ``rref.rpc_sync().method(...)`` calls the value's method on the owner and returns its result. ``timeout`` in
+        seconds limits the call, and the first time also the request for the value's type."""
         return Proxy(partial(self._call, timeout))
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """As ``rpc_sync``; calls return a future at once, and all errors come through it."""
+        """As ``rpc_sync``, but calls return a future at once, which raises all errors."""
         return Proxy(partial(self._call_async, timeout))
 
     def remote(self, timeout: float = -1.0) -> Any:
@@ -177,8 +180,8 @@ class RRef(Generic[T]):
         return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass of the value, a scalar, on its owner: in the context with that id, or (-1: none, only on the
-        owner) as ``torch.autograd.backward`` into ``.grad``. Raises as ``autograd.backward`` does."""
+        """Run the backward pass of the value, a scalar, on its owner: in the autograd context with that id; or, without one
+        (-1, only on the owner), as ``torch.autograd.backward`` does, into ``.grad``. Raises as ``autograd.backward`` does."""
         if not self.is_owner():
             if dist_autograd_ctx_id == -1:
                 raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
