@@ -1,5 +1,7 @@
-"""What moves between workers in a training step, decided before the step: capture -> analyze -> place -> execute.
+"""What moves between workers in a training step, decided before the step. Imports transport only; protocol: docs/protocols.md.
 
-``capture`` traces the forward, ``analyze`` cuts it at worker boundaries, ``place`` gives every crossing tensor its slots;
-``caller`` (one process) and ``executor`` (every other) run it. Imports transport only; protocol: docs/protocols.md.
+The rooms follow the life of a plan: ``trace`` captures the forward as operations, ``plan`` cuts it at worker boundaries and
+gives every crossing tensor (an edge) its slots, ``edges`` writes tensors into these slots. ``work`` runs the parts at their
+workers, ``caller`` the process that called ``wrap``, ``servers`` parameter servers. ``wire`` has the bytes in a slot, ``show``
+prints and draws a plan.
 """

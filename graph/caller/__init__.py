@@ -1,1 +1,1 @@
-"""The process that called ``wrap``: its plans, its part of every step, and its micro-batches in flight."""
+"""The process that called ``wrap``: the plans of its model, its part of every step, and the micro-batches under way."""

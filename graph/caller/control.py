@@ -1,9 +1,9 @@
-"""Commands to the workers of a model, at its caller: steps, zeroing, and what is to be dropped; and waiting for the workers.
+"""The caller's commands to the workers of a model (optimizer steps, zeroing, forwards to drop), and the wait for their reports.
 
 Invariants:
-1. Every worker gets every command, so all count alike.
-2. Gradients are zeroed before the next backward or step: by marks that ride in the gradients of that backward where they are
-   all that its workers train, else by a command that comes first.
+1. Every worker gets every command, so all workers count commands alike.
+2. Gradients are zeroed before the next backward or step. Marks that ride in the gradients of that backward do this where they
+   are all that its workers train; else a command comes first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stages of a forward and its backward: what goes to workers between two segments of the caller, and what comes back."""
+"""The stages of a forward and its backward: between two segments of the caller, tensors go to workers and others come back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a caller knows of its forwards and commands: which numbers are given out, what workers have reported, what was given up.
+"""What a caller knows of its forwards and commands: the numbers that it has given out, the reports of the workers, and the
+forwards that were given up.
 
-Under the caller's lock, but for ``abandon``.
+Every method but ``abandon`` is called with the caller's lock held.
 """
 
 from __future__ import annotations

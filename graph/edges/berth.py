@@ -1,4 +1,4 @@
-"""What the halves of an edge use of the ``Station`` that they are at."""
+"""``Berth``: the part of a ``Station`` that the halves of its edges use."""
 
 from __future__ import annotations
 

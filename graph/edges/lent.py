@@ -1,8 +1,8 @@
-"""Tensors over memory of an accelerator that is only lent: when the last one of them has died, somebody hears of it.
+"""Tensors over accelerator memory that is lent: when the last tensor over it dies, a callback runs.
 
-For host memory that is a memoryview with a weak reference (``slot``); torch knows nothing like it for an accelerator's. But
-a tensor that comes by DLPack (dlpack.h of dmlc/dlpack, version 0) brings a function along that is called at the end of its
-storage: by whatever thread that is, also one of the autograd engine's.
+For host memory, a weak reference to a memoryview does this (``slot``). Torch has no such thing for an accelerator's memory. But
+a tensor that is made by DLPack (dlpack.h of dmlc/dlpack, version 0) carries a function that is called at the end of its
+storage, by any thread, including those of the autograd engine.
 """
 
 from __future__ import annotations

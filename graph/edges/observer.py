@@ -1,7 +1,7 @@
-"""What can be seen of the wrapped models of this process while they step: one observer at a time, such as a timeline.
+"""The observer of the wrapped models of this process while they step: one at a time, such as a timeline.
 
-The code that steps looks at ``current`` once a segment, once a stage and once a copy from or to an accelerator; while it is
-``None`` that look is all it costs.
+The code that steps looks at ``current`` once a segment, once a stage, and once a copy from or to an accelerator. While
+``current`` is ``None``, that look is the whole cost.
 """
 
 from __future__ import annotations

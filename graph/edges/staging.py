@@ -1,7 +1,7 @@
-"""Copies between an accelerator and host memory, for what crosses where the devices have no way of their own.
+"""Copies between an accelerator and host memory, for tensors that cross between devices without a direct path.
 
-Both are over when they return, after everything that this thread's current stream had to do before: so what is notified or
-credited afterwards is there, and needs no event. Counted as ``bytes_staged``.
+A copy waits for what this thread's current stream was given before, and is complete when the function returns. So a
+notification or credit that is sent afterwards needs no event. Counted as ``bytes_staged``.
 """
 
 from __future__ import annotations

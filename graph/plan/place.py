@@ -1,4 +1,4 @@
-"""Where everything lands: one line an edge, agreed on by all workers before the first step."""
+"""The placement: one line an edge, which says where its slots are. All workers agree on it before the first step."""
 
 from __future__ import annotations
 

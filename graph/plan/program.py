@@ -1,4 +1,4 @@
-"""What a worker is told to run: plain data, picklable, without any weights."""
+"""The program of a worker: its segments and their instructions, as plain, picklable data without any weights."""
 
 from __future__ import annotations
 

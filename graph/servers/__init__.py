@@ -1,1 +1,1 @@
-"""Parameter servers and the trainers that use them."""
+"""Parameter servers, which sum gradients and step, and the workers that train with them."""

@@ -1,1 +1,1 @@
-"""A plan for people: described, drawn, in tables."""
+"""A plan for people: its description as data, as tables, as a picture."""

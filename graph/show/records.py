@@ -1,4 +1,4 @@
-"""The lines of a plan that is described (``describe``), as plain data."""
+"""The description of a plan (``describe``) as records of plain data: what crosses, and what each worker holds."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The forward of a model as a graph of operations on tensors without data."""
+"""Capture: the forward of a model as a graph of operations, traced on fake tensors (shapes without data)."""

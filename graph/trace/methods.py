@@ -1,4 +1,4 @@
-"""Which way a forward is captured: one after another, from the one that keeps most of the model as it is.
+"""The methods of capture, tried one after another, from the one that keeps most of the model as it is.
 
 **A method of your own.** A package brings one by an entry point of the group ``rdmarpc.captures``, here in its
 ``pyproject.toml``::
@@ -7,7 +7,7 @@
     mine = "mypackage.captures:mine"
 
 ``wrap(..., capture="mine")`` imports ``mypackage.captures`` and calls ``mine`` as a ``Method``, once for every new set of input
-shapes. The names of ours are taken, and ``"auto"`` tries ours only.
+shapes. The names of the built-in methods are taken, and ``"auto"`` tries only those.
 """
 
 from __future__ import annotations

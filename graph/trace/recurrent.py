@@ -1,7 +1,7 @@
-"""Recurrent layers on tensors without data and of symbolic sizes: by the shapes of their results.
+"""Recurrent layers on fake tensors of symbolic sizes: the shapes of their results, computed without their kernels.
 
-Their kernels are loops over the sequence, so a trace through them takes its length for a constant. What is packed has as many
-rows as the lengths say, which depends on data.
+Those kernels loop over the sequence, so a trace through them would make its length a constant. A packed sequence has as many
+rows as its lengths add up to, which depends on data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the trace may take for granted about sizes.
+"""Which sizes of tensors a trace may take for constants.
 
-A plan is traced once and runs many steps. With ``Sizes()`` its inputs have the sizes they were traced with, and what is free
-is only what depends on data (``nonzero``, masks). With ``varying`` some dimensions of the inputs are symbols: a size that is
-still a number afterwards was proven not to depend on them, as long as the conditions that the trace met ``hold``. With
-``known=False`` nothing is proven: the trace is of one example, every size in it may be another one in the next step.
+A plan is traced once and runs many steps. With ``Sizes()`` its inputs always have the sizes of the trace, and only sizes that
+depend on data are free (``nonzero``, masks). With ``varying``, some dimensions of the inputs are symbols. A size that is a
+plain number at the end of such a trace is proven not to depend on them, as long as the conditions that the trace met ``hold``.
+With ``known=False`` nothing is proven: the trace shows one example, and every size may differ in the next step.
 """
 
 from __future__ import annotations

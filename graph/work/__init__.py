@@ -1,1 +1,1 @@
-"""The owner of a part: a segment runs when its inputs have landed."""
+"""A worker that owns parts of a model: it runs a segment when the inputs have landed, and applies commands of the caller."""

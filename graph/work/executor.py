@@ -1,12 +1,12 @@
-"""The thread that runs one model's parts at one worker: driven by what lands, told by nobody.
+"""The thread that runs one model's parts at one worker. What lands in its slots drives it.
 
 Invariants:
-1. It alone runs the parts, applies commands, and touches the worker's edges; others reach it through ``submit``.
+1. Only this thread runs the parts, applies commands, and touches the worker's edges. Others reach it through ``submit``.
 2. Commands are applied in the order of their numbers. A task or job that says ``commands=k`` starts when k are applied.
 3. A forward whose part failed, or that the caller discarded, is dropped: what still arrives for it is freed on arrival.
-4. Which task is next is for ``tasks.Agenda`` to say; whatever has landed is known before it is asked.
-5. It ends when the model is closed or any peer it shares an edge with is lost; nothing here waits without looking for that.
-   Only the caller has time limits: it knows what it waits for.
+4. ``tasks.Agenda`` picks the next task. The executor takes in everything that has landed before it asks.
+5. The thread ends when the model is closed, or when a peer that it shares an edge with is lost; every wait looks for that. Only
+   the caller has time limits, because only it knows what it waits for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one worker has to do in one plan, looked up by value: worked out once, read in every step."""
+"""The tasks of one worker in one plan, as lookup tables: computed once, read in every step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One worker: both sides of calling."""
+"""The agent of a worker, and both sides of a call: requests and answers, futures, errors, timeouts, graceful shutdown."""

@@ -1,4 +1,4 @@
-"""What whoever records calls is told. A side of calling looks once at its ``observer``, which mostly is ``None``."""
+"""What an observer of calls is told. Each side of calling looks at its ``observer`` once; mostly it is ``None``."""
 
 from __future__ import annotations
 

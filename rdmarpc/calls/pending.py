@@ -1,4 +1,4 @@
-"""What a caller holds while its call is under way."""
+"""A call under way, as its caller holds it, and the future of its result."""
 
 from __future__ import annotations
 

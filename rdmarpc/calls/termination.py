@@ -1,4 +1,4 @@
-"""Graceful shutdown: how a group finds out that nothing is left to do."""
+"""Graceful shutdown: how the workers of a group agree that no call is under way anywhere."""
 
 from __future__ import annotations
 

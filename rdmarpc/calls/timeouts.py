@@ -1,4 +1,4 @@
-"""The thread that gives calls up at their deadlines when nobody waits for them, and looks after what calls have left."""
+"""The thread that ends calls at their deadlines when no thread waits for them, and frees what ended calls have left."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Distributed autograd: what calls know of gradients, and the backward pass over workers."""
+"""Distributed autograd: contexts, what messages say about gradients, and the backward pass from worker to worker."""

@@ -1,1 +1,1 @@
-"""This process's worker, and values in the order of streams. What every other room may use."""
+"""What every other room may use: this process's worker (as a Protocol), futures, and values in the order of GPU streams."""

@@ -1,4 +1,4 @@
-"""Why this process ends, for the workers that will lose it: they say so in their ``PeerLost``."""
+"""The reason why this process ends, told to the workers that will lose it: their ``PeerLost`` names it."""
 
 from __future__ import annotations
 

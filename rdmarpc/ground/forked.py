@@ -1,6 +1,5 @@
-"""A process that forks. The child has none of the parent's threads, and whatever it did with the parent's rings, sockets and
-store it would do to the parent: in the child all of it is out of reach, and says so. It may ``init_rpc`` for itself.
-"""
+"""A forked child of a worker. It has none of the parent's threads, and its use of the parent's rings, sockets and store would
+disturb the parent. So every use of them raises an error in the child, which may call ``init_rpc`` for itself."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Frames to one peer, and the rule that whoever waits, polls."""
+"""The connection to each peer: frames in a ring in the peer's memory, landing places for tensors, and the order of requests."""

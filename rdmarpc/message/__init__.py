@@ -1,1 +1,1 @@
-"""What a message carries: objects as bytes, tensors as places."""
+"""The content of a message: pickled objects, and beside the pickle the tensors with the way that each takes."""

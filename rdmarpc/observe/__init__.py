@@ -1,1 +1,1 @@
-"""Seeing a run: counters, timelines, what a worker is doing."""
+"""What can be seen of a run: counters, the state of a worker, timelines."""

@@ -1,1 +1,1 @@
-"""Values that stay at their owner, and the handles to them that travel."""
+"""Remote references: values that stay at their owner, handles to them that travel, and the protocol that keeps values alive."""

@@ -1,4 +1,4 @@
-"""What a message that was not sent had taken along."""
+"""A message that could not be sent: its references, and the GPU memory that it lends, are taken back."""
 
 from __future__ import annotations
 

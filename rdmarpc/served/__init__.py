@@ -1,1 +1,1 @@
-"""``serve``: a model that computes here, with its parameters at servers."""
+"""``serve``: a model that computes at its worker, with its parameters kept and stepped by servers."""

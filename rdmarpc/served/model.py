@@ -33,22 +33,25 @@ def serve(
     timeout: float = 60.0,
     **defaults: Any,
 ) -> ServedModel:
-    """Have ``servers`` keep the parameters of ``net``, and return a model that trains as ``net`` would have trained here:
-    ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps; the servers add
-    those of all ``workers``, step, and write the new weights into the memory of this model's parameters, which the next forward
-    waits for. From a step until then the parameters are not to be read from elsewhere (``model.pull()`` waits, too).
+    """Have ``servers`` keep the parameters of ``net``, and return a model that trains as ``net`` would have trained here.
 
-    ``workers``: the names of all who train this model, each of whom calls ``serve`` with the same arguments (``None``: this one
-    alone); their gradients are summed up in that order, so divide the loss by their number for the mean. The values of the
-    start are those of the first one. ``name`` tells apart several models of the same workers.
-    ``placement``: ``"round_robin"`` by tensor, ``"balanced"`` by bytes (the largest first), or server by name of a parameter
-    or of a module that has it (``""``: everything else). ``staging``: ``"traced"`` (gradients are copied aside once, then
-    written from where autograd left them) or ``"always"`` (gradients and weights are copied aside every time: the ablation).
-    ``timeout``: seconds that a step may wait.
+    ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps. The servers sum
+    the gradients of all ``workers``, step, and write the new weights into the memory of this model's parameters. The next
+    forward waits for these weights. From a step until then nothing else may read the parameters; ``model.pull()`` waits, too.
 
-    Returns when all workers have come and the weights are here; one that is lost before it came, or does not answer the servers
-    within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises ``ValueError``
-    for an unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
+    * ``workers``: the names of all workers that train this model. Each of them calls ``serve`` with the same arguments.
+      ``None``: this worker alone. Gradients are summed in the order of this list, so divide the loss by its length for the
+      mean. The initial values are those of the first worker.
+    * ``name`` tells apart several models of the same workers.
+    * ``placement``: ``"round_robin"`` by tensor, ``"balanced"`` by bytes (the largest first), or a mapping from the name of a
+      parameter, or of a module that has it (``""``: everything else), to a server.
+    * ``staging``: ``"traced"`` (gradients are copied aside once, then written from where autograd left them) or ``"always"``
+      (gradients and weights are copied aside every time, to measure the difference).
+    * ``timeout``: seconds that a step may wait.
+
+    Returns when all workers have come and the weights are here. A worker that is lost before it came, or that does not answer
+    the servers within the smaller of 10 s and ``peer_timeout`` + 2 s, is ``PeerLost``. Buffers stay at their worker. Raises
+    ``ValueError`` for an unknown worker, placement or parameter, ``NotSupported``, ``TransferTimeout``, ``PeerLost``.
     """
     agent = _agent.current()
     everybody = [agent.name] if workers is None else list(workers)
@@ -132,7 +135,8 @@ def state_of(model: nn.Module) -> State:
 
 
 class ServedModel(nn.Module):
-    """Has the parts of the original, and is it for ``named_parameters`` and ``state_dict``. One thread at a time."""
+    """A model whose parameters are kept by servers, as ``serve`` returns it. It has the modules, names and ``state_dict`` of
+    the original. One thread at a time."""
 
     def __init__(self, net: nn.Module, servers: Servers) -> None:
         super().__init__()
@@ -147,7 +151,8 @@ class ServedModel(nn.Module):
         return net(*args, **kwargs)
 
     def pull(self) -> None:
-        """Return when the weights of the last step are here. Raises ``PeerLost``, ``TransferTimeout``, what a server raised."""
+        """Return when the weights of the last step are here. Raises ``PeerLost``, ``TransferTimeout``, and the errors of the
+        servers."""
         state_of(self).servers.trainer.pull()
 
     @property
@@ -161,9 +166,9 @@ class ServedModel(nn.Module):
     def new_optimizer(
         self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer of this class whose steps are made by the servers, over ``params`` (parameters or groups; all by
-        default). Works with schedulers and state dicts as any other. With several workers every one of them makes the same
-        ones in the same order, and steps them so."""
+        """An optimizer of class ``kind`` whose steps are made by the servers, over ``params`` (parameters or groups; default:
+        all). It works with schedulers and state dicts as any other. Several workers make the same optimizers in the same
+        order, and step them in the same order."""
         everything = list(self.parameters()) if params is None else params
         return served_optimizer.make(state_of(self).servers, kind, everything, defaults)
 
@@ -179,7 +184,7 @@ class ServedModel(nn.Module):
         state_of(self).servers.staging = value
 
     def transfers(self) -> list[Transfers]:
-        """What crosses between this worker and the servers in a step, as one entry: to print, ``save``, ``draw``."""
+        """The tensors that cross between this worker and the servers in a step, as one entry with ``save`` and ``draw``."""
         servers = state_of(self).servers
         kept = {server: sum(p.nbytes for p in parameters) for server, parameters in servers.parameters.items()}
         return [describe(servers.placement, kept)]

@@ -1,4 +1,4 @@
-"""The server's side of ``serve``: which models this process keeps parameters of."""
+"""The server's side of ``serve``: the models whose parameters this process keeps."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``forward_backward`` of such inputs takes; ``str`` of it says everything. ``placements``: one, or two where the last
+    """What ``forward_backward`` of such inputs takes; ``str`` of it says everything. ``placements``: one, or two if the last
     micro-batch is smaller. ``sizes``: samples of each micro-batch."""
 
     placements: list[Placement]

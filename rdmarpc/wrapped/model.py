@@ -34,29 +34,34 @@ def wrap(
     """Move parts of ``net`` to workers, and return a model that trains as ``net`` would have trained here.
 
     ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
-    ``layers.5``. What lies below a path goes with it, unless it has an entry of its own; what no entry covers stays here, as
+    ``layers.5``. Modules below a path go with it, unless they have an entry of their own. What no entry covers stays here, as
     does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
-    own control flow; one that is cut is traced through, and its own parameters belong to the entry above them.
-    ``net`` keeps its own copy of the parts that move. ``depth``: forwards that may wait for their backward; ``timeout``:
-    seconds that a step may wait for a worker; ``plans``: captures kept set up; ``chunks``: micro-batches of
-    ``model.forward_backward``, unless it is told another number.
-    ``staging="always"`` copies every tensor into a registered buffer before it is sent (to measure what "traced" saves).
+    own control flow. A module that is cut is traced through, and its own parameters belong to the entry above them. ``net``
+    keeps its own copy of the parts that move.
 
     ``"worker1/cuda:1"`` names a device of that worker (as ``RemoteModule`` does): the part computes there. Without a device a
-    part's tensors keep the one that they have, on the GPU of that index at its worker. Inputs may lie on any device, results
-    come on that of the first tensor input (a model that lies on several devices: on those where it alone would have them), and
-    what ``state_dict`` fetches from other workers comes on the CPU.
+    part's tensors keep theirs, on the GPU of the same index at its worker. Inputs may lie on any device. Results lie on the
+    device of the first tensor input; for a model on several devices, where the model alone would have them. Tensors that
+    ``state_dict`` fetches from other workers lie on the CPU.
 
-    The forward that joins the parts is captured, and the parts run once on tensors without data, at the first call. Other
-    input shapes are captured again once for all, or each for itself when they come again (``model.misses()``). Dropout and
-    other random parts draw from their worker's generator. ``capture``: ``"fx"`` traces the forward, where its Python looks at
-    shapes on tensors without data; ``"export"`` takes the operations that ``torch.export`` finds, also inside of parts;
-    ``"eager"`` runs the forward here in every step, also where its way depends on values, and every remote part that it calls
-    is a set of prepared writes of its own. ``"auto"`` takes the first of them that works, and ``model.captured`` says which.
-    Packages may bring other methods, by name: see ``graph.trace.methods``.
+    * ``depth``: forwards that may wait for their backward.
+    * ``timeout``: seconds that a step may wait for a worker.
+    * ``plans``: how many captures are kept set up.
+    * ``staging``: ``"always"`` copies every tensor into a registered buffer before it is sent, to measure what ``"traced"``
+      saves.
+    * ``capture``: ``"fx"`` traces the forward, on tensors without data where its Python looks at shapes. ``"export"`` takes the
+      operations that ``torch.export`` finds, also inside of parts. ``"eager"`` runs the forward here in every step, so that its
+      control flow may depend on values; every remote part that it calls is a set of prepared writes of its own. ``"auto"``
+      takes the first of them that works, and ``model.captured`` says which. Packages may bring other methods, by name
+      (``graph/trace/methods``).
+    * ``chunks``: micro-batches of ``model.forward_backward``, unless that is given another number.
 
-    Raises ``ValueError`` for an unknown worker or part, ``NotSupported`` for a part that cannot move: before anything is
-    moved.
+    At the first call the forward is captured, and the parts run once on tensors without data. Other input shapes are captured
+    once more for all of them, or one by one when they come again (``model.misses()``). Dropout and other random operations in a
+    part draw from the generator of its worker.
+
+    Raises ``ValueError`` for an unknown worker or part, and ``NotSupported`` for a part that cannot move, both before anything
+    is moved.
     """
     agent = _agent.current()
     places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
@@ -72,8 +77,8 @@ def wrap(
 
 
 class WrappedModel(nn.Module):
-    """Has the parts of the original under their names: those that stayed as they are, stand-ins for those that moved. So
-    ``named_parameters`` and ``state_dict`` have the same keys."""
+    """A model with parts at several workers, as ``wrap`` returns it. It has the modules of the original under their names:
+    those that stayed, and stand-ins for those that moved. So ``named_parameters`` and ``state_dict`` have the same keys."""
 
     def __init__(self, net: nn.Module, session: Session, capture: str, chunks: int) -> None:
         super().__init__()
@@ -109,46 +114,48 @@ class WrappedModel(nn.Module):
         return batches.forward_backward(self, loss_fn, args, kwargs, target, chunks)
 
     def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> batches.Prepared:
-        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` of so
-        many micro-batches. Printing the result shows what crosses and the memory that every worker needs."""
+        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` in as
+        many micro-batches. Print the result to see what crosses and the memory that every worker needs."""
         return batches.prepare(self, args, kwargs, chunks)
 
     @property
     def captured(self) -> str:
-        """How the forward was captured for the inputs that were last new, then why not by what is tried before: a line each.
-        Empty before the first step."""
+        """The capture method that was used for the latest new inputs, then the reason why each method before it failed, a line
+        each. Empty before the first step."""
         return state_of(self).captured
 
     def placement_table(self) -> str:
-        """What crosses, for each set of input shapes that is set up, and for any shapes; empty before the first step."""
+        """A table of the tensors that cross, for each plan that is set up. Empty before the first step."""
         return "\n\n".join(plan.table() for plan in self.transfers())
 
     def transfers(self) -> list[Transfers]:
-        """What crosses as data, one entry for each plan that is set up, the last used last: to print, ``save``, ``draw``."""
+        """The tensors that cross, as data: one entry for each plan that is set up, the last used one last. Entries have
+        ``save`` and ``draw``, and print as tables."""
         state = state_of(self)
         parameters = state.parameter_bytes()
         return [describe(placement, parameters) for placement in state.session.caller.plans.placements()]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
-        """This process's counters (see ``Device.counters``), with those of the model's other workers added (``everywhere``);
-        ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards), ``plans``,
-        ``misses`` (see there), ``dynamic_reads`` and, per value that dynamic edges had to copy, ``bytes_staged[NAME]``."""
+        """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.
+        Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
+        ``plans``, ``misses`` (see there), ``dynamic_reads`` and, for each value that dynamic edges had to copy,
+        ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)
 
     def misses(self) -> list[Miss]:
-        """Forwards with other input shapes than those that have a plan of their own, by what changed, the most frequent first:
-        they ran over dynamic edges. In a model that runs eagerly, calls of parts that were new after the first forward."""
+        """Forwards whose input shapes had no plan of their own and therefore ran over dynamic edges: grouped by what changed,
+        the most frequent first. In a model that runs eagerly, the calls of parts that were new after the first forward."""
         return state_of(self).misses()
 
     def production(self) -> dict[str, str]:
-        """For each large tensor that is made at one worker and sent to another: the operation that writes it straight into its
-        slot at the receiver, or why it is copied. Filled by the first step of each kind."""
+        """For each large tensor that is made at one worker and sent to another: the operation that writes it directly into its
+        slot at the receiver, or the reason why it is copied. Filled by the first step of each kind."""
         session = state_of(self).session
         answers = session.ask("notes", dict.fromkeys(session.workers, ()))
         return {name: note for notes in (session.caller.plans.notes(), *answers.values()) for name, note in notes.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer's remote halves known now rather than at its first step: before ``load_state_dict``."""
+        """Make the remote halves of an optimizer now instead of at its first step; needed before its ``load_state_dict``."""
         for halves in remote_optimizer.attach(optimizer):
             halves.ensure()
 

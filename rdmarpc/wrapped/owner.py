@@ -1,7 +1,7 @@
-"""The owner's side of ``wrap``: which models have parts in this process, and how parts travel here.
+"""The owner's side of ``wrap``: the models that have parts in this process, and how parts travel here.
 
-Modules are pickled without the data of their tensors; that goes beside them, as tensors of the call, from host memory to host
-memory; each then moves to its device.
+Modules are pickled without the data of their tensors. The data travels beside the pickle, as tensors of the call, from host
+memory to host memory; each tensor then moves to its device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which worker has which part of a model: dotted paths of modules at any depth, each with the name of a worker, or of a device
-of that worker."""
+"""The worker of each part of a model: dotted paths of modules at any depth, each with the name of a worker, or of a device of
+that worker."""
 
 from __future__ import annotations
 
