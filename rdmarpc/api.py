@@ -66,7 +66,7 @@ def init_rpc(
         need_descriptors(_DESCRIPTORS)
         with contextlib.ExitStack() as undo:
             agent = Agent(name, int(rank), world_size, options, undo)
-            agent.timeline = timeline.for_run(agent)
+            agent.timeline, agent.get_debug_info = timeline.for_run(agent), debug.debug_info
             undo.pop_all()
     except (OSError, RuntimeError, ImportError) as error:
         if not (hint := hint_for(error)):

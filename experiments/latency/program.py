@@ -1,4 +1,4 @@
-"""One worker that starts and leaves again: the program that `bench_start.py` runs. Arguments: the module of its RPC layer,
+"""One worker that starts and leaves again: the program that `start.py` runs. Arguments: the module of its RPC layer,
 its rank, and the file to meet through.
 
 Says "ready" when everything is imported, waits for a line, joins, and says how many seconds that took and when it was done.

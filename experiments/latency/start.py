@@ -18,7 +18,7 @@ from ..harness.processes import OnEvent, WorkerFailed
 
 LAYERS = {"rdmarpc": "rdmarpc", "torch_rpc": "torch.distributed.rpc"}
 # By its text: as a module of our package it would import the package first.
-PROGRAM = Path(__file__).with_name("start.py").read_text()
+PROGRAM = Path(__file__).with_name("program.py").read_text()
 IMPORT = "import time, torch; begin = time.monotonic(); import rdmarpc; print(time.monotonic() - begin)"
 LIMIT_S = 60.0
 

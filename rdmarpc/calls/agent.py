@@ -66,6 +66,10 @@ PeerLostCallback = Callable[[str, RdmaError], None]
 class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
+    timeline: Recorder | None = None
+    """Of the whole run, if one is recorded. ``init_rpc`` hands it in, and ``get_debug_info``, which torch has here too."""
+    get_debug_info: Callable[[], dict[str, int]] = dict
+
     def __init__(
         self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
     ) -> None:
@@ -77,8 +81,6 @@ class Agent:
         self._at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
         """What gives each, while it lives."""
-        self.timeline: Recorder | None = None
-        """Of the whole run, if one is recorded: handed in by whoever made us."""
 
         # The group, and the device by which its workers are reached.
         self.group = Group(name, rank, world_size, options)
@@ -89,6 +91,8 @@ class Agent:
         _join(self.group, self.device, options)
         undo.callback(self.group.leave)
         self.number, self.workers, self.resolve = self.group.number, self.group.workers, self.group.resolve
+        self.get_worker_infos: Callable[[], list[WorkerInfo]] = partial(list, self.workers)
+        """All workers, in rank order (torch's name for it)."""
         _check_ways(self.group, self.device, options)
         poller = self.device.poller()
         self.role = Role(poller)

@@ -15,7 +15,7 @@ from rdmarpc.graph.trace.methods import capture_by, methods_of, names
 from rdmarpc.transport import NotSupported
 
 MINE = """
-from rdmarpc.graph.record import record
+from rdmarpc.graph.trace.record import record
 
 def mine(model, inputs, join, whole):
     found = record(model, inputs, join, whole)

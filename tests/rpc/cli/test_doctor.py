@@ -95,7 +95,7 @@ def test_rdma_cgroup(tmp_path: Path) -> None:
 
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of hosts with GPUs and adapters: ``tests/transport/verbs/test_gpudirect``."""
-    monkeypatch.setattr(host_facts.cuda_driver, "kind", lambda: "")
+    monkeypatch.setattr(host_facts.driver, "kind", lambda: "")
     assert [found.state for found in host_facts.gpu(tmp_path)] == [OK]
     (found,) = host_facts.gpu(tree(tmp_path, {"proc/driver/nvidia/version": ""}))
     assert found.state == LIMITS and "torch is built without CUDA" in found.text and found.hint

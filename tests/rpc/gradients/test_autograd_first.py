@@ -9,9 +9,9 @@ PASSES = """
 import gc, os, signal, threading, time
 import torch
 from torch.autograd.graph import get_gradient_edge
-from rdmarpc import grad_pass
+from rdmarpc.gradients import local
 
-grad_pass.first_call()
+local.first_call()
 
 leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
 pairs = [(get_gradient_edge(leaf * 2), get_gradient_edge(leaf)) for leaf in leaves]

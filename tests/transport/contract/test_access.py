@@ -17,7 +17,7 @@ import torch
 from transport_peer import C, Pair, S, all_are, altered, filled
 
 from rdmarpc.transport import Channel, Device, RemoteAccessError, RemoteRegion
-from rdmarpc.transport.peers import handed as handed_over
+from rdmarpc.transport.memory import mapping
 
 T = 10.0
 Open = Callable[..., Device]
@@ -131,13 +131,13 @@ def test_a_loan_is_for_one_peer_one_tensor_and_its_life(open_device: Open) -> No
 def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Every file of memory that peers handed to devices of this process, for keeps."""
     files: list[int] = []
-    real = handed_over.check
+    real = mapping.check_sealed
 
     def check(fd: int, nbytes: int) -> None:
         files.append(os.dup(fd))
         real(fd, nbytes)
 
-    monkeypatch.setattr(handed_over, "check", check)
+    monkeypatch.setattr(mapping, "check_sealed", check)
     yield files
     for fd in files:
         os.close(fd)

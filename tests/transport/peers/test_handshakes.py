@@ -66,7 +66,7 @@ def test_a_handshake_has_one_deadline_however_slowly_the_peer_trickles(
     kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("shm", "tcp", "verbs") if kind == "verbs" else ("shm", "tcp"):
-        monkeypatch.setattr(f"rdmarpc.transport.{module}.HANDSHAKE_S", 1.5)
+        monkeypatch.setattr(f"rdmarpc.transport.{module}.device.HANDSHAKE_S", 1.5)
     device = open_device(kind)
     with dribbling(device.address, 1) as (sock,):
         started = time.monotonic()
