@@ -45,7 +45,7 @@ def knows_two(rank):
         assert rpc.rpc_sync(f"worker{1 - rank}", identity, (rank,)) == rank
         after = agent.current().counters(), psutil.Process().num_fds()
         deadline = time.monotonic() + 20.0
-        while agent.current().links.counts[1] < 1:  # the other's own call may not even be sent yet
+        while agent.current().links.counts[2] < 1:  # the other's own call may not even be sent yet
             assert time.monotonic() < deadline, "the other one does not call"
             time.sleep(0.005)
     else:
