@@ -82,7 +82,7 @@ class Guest:
         self.console = self.box / "console.log"
         self.accel = ""
         self._cpus, self._memory, self._extra = cpus, memory, tuple(qemu)
-        self._options = f"rdmarpc.hostname={hostname} rdmarpc.links.ring={link} rdmarpc.address={address}"
+        self._options = f"rdmarpc.hostname={hostname} rdmarpc.link={link} rdmarpc.address={address}"
         self._qemu: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Guest:
