@@ -1,4 +1,5 @@
-"""What moves between workers in a training step, decided before the step. Imports transport only; protocol: docs/protocols.md.
+"""The plan of a training step: it decides, before the step, what moves between workers. Imports
+``transport`` only; its protocol is in docs/protocols.md.
 
 The rooms follow the life of a plan: ``trace`` captures the forward as operations, ``plan`` cuts it at worker boundaries and
 gives every crossing tensor (an edge) its slots, ``edges`` writes tensors into these slots. ``work`` runs the parts at their

@@ -1,4 +1,4 @@
-"""What a caller knows of its forwards and commands: the numbers that it has given out, the reports of the workers, and the
+"""The caller's record of its forwards and commands: the numbers that it has given out, the reports of the workers, and the
 forwards that were given up.
 
 Every method but ``abandon`` is called with the caller's lock held.

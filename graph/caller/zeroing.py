@@ -1,4 +1,4 @@
-"""Which gradients of remote parameters are to be zeroed before the next backward or step."""
+"""Gradients of remote parameters that are to be zeroed before the next backward or step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses between workers in one plan, as plain data: to print, to save, to draw.
+"""The tensors that cross between workers in one plan, as plain data: to print, to save, to draw.
 
 Everything is known before the first step; nothing here touches a tensor.
 """

@@ -1,4 +1,4 @@
-"""Which operations, on which tensors, in which order: the model's forward, traced without computing anything.
+"""The model's forward, traced without computing anything: operations, their tensors, their order.
 
 The model is a skeleton (no weights: see ``skeleton``). Its forward is traced with ``torch.fx``; every module that it calls
 stays one operation, unless it is cut: then it is traced through. Shapes, dtypes and who needs a gradient come from running

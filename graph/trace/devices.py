@@ -1,4 +1,4 @@
-"""Which device the tensors of a model lie on, before anything is moved, and which one each part computes on.
+"""The device of each tensor of a model, before anything is moved, and the device on which each part computes.
 
 A model is captured on *its own* devices: those that its parameters had when it was wrapped. Where a placement gives a part
 another device (``"worker1/cuda:1"``), that part's stage computes there; ``plan/located`` works out what this means for each

@@ -1,4 +1,4 @@
-"""Which operation allocated the storage that is sent: found out while the capture runs on tensors without data.
+"""The operation that allocated the storage of each sent tensor, found while the capture runs on tensors without data.
 
 Attributed by storage, not by edge: what an in-place operation, a view, a reshape or an identity hands on is the memory of
 whoever allocated it (Xue et al., EuroSys'19, "dynamic tracing"; here before the first step, because fake tensors alias

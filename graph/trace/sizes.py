@@ -1,4 +1,4 @@
-"""Which sizes of tensors a trace may take for constants.
+"""Sizes of tensors that a trace may take for constants.
 
 A plan is traced once and runs many steps. With ``Sizes()`` its inputs always have the sizes of the trace, and only sizes that
 depend on data are free (``nonzero``, masks). With ``varying``, some dimensions of the inputs are symbols. A size that is a

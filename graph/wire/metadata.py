@@ -1,5 +1,5 @@
-"""What crosses first on a dynamic edge: the shape of a tensor and where it may be read. Little-endian, of one size for
-all tensors of a rank.
+"""The message that crosses first on a dynamic edge: the shape of a tensor and where it may be read.
+Little-endian, of one size for all tensors of a rank.
 
 | bytes | what |
 |---|---|

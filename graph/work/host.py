@@ -1,4 +1,4 @@
-"""What a worker holds of one model: its parts, their optimizers, the executor. Everything the caller may ask for at set-up."""
+"""A worker's part of one model: its parts, their optimizers, the executor. Everything the caller may ask for at set-up."""
 
 from __future__ import annotations
 

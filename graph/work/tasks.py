@@ -1,4 +1,4 @@
-"""Which task comes next at one worker.
+"""The order of tasks at one worker.
 
 Invariants:
 1. A task starts when the commands that come before it have been applied.

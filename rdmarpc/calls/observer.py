@@ -1,4 +1,4 @@
-"""What an observer of calls is told. Each side of calling looks at its ``observer`` once; mostly it is ``None``."""
+"""The events of a call that an observer is told of. Each side of calling looks once at its ``observer``, usually ``None``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.profiler`` shows of calls.
+"""Calls as ``torch.profiler`` shows them.
 
 On the calling side ``rpc_sync#module.function(worker0 -> worker1)``, and the same with ``rpc_async``, ``remote``, ``to_here``
 and, for a message of our own, ``control``; on the called side ``rpc#module.function(worker0 -> worker1)`` around the user's

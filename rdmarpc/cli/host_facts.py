@@ -1,4 +1,4 @@
-"""What a host allows, as its kernel shows it in files: one *finding* a fact. Every function takes the folder below which it
+"""Facts about a host that its kernel shows in files: one *finding* a fact. Every function takes the folder below which it
 looks, ``/`` but in tests; none needs rights or changes anything, and none but ``gpu`` opens a device."""
 
 from __future__ import annotations

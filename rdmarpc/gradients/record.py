@@ -1,4 +1,4 @@
-"""What a message says about gradients: the tensors that left with a gradient edge, and those that came with one.
+"""A message's part in a backward pass: the tensors that left with a gradient edge, and those that came with one.
 
 A message that takes tensors along which require grad has a number, drawn by its sender. There it is a ``Sent``: the gradient
 edges of these tensors. At the receiver it is a node of the local graph, ``ReceivedBackward``, whose outputs are the tensors

@@ -1,4 +1,4 @@
-"""What a backward pass may begin with: the roots that users name, and the context."""
+"""The arguments of a backward pass, checked: the roots that users name, and the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failing functions leave in the log of the worker that ran them: a traceback of each kind, then counts.
+"""The log of functions that failed, at the worker that ran them: a traceback of each kind, then counts.
 
 A kind is a type of exception and the function that was called: the outermost frame that is not ours. A caller that retries a
 failing call for a minute would else fill the disk of the callee; it gets every error itself anyway.

@@ -1,4 +1,4 @@
-"""Which secret the workers of a group share: the one that the user chose, or that of this user on this host, or none.
+"""The secret that the workers of a group share: the one that the user chose, or that of this user on this host, or none.
 
 A chosen one comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE`` names.
 Without one, workers of one host share what only their user can read there (``transport/peers/user_secret``); nothing of it is

@@ -1,4 +1,4 @@
-"""Who is in the group: names, ranks, addresses."""
+"""The members of a group: names, ranks, addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a task of a SLURM step meets the others: what ``init_method="slurm://"`` stands for.
+"""The meeting place of the tasks of a SLURM step: what ``init_method="slurm://"`` stands for.
 
 ``srun`` tells each task its number, how many there are, and on which hosts. So nothing has to be exported by the script.
 """

@@ -1,4 +1,4 @@
-"""What frames are: their kinds and flags, and the layout of the bodies of requests and answers (docs/protocols.md).
+"""Frames: kinds, flags, and the layout of the bodies of requests and answers (docs/protocols.md).
 
 A body is the concatenation of function, payload, table and data; the frame says how long each is. The payload of a request or
 an answer with ``HEAD`` begins with a head of fixed layout and landing places; the pickle follows, with the references in front

@@ -1,4 +1,4 @@
-"""What a message brought beside its pickle, while this thread unpickles it.
+"""The parts of a message that came beside its pickle, while this thread unpickles it.
 
 ``serialize.loads`` sets ``beside`` around each unpickling; the functions here stand in pickles in place of what was taken out
 of band, and look it up there.

@@ -1,4 +1,4 @@
-"""What of a tensor's memory travels, and how the tensor is made again over what arrived.
+"""The layout of a tensor in a message: the runs of its memory that travel, and the tensor made again over them.
 
 A tensor is a *span* of its storage, from its lowest to its highest element, seen through dtype, shape and strides. The span is
 what travels, so that strides survive; elements in between that belong to nobody travel along. Where these are too many (span

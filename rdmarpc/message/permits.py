@@ -1,4 +1,4 @@
-"""What peers may have run here: ``RpcBackendOptions(allow=[...])``.
+"""The functions and classes that peers may use here: ``RpcBackendOptions(allow=[...])``.
 
 Everything that arrives pickled, in requests, answers and errors, is read by way of one ``Permits``. It resolves a name only if
 the object behind it is allowed: named by the user, defined in a module that the user named, or one of what messages are made of

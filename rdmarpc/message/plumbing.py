@@ -1,4 +1,4 @@
-"""What messages are made of: the names that a pickle may have whatever ``allow`` says (see ``permits``).
+"""The package's own names in pickles, which are allowed whatever ``allow`` says (see ``permits``).
 
 * values of Python and numpy without behaviour: numbers, containers, dates, arrays, dtypes;
 * exceptions of Python, of torch and of ours, so that errors keep their types;

@@ -1,4 +1,4 @@
-"""Which tensors of one message lie in the same memory, so that they still do where they arrive.
+"""Tensors of one message that share memory, and share it where they arrive.
 
 Tensors of one storage go as one run, the union of their spans, if that run is not wasteful (``layout.wasteful``) for all that
 is used of it; else those whose spans overlap go together, under the same condition; else each goes alone, and that they

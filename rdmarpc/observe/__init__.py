@@ -1,1 +1,1 @@
-"""What can be seen of a run: counters, the state of a worker, timelines."""
+"""Seeing a run: counters, the state of a worker, timelines."""

@@ -1,4 +1,4 @@
-"""What this worker is doing, in numbers (``counters``, ``debug_info``) and for people (``explain``).
+"""The state of this worker, in numbers (``counters``, ``debug_info``) and for people (``explain``).
 
 With ``RDMARPC_DEBUG_SIGNAL=SIGUSR1`` that signal has a running program print ``explain()`` to its stderr, also while all its
 threads are stuck: a thread of ours does it, told by the interpreter's handler through a pipe (``signal.set_wakeup_fd``).

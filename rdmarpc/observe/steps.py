@@ -1,4 +1,4 @@
-"""What wrapped models do while a timeline is recorded: their segments, and what accelerators compute and copy meanwhile.
+"""Steps of wrapped models in a timeline: their segments, and what accelerators compute and copy meanwhile.
 
 Spans of threads are taken where they happen. A stream is asked by events: one in front of and one behind what was enqueued,
 for which a thread of that row waits, so nobody else does. A copy on a side stream begins when its source is there and the copy

@@ -1,4 +1,4 @@
-"""Which plan a forward runs through.
+"""The signature of a forward's inputs, which chooses its plan.
 
 A *signature* is a *family* (everything about the inputs but their sizes) and the shapes. The first signature of a family gets a
 plan with static edges. Other shapes run through the family's dynamic plan, which is set up at the first of them, and count as

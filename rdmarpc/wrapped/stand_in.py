@@ -1,4 +1,4 @@
-"""What stands here for modules whose tensors are at other workers: their names, their flags, and the way to their state.
+"""Stand-ins for modules whose tensors are at other workers: their names, their flags, and the way to their state.
 
 A ``RemotePart`` stands for a module that lies at another worker as a whole; a module that is cut stays itself, over stand-ins
 of what lies elsewhere, with ``Shell`` mixed in where its own tensors do.

@@ -1,4 +1,4 @@
-"""What a wrapped model keeps beside its modules: the connection to the owners, and the plans of its forward."""
+"""The state that a wrapped model keeps beside its modules: the connection to the owners, and the plans of its forward."""
 
 from __future__ import annotations
 

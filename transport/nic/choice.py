@@ -1,4 +1,4 @@
-"""Which Python package reaches libibverbs in this process."""
+"""The choice of the Python package that reaches libibverbs in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer has to know of a port before it connects, and whether two ports fit together."""
+"""The description of a port that a peer needs before it connects, and the test whether two ports fit together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both providers share: finding the native structures behind Python objects, and the events of libibverbs.
+"""The part that both providers share: finding the native structures behind Python objects, and the events of libibverbs.
 
 A package's object hides its C pointer. ``find`` looks for it in the object's body: every word there that points to readable
 memory (asked of the kernel with ``process_vm_readv``: a wrong guess is an error, never a crash) whose content is what is

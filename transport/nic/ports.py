@@ -1,4 +1,4 @@
-"""Which device, port and address to use, and why each other one is not.
+"""The choice of an RDMA device, port and address, with the reason against each other one.
 
 Everything is decided from what the kernel shows (``sysfs.Found``), by pure functions, before any device is opened; a port
 that then fails to open is left out as well, with its reason, and the next one is taken. Order of the usable ports: those with

@@ -1,4 +1,4 @@
-"""What the numbers of libibverbs mean: completion statuses, asynchronous events and errnos, with the likely cause and a hint.
+"""The meaning of libibverbs' numbers: completion statuses, asynchronous events and errnos, with the likely cause and a hint.
 
 Causes after the InfiniBand Architecture Specification, volume 1, 10.10 and 11.6.2 (completion return status), read for what
 this project does: reliable connected queue pairs, one-sided WRITE and READ, notifications through a shared receive queue.

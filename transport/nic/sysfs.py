@@ -1,4 +1,4 @@
-"""What the kernel says about RDMA devices in ``/sys/class/infiniband``: it needs no package, no open device and no rights."""
+"""RDMA devices as the kernel describes them in ``/sys/class/infiniband``: it needs no package, no open device and no rights."""
 
 from __future__ import annotations
 

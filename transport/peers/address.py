@@ -1,4 +1,4 @@
-"""Where a ``tcp`` device listens."""
+"""The address on which a ``tcp`` device listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is called in place of those who have let go."""
+"""A callable that does nothing, in the place of one that was let go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a thread that serves many does with an error that nobody expected: it says so, and goes on.
+"""Unexpected errors in a thread that serves many peers: the thread reports them and goes on.
 
 A loop catches each error where it still knows what the error concerns (one peer, one call), ends just that, and leaves the
 telling to its ``Guard``. No thread of the package may end because something raised

@@ -1,4 +1,4 @@
-"""What processes hand each other over a Unix socket: descriptors, and who they are."""
+"""Things that processes hand each other over a Unix socket: descriptors, and who they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one end of a channel asks the other by control messages, and waits to be answered."""
+"""Control messages that one end of a channel sends and waits to be answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two ends of a connection share, an inbox of each, and the work requests on it.
+"""The memory that the two ends of a connection share, an inbox of each, and the work requests on it.
 
 An inbox is a memfd that the peer maps too: ``+0 closed`` (written by its owner), ``+64 inflight`` (written by the peer), then
 the notification records. The invariants are those of ``words/kernels``.

@@ -1,4 +1,4 @@
-"""What is posted on a ``shm`` channel: a WRITE or READ of what is mapped is one memcpy, complete when the post returns."""
+"""Transfers of a ``shm`` channel: a WRITE or READ of what is mapped is one memcpy, complete when the post returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of our memory the peer of one TCP stream may touch."""
+"""The part of our memory that the peer of one TCP stream may touch."""
 
 from __future__ import annotations
 

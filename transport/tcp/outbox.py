@@ -1,4 +1,4 @@
-"""What is still to be sent on one TCP stream.
+"""The frames that are still to be sent on one TCP stream.
 
 Posting threads send directly from where the tensors lie. What the socket does not take at once is left to the I/O thread, so
 two ends that send huge data to each other both progress. Whole frames only: a sign of life (``peers/pulse``) may come between

@@ -1,4 +1,4 @@
-"""What was posted on one TCP stream, numbered in the order in which it goes out, and how far the peer has answered."""
+"""The posts on one TCP stream, numbered in the order in which it goes out, and how far the peer has answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is posted on a ``tcp`` channel: transfers and windows."""
+"""Transfers and windows of a ``tcp`` channel."""
 
 from __future__ import annotations
 

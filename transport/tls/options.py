@@ -1,4 +1,4 @@
-"""What a device's argument ``tls`` may be."""
+"""The values that a device's argument ``tls`` may have."""
 
 from __future__ import annotations
 

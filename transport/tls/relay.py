@@ -1,4 +1,4 @@
-"""What runs between a worker and an encrypted stream, without the interpreter's lock.
+"""The relay between a worker and an encrypted stream; it runs without the interpreter's lock.
 
 A *relay* is a thread with a TCP stream on one side and one end of a socket pair on the other; the rest of the package has the
 other end and uses it as it would the stream. So whatever is sent in kernels without the GIL (``peers/pulse``) is also encrypted

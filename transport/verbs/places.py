@@ -1,4 +1,4 @@
-"""Where a peer's memory is: what it has announced on the control stream.
+"""The places of a peer's memory, as the peer announced them on the control stream.
 
 Descriptors are checked here, before anything is posted: a wrong key, range or life is an error of one call.
 """

@@ -1,4 +1,4 @@
-"""What an RDMA device has registered with its adapter: segments of the arena, memory from elsewhere, GPU memory."""
+"""The memory that an RDMA device has registered with its adapter: segments of the arena, memory from elsewhere, GPU memory."""
 
 from __future__ import annotations
 

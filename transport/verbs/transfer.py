@@ -1,4 +1,4 @@
-"""What is posted on a ``verbs`` channel: work requests written once into memory, linked, and posted again and again.
+"""Transfers of a ``verbs`` channel: work requests written once into memory, linked, and posted again and again.
 
 A copy is one work request, or several where it is larger than the port's largest message. The notification rides on the last
 WRITE; behind READs it is a WRITE of no bytes with a fence, which leaves when their data is here.

@@ -1,4 +1,4 @@
-"""Where things lie in the native structures of libibverbs: byte offsets, sizes and numbers of ``<infiniband/verbs.h>``.
+"""The layout of the native structures of libibverbs: byte offsets, sizes and numbers of ``<infiniband/verbs.h>``.
 
 These structures are libibverbs' stable interface to compiled programs (symbol version ``IBVERBS_1.1``; inline functions of
 the header read them, so they cannot move), on 64-bit little-endian Linux. Fields that a later version appends lie behind what
