@@ -61,7 +61,7 @@ class Timeline:
         self._worker = {"rank": self.rank, "name": agent.name, "pid": os.getpid(), "host": host_id(), "wall": wall}
         agent.observe(self._calls)
         self._steps = steps.attach(self)
-        agent.device.count_staged = self._count_staged  # type: ignore[method-assign]
+        agent.device.on_staged = self._note_staged
 
     def note(self, kind: str, rank: int, call: int, *fields: Any) -> None:
         """One fact, on the track of this thread: see ``observe/calls``."""
@@ -87,10 +87,9 @@ class Timeline:
         self._tracks[track] = name
         return track
 
-    def _count_staged(self, nbytes: int) -> None:
+    def _note_staged(self, nbytes: int) -> None:
         held = self._calls.message.bytes
         held["staged"] = held.get("staged", 0) + nbytes
-        type(self.agent.device).count_staged(self.agent.device, nbytes)
 
     def stop(self) -> None:
         """Note nothing more, but for what is under way on other threads at this moment."""
@@ -100,7 +99,7 @@ class Timeline:
             self.agent.observe(None)
             self._steps.end()
             self._stopped = time.monotonic_ns()
-            del self.agent.device.count_staged
+            self.agent.device.on_staged = None
 
     def trace(self) -> events.Trace:
         """What was recorded. After ``stop``."""

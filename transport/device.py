@@ -177,6 +177,8 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.bells, self.regions = self.memory.bells, self.memory.regions
         self.on_lost: Tell = nobody
         """Called once for every channel that broke, from a thread of the device. Must not block."""
+        self.on_staged: Callable[[int], None] | None = None
+        """Called with the bytes of every ``count_staged``, from its thread."""
         self.door = Door(name, options.on_connect)
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -288,6 +290,8 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     def count_staged(self, nbytes: int) -> None:
         """Count payload bytes that a layer above copied besides the transfer itself."""
         self.memory.count("bytes_staged", nbytes)
+        if self.on_staged is not None:
+            self.on_staged(nbytes)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter of a layer above. The counter exists from the first call on."""
