@@ -78,7 +78,7 @@ class VerbsDevice(Device):
             undo.callback(self._queues.close)
             self.port, self.post_send = self._queues.port, self._queues.post_send
             self._watch = Watch(self._context, self._queues, self.guard, opened=self._opened, count=self.count)
-            self._pairing = Pairing(self._at, self._queues, self._watch, (self.uid, self.epoch))
+            self._pairing = Pairing(self._at, self._queues, self._watch)
             for segment in self.memory.attach(self):
                 self.announce_segment(segment)
             host = self._at.address if self.given else "127.0.0.1"
@@ -245,7 +245,7 @@ class VerbsDevice(Device):
         qp: QueuePair | None = None
         try:
             with self._service.handshakes.limited(sock, deadline):
-                qp, ours = self._pairing.offer(self._looks.timeout)
+                qp, ours = self._pairing.offer(self.uid, self.epoch, self._looks.timeout)
                 control.send_setup(sock, ours)
                 theirs = control.receive_setup(sock)
                 self._pairing.connect(qp, ours, theirs)
@@ -278,7 +278,7 @@ class VerbsDevice(Device):
             with handshakes.limited(sock, deadline):
                 theirs = control.receive_setup(sock)
                 try:
-                    qp, ours = self._pairing.offer(self._looks.timeout)
+                    qp, ours = self._pairing.offer(self.uid, self.epoch, self._looks.timeout)
                 except RdmaError as error:
                     control.send_refusal(sock, error.message)
                     raise

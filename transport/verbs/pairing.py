@@ -18,18 +18,17 @@ _TIMEOUT, _RETRY_CNT = 16, 6
 
 
 class Pairing:
-    """Of one device. ``identity``: its uid and epoch."""
+    """Of one device."""
 
-    def __init__(self, at: Port, queues: Queues, watch: Watch, identity: tuple[int, int]) -> None:
-        self._at, self._queues, self._watch, self._identity = at, queues, watch, identity
+    def __init__(self, at: Port, queues: Queues, watch: Watch) -> None:
+        self._at, self._queues, self._watch = at, queues, watch
 
-    def offer(self, patience_s: float) -> tuple[QueuePair, Setup]:
+    def offer(self, uid: int, epoch: int, patience_s: float) -> tuple[QueuePair, Setup]:
         """A new queue pair, which the caller closes, and what the peer has to know. ``NotSupported`` if there is no room."""
         if self._watch.full:
             why = f"the completion queue of {self._at.name} has room for {self._queues.room} queue pairs"
             raise NotSupported(why, device="verbs")
         qp = self._queues.pair(self._at.number)
-        uid, epoch = self._identity
         there, psn = self._at.endpoint.dump(), secrets.randbits(24)
         return qp, Setup(uid, epoch, int(patience_s * 1000), self._at.port.max_msg_sz, there, qp.qp_num, psn)
 
