@@ -126,8 +126,8 @@ def deaf(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     pairing: Any = device._pairing  # type: ignore[attr-defined]
     made = pairing.offer
 
-    def wrong(patience_s: float) -> Any:
-        qp, setup = made(patience_s)
+    def wrong(*of: Any) -> Any:
+        qp, setup = made(*of)
         return qp, setup._replace(qp_num=0xABCDE)
 
     monkeypatch.setattr(pairing, "offer", wrong)
