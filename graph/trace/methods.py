@@ -13,12 +13,11 @@ shapes. The names of the built-in methods are taken, and ``"auto"`` tries only t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from torch import nn
 
-from ...transport import NotSupported
+from ...transport import NotSupported, plugins
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import record
 
@@ -39,21 +38,16 @@ def methods_of(name: str) -> Mapping[str, Method]:
     for a method that cannot be loaded."""
     if name in _ORDERS:
         return {method: _METHODS[method] for method in _ORDERS[name]}
-    for point in entry_points(group=GROUP, name=name):
-        try:
-            return {name: point.load()}
-        except Exception as error:
-            raise NotSupported(
-                f"the capture method {name!r} of {_package(point)} cannot be loaded: {error}",
-                hint=f"entry point {point.value} of {GROUP}",
-            ) from error
-    raise ValueError(f"capture is one of {', '.join(names())}, got {name!r}")
+    found: Method | None = plugins.load(GROUP, name, "capture method")
+    if found is None:
+        raise ValueError(f"capture is one of {', '.join(names())}, got {name!r}")
+    return {name: found}
 
 
 def names() -> list[str]:
     """What ``capture=`` may be, for people; nothing is imported."""
-    others = {point.name: _package(point) for point in entry_points(group=GROUP) if point.name not in _ORDERS}
-    return [*map(repr, _ORDERS), *(f"{name!r} (of {package})" for name, package in others.items())]
+    others = plugins.packages(GROUP).items()
+    return [*map(repr, _ORDERS), *(f"{name!r} (of {package})" for name, package in others if name not in _ORDERS)]
 
 
 def capture_by(
@@ -78,10 +72,6 @@ class Uncaptured(NotSupported):
     def __init__(self, refused: list[str], error: Exception | None) -> None:
         self.refused, self.error = refused, error
         super().__init__("\n".join(["the forward cannot be captured as a whole", *refused]), hint=getattr(error, "hint", ""))
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.module
 
 
 def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import install
 from transport_peer import ENCRYPTED, Across, Pair, Peer, accept
 
 from rdmarpc import transport
@@ -34,12 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder where a package is installed that brings devices (``outside_device``), on ``sys.path``."""
     folder = tmp_path_factory.mktemp("outside")
-    about = folder / "outside_device-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-device\nVersion: 1.0\n")
     points = {"outside": "outside_device:open_outside", "broken": "no_such_module:open", "shm": "outside_device:open_outside"}
-    lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
-    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    install(folder, "outside-device", GROUP, points)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield folder

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
+import packages
 import pytest
 import torch
 from test_capture import specs_of
@@ -33,12 +33,8 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def install(folder: Path) -> None:
     """A package ``others`` that brings ``mine``, ``broken`` (which does not exist), and an ``fx`` that is not taken."""
     (folder / "other_captures.py").write_text(MINE)
-    info = folder / "others-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
-    points = ("mine = other_captures:mine", "broken = other_captures:gone", "fx = other_captures:gone")
-    (info / "entry_points.txt").write_text("\n".join(["[rdmarpc.captures]", *points]))
-    importlib.invalidate_caches()
+    points = {"mine": "other_captures:mine", "broken": "other_captures:gone", "fx": "other_captures:gone"}
+    packages.install(folder, "others", "rdmarpc.captures", points)
 
 
 def test_a_method_of_another_package_is_found_by_its_name(other_package: None) -> None:
