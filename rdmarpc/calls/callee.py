@@ -209,10 +209,7 @@ class Callee:
                     self._distrust(link, error)
                 self._fail(answering, error)
                 return
-            if observer is None:
-                self._answer(answering, answer)
-            else:
-                self._reply(answering, answer)
+            self._reply(answering, answer)
         finally:
             self.running.pop(thread, None)
             if observer is not None:

@@ -355,7 +355,7 @@ class Caller:
         try:
             if streams is not None:
                 streams.touched()
-            value = self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
+            value = self._read(pending, answer)
             if streams is not None and streams.touched() and not future.on_gpu:
                 # Nobody expected that, so the future does not know of streams. Once for each function.
                 streams.expected.add(pending.key[0])
@@ -392,7 +392,7 @@ class Caller:
             if not answered:
                 self._give_up(pending)
             answer = pending.answers.pop()
-            return self._decode(pending, answer) if self.observer is None else self._read(pending, answer)
+            return self._read(pending, answer)
         finally:
             if pending.event is not None:
                 pending.event.__exit__(None, None, None)
