@@ -343,18 +343,3 @@ def quiesce(inflight: int, timeout_ns: int) -> int:
             return TIMEOUT
         sched_yield()
     return OK
-
-
-@compiled(i64(i64, i64, i64, i64))
-def ping_pong(mine: int, theirs: int, rounds: int, first: int) -> int:
-    """The floor of every latency here: two processes hand a flag to and fro ``rounds`` times. Both call it with the two
-    words swapped; returns the nanoseconds for all rounds. Spins without bound: for benchmarks only."""
-    start = now()
-    for turn in range(1, rounds + 1):
-        if first != 0:
-            store_release(theirs, turn)
-        while load_acquire(mine) < turn:
-            pause()
-        if first == 0:
-            store_release(theirs, turn)
-    return now() - start
