@@ -12,7 +12,6 @@ from ..transport import RdmaError
 
 _HEAD, _TAIL = 300, 500
 """Characters of a text that is too long. A loss that was caused by another loss has the first cause at its end."""
-_FIRST = 1000
 INTERRUPTED = KeyboardInterrupt.__name__
 
 

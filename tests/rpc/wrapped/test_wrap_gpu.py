@@ -86,6 +86,23 @@ def both_backward(model: Any, twin: nn.Module, x: torch.Tensor, y: torch.Tensor)
     assert losses[0].item() == losses[1].item()
 
 
+def same_training(model: Any, twin: nn.Module, here: torch.device, *case: object) -> None:
+    """Three steps, the caller's inputs ``here``."""
+    home = gpu.device()
+    mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
+    for x, y in batches(3, 8, 20):
+        losses = [
+            F.cross_entropy(model(x.to(here)).to(home), y.to(home)),
+            F.cross_entropy(twin(x.to(home)), y.to(home)),
+        ]
+        for loss, optimizer in zip(losses, (mine, theirs)):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item(), (*case, here)
+    assert_same_state(model, twin)
+
+
 def steps(model: Any, twin: nn.Module, data: Data, here: torch.device, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """The caller's tensors are ``here``, those of the twin on its GPU."""
     home, direct = gpu.device(), stays_on_gpus(here)
@@ -412,19 +429,7 @@ def captures() -> None:
         for here in (CPU, gpu.device()):
             model, twin = both(Asking, placement, capture=capture)
             # The parameter that stays is a scalar on the CPU: the twin's is on its GPU, which gives the same bits.
-            home = gpu.device()
-            mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
-            for x, y in batches(3, 8, 20):
-                losses = [
-                    F.cross_entropy(model(x.to(here)).to(home), y.to(home)),
-                    F.cross_entropy(twin(x.to(home)), y.to(home)),
-                ]
-                for loss, optimizer in zip(losses, (mine, theirs)):
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                assert losses[0].item() == losses[1].item()
-            assert_same_state(model, twin)
+            same_training(model, twin, here, capture)
             model.close()
 
 
@@ -449,19 +454,7 @@ def cut_modules() -> None:
     ):
         for capture, here in (("fx", CPU), ("export", gpu.device()), ("eager", CPU), ("eager", gpu.device())):
             model, twin = both(lambda: nn.Sequential(Block()), placement, capture=capture)
-            home = gpu.device()
-            mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
-            for x, y in batches(3, 8, 20):
-                losses = [
-                    F.cross_entropy(model(x.to(here)).to(home), y.to(home)),
-                    F.cross_entropy(twin(x.to(home)), y.to(home)),
-                ]
-                for loss, optimizer in zip(losses, (mine, theirs)):
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                assert losses[0].item() == losses[1].item(), (placement, capture, here)
-            assert_same_state(model, twin)
+            same_training(model, twin, here, placement, capture)
             model.close()
 
 
