@@ -36,6 +36,7 @@ STOREYS = [
                 ("served/", "parameters at servers"),
                 ("optim/", "distributed optimizer"),
             ],
+            [("parts/", "what stands here for parts of a model elsewhere")],
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],

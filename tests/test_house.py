@@ -51,6 +51,7 @@ ORDER = {
         ["autograd.py", "timeline.py"],
         ["api.py"],
         ["internal.py", "nn.py", "profiling.py", "transfers.py"],
+        ["parts"],
         ["optim", "served", "wrapped"],
         ["__init__.py"],
         ["cli"],

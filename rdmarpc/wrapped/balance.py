@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ..graph.trace.capture import TensorSpec, module_calls, skeleton
 from ..graph.trace.methods import capture_by, methods_of
+from ..parts.placing import Places, join, own_tensors
 from ..transport import NotSupported
-from .placing import Places, join, own_tensors
 
 _PASSES = 8
 _FINE = 4

@@ -24,8 +24,8 @@ from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace.capture import Capture, TensorSpec, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
 from ..graph.trace.sizes import Sizes
+from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
-from .parameter import RemoteParameter
 from .session import Session
 from .signature import Miss
 

@@ -12,9 +12,9 @@ from ..calls import agent as _agent
 from ..graph.show.describe import Transfers, describe
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
+from ..parts.placing import resolve
 from . import batches
 from . import optimizer as remote_optimizer
-from .placing import resolve
 from .session import Session
 from .signature import Miss
 from .state import State, flatten, state_of

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..graph.work.command import STEP, Command
 from ..graph.work.remote_update import hyperparameters, numbers_of
+from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported
-from .parameter import Owners, RemoteParameter
 
 _numbers = itertools.count(1)
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()

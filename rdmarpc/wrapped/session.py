@@ -20,11 +20,11 @@ from ..graph.trace.capture import skeleton
 from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
+from ..parts import owner
+from ..parts.parameter import EagerForward, RemoteParameter
+from ..parts.placing import Places, divide, place_here
+from ..parts.stand_in import stand_ins
 from ..transport import RdmaError, TransferTimeout
-from . import owner
-from .parameter import EagerForward, RemoteParameter
-from .placing import Places, divide, place_here
-from .stand_in import stand_ins
 
 
 class Session:

@@ -15,9 +15,9 @@ from ..graph.trace.capture import TensorSpec, capture
 from ..graph.trace.methods import capture_by, methods_of
 from ..graph.trace.sites import input_names, name_inputs
 from ..graph.trace.sizes import Sizes
+from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
 from .eager import Eager
-from .parameter import RemoteParameter
 from .session import Session
 from .signature import Miss, Signatures
 

@@ -19,7 +19,7 @@ from rdmarpc.graph.show import describe as transfers
 from rdmarpc.graph.show.describe import describe
 from rdmarpc.graph.trace.capture import TensorSpec
 from rdmarpc.graph.trace.methods import capture_by, methods_of
-from rdmarpc.wrapped.placing import resolve
+from rdmarpc.parts.placing import resolve
 
 SERVERS = ["worker1", "worker2"]
 PRINTED = {

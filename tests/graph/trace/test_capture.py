@@ -17,8 +17,8 @@ from rdmarpc.graph.plan.program import Machine, fill
 from rdmarpc.graph.trace.capture import Capture, TensorSpec, Untraceable, capture, skeleton
 from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.record import record
+from rdmarpc.parts.placing import Places, resolve
 from rdmarpc.transport import NotSupported
-from rdmarpc.wrapped.placing import Places, resolve
 
 WORKERS = ("me", "w0", "w1")
 

@@ -14,9 +14,9 @@ from rdmarpc.graph.plan.located import Located
 from rdmarpc.graph.plan.place import place
 from rdmarpc.graph.trace.capture import TensorSpec, capture, skeleton
 from rdmarpc.graph.trace.devices import Devices, named
+from rdmarpc.parts.placing import resolve
 from rdmarpc.transport import NotSupported
 from rdmarpc.transport.gpu.driver import kind
-from rdmarpc.wrapped.placing import resolve
 
 TYPE = kind() or "cuda"
 CPU, ONE, TWO = torch.device("cpu"), torch.device(TYPE, 0), torch.device(TYPE, 1)

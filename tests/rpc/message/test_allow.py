@@ -21,7 +21,7 @@ from rdmarpc.message import permits
 from rdmarpc.message.permits import NotAllowed, Permits
 from rdmarpc.optim import DistributedOptimizer
 from rdmarpc.references import handle
-from rdmarpc.wrapped import owner
+from rdmarpc.parts import owner
 
 ALLOW = [allowed_things, torch.add, torch.nn.functional.relu, torch.optim.SGD]
 
@@ -108,7 +108,7 @@ ATTACKS = [
     Evil("rdmarpc.references.handle", "_fetch", 1),
     Evil("rdmarpc.gradients.waves", "_deliver", 0, b"", b""),
     Evil("rdmarpc.references.proxy", "_run", None, "name", (), {}),
-    Evil("rdmarpc.wrapped.owner", "open_model", "m", "c", b"", [], [], 1.0),
+    Evil("rdmarpc.parts.owner", "open_model", "m", "c", b"", [], [], 1.0),
     Evil("rdmarpc.graph.plan.program", "find_function", "os:system"),
     Evil("rdmarpc.graph.work.host", "Host"),
     Evil("rdmarpc.message.permits", "use", None),
@@ -314,7 +314,7 @@ def requests():
         autograd.backward(context_id, [loss])
         optimizer.step(context_id)
     assert net.forward(tensor.detach()).tolist() == [0, 0.5, 0]
-    with pytest.raises(NotAllowed, match=r"rdmarpc\.wrapped\.owner"):
+    with pytest.raises(NotAllowed, match=r"rdmarpc\.parts\.owner"):
         rpc.rpc_sync("worker1", owner.ask_model, ("m", "notes", ()))
     assert rpc.rpc_sync("worker1", where) != 0
     return rpc.counters()["refused_names"]

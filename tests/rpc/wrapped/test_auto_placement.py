@@ -12,8 +12,8 @@ from test_capture import Gpt, Nested
 from torch import nn
 
 from rdmarpc import auto_placement
+from rdmarpc.parts.placing import resolve
 from rdmarpc.wrapped.balance import _Seconds, partition
-from rdmarpc.wrapped.placing import resolve
 
 
 @given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 4))

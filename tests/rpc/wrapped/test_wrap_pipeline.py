@@ -19,7 +19,7 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc import wrap
 from rdmarpc.ground import here
-from rdmarpc.wrapped import owner as _parts
+from rdmarpc.parts import owner as _parts
 
 CHAIN = {"0": "worker1", "2": "worker2", "4": "worker1"}
 

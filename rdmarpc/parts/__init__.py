@@ -1,0 +1,1 @@
+"""The parts of a model that lie at other workers: where each goes, how it travels, and what stands here for it."""
