@@ -31,7 +31,9 @@ from torch.utils import _pytree as pytree
 from ...transport import NotSupported
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
-from .sizes import Number, Sizes, depends_on_data
+from .sizes import Sizes, depends_on_data
+from .values import check_result
+from .writes import check_writes, finish
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -184,28 +186,6 @@ def propagate(
     return Capture(graph, values, constants or {}, sizes, propagator.written(), propagator.sites())
 
 
-def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
-    """Drop what does nothing; the effects that are kept though nothing uses them."""
-
-    def impure(node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return _has_effects(model.get_submodule(str(node.target)))
-        if node.op == "call_function" and any(word in getattr(node.target, "__name__", "") for word in _ACTING):
-            return True
-        return node.op in ("placeholder", "output") or _writes(node)
-
-    graph.eliminate_dead_code(is_impure_node=impure)
-    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
-
-
-def _has_effects(module: nn.Module) -> bool:
-    def acts(part: nn.Module) -> bool:
-        chances = (getattr(part, "p", 0), getattr(part, "dropout", 0))
-        return part.training and bool(part._buffers or any(isinstance(chance, float) and chance for chance in chances))
-
-    return any(map(acts, module.modules()))
-
-
 @contextlib.contextmanager
 def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
     """Refuse a forward that sets attributes of the modules that are traced through: a trace sets them once, and to nothing.
@@ -276,48 +256,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
-    """Refuse writes in place that somebody else could see, or miss: what is sent, is sent as it was. Allowed are those into a
-    tensor, or a view of it, that was used for nothing else before, and whose result is what is used afterwards; and into
-    buffers, under the same condition."""
-    aliases: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        storages = {_storage(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
-        if _writes(node):
-            target = _written(node)
-            tensor = values.get(target) if isinstance(target, fx.Node) else None
-            before = aliases.get(_storage(tensor), []) if isinstance(tensor, torch.Tensor) else []
-            lost = not node.users and not (before and before[0].op == "get_attr")
-            if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
-                raise NotSupported(
-                    f"the forward writes into a tensor that is used again: {node.format_node()}",
-                    hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
-                )
-        for storage in storages:
-            aliases.setdefault(storage, []).append(node)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
-
-
-def _written(node: fx.Node) -> Any:
-    return node.kwargs.get("out", node.args[0] if node.args else None)
-
-
-def _writes(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in _IN_PLACE
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        inplace = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        return inplace or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-    return False
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode:
@@ -429,37 +367,3 @@ def static(what: str) -> Iterator[None]:
             hint="what crosses between workers must be known before the step: use torch.where or padding instead of "
             "choosing by value",
         ) from error
-
-
-def check_result(what: str, result: Any) -> None:
-    """``NotSupported`` for a result that is made of more than tensors and constants."""
-    for leaf in pytree.tree_leaves(result):
-        if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS)) and leaf is not None:
-            raise NotSupported(
-                f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",
-                hint="tensors in tuples, lists and dicts can",
-            )
-
-
-_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
-_ACTING = ("batch_norm", "instance_norm", "dropout", "rand", "normal", "bernoulli", "multinomial")
-"""Functions that change buffers or draw random numbers: they run though nothing uses their result."""
-_IN_PLACE = frozenset(
-    [
-        "set_item",
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "imatmul",
-    ]
-)

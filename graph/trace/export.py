@@ -27,7 +27,6 @@ from .capture import (
     Join,
     TensorSpec,
     custom_functions,
-    finish,
     first_line,
     mode_of,
     propagate,
@@ -35,6 +34,7 @@ from .capture import (
     sets_attribute,
     unchanged,
 )
+from .writes import finish
 
 
 def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:

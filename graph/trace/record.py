@@ -25,15 +25,15 @@ from .capture import (
     Join,
     TensorSpec,
     annotate,
-    check_result,
     custom_functions,
-    finish,
     mode_of,
     propagate,
     quiet,
     static,
     unchanged,
 )
+from .values import check_result
+from .writes import finish
 
 
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:

@@ -15,8 +15,9 @@ from ...transport import RdmaError, TransferTimeout
 from ..edges.station import Fittings, Leased, Offer, Station
 from ..plan.place import Placement
 from ..plan.program import Machine
-from ..trace.capture import TensorSpec, check_result, writes_input
+from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
+from ..trace.values import check_result
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
