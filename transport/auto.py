@@ -279,13 +279,13 @@ def _open_shm(options: DeviceOptions) -> ShmDevice:
 
 
 def _split(address: bytes) -> dict[str, str]:
-    """By kind. A plain address of one device is one of these, too."""
+    """The addresses in an ``auto`` address, by kind of device. An address of a single device is accepted too."""
     parts = address.decode("ascii", "replace").removeprefix("auto:").split(",")
     return {part.partition(":")[0]: part for part in parts}
 
 
 def _on_loopback(address: str) -> bool:
-    """Of ``KIND:HOST:PORT:...``, as ``tcp`` and ``verbs`` have them."""
+    """Whether the host of an address ``KIND:HOST:PORT:...`` (``tcp``, ``verbs``) is a loopback address."""
     host = address.partition(":")[2]
     host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:

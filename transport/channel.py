@@ -166,25 +166,25 @@ class Channel(abc.ABC):
     """A connection to one peer, made by ``Device.connect`` or ``Device.accept``. The module's docstring is its contract."""
 
     peer: str
-    """Who is at the other end, for people."""
+    """The name of the process at the other end, for people."""
     peer_hello: bytes
-    """What the peer gave to ``connect``, or its ``on_connect`` returned."""
+    """The bytes that the peer gave to ``connect``, or that its ``on_connect`` returned."""
     peer_key: bytes
     """The public key whose private half the other end has proved to hold (``peers/identity``)."""
     port = 0
-    """Address of what has to be polled for news of this channel (``words/completions``); 0: nothing."""
+    """Address of the port block to poll for news of this channel (``words/completions``); 0 if nothing has to be polled."""
 
     def __init__(self, device: Parent) -> None:
         self.device = device
-        """The one that made it."""
+        """The device that made it."""
         self.error: RdmaError | None = None
         self._counts: dict[int, Count] = {}
         self.notifiers: dict[int, Transfer] = {}
-        """Bare notifications, as they were prepared. After the end the device clears this: they refer to us."""
+        """Prepared notifications without data. They refer to the channel, so the device clears this after the channel's end."""
         self._next_number = FIRST_FREE_NOTIFY
         self._numbers_lock = threading.Lock()
         self.own_pool: Pool | None = None
-        """``pool``, if there is one. May be set as long as there is none: in ``on_connect``."""
+        """``pool`` once there is one, else ``None``. ``on_connect`` may set it while it is ``None``."""
 
     # -- memory of ours that the peer may write
 

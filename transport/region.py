@@ -67,7 +67,7 @@ class RemoteRegion:
 
 
 class Owner(Protocol):
-    """Whose region it is: ``memory.Memory``, or what stands on one."""
+    """The object that registered a region: a ``memory.Memory``, or a device that stands on one."""
 
     uid: int
     epoch: int

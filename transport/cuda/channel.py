@@ -1,11 +1,11 @@
 """The connection between two processes of one host of which at least one has a GPU: that of ``shm``, and copies on side
 streams.
 
-What the peer tells besides: a ``GPU_SEGMENT`` is an allocation of its driver (number, key, its address there, bytes; the file
-that comes with it holds the GPU's UUID and the IPC handle), a ``GPU_PART`` a foreign region on one (the upper half of the
-number is the segment's). Both end by ``GONE``, which is answered when no copy of ours on it is under way.
+The peer announces its GPU memory. A ``GPU_SEGMENT`` is an allocation of its driver (number, key, its address there, bytes; the
+file that comes with it holds the GPU's UUID and the IPC handle). A ``GPU_PART`` is a foreign region on a segment (the upper
+half of the number is the segment's). ``GONE`` withdraws either; it is answered when no copy of ours on it is under way.
 
-Which GPU copies: that of the local tensor; for a local tensor on the CPU, that of the remote memory.
+The GPU of the local tensor does a copy; if the local tensor lies on the CPU, the GPU of the remote memory does it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ GPU_SEGMENT, GPU_PART = 8, 9
 
 
 class GpuHome(Home, Protocol):
-    """What a channel uses of its device."""
+    """The part of a device that its channels use."""
 
     gpu: GpuArena
 
     def watch(self) -> None:
-        """From now on look at GPUs now and then."""
+        """Look after the GPUs from time to time from now on."""
 
     def close_deadline(self) -> float: ...
 
     def break_off(self, channel: ShmChannel, error: BaseException, doing: str) -> None:
-        """Something that nobody expected went wrong with this channel."""
+        """End a channel after an unexpected error."""
 
     def lost(self, channel: ShmChannel, error: RdmaError) -> None:
-        """End a channel because serving it failed, and tell the peer."""
+        """End a channel because serving it failed, and tell its peer."""
 
 
 class CudaChannel(ShmChannel):
@@ -59,7 +59,7 @@ class CudaChannel(ShmChannel):
         super().__init__(device, *args)
         self.peer_gpus = PeerGpus(self.peer_memory)
         self.pins = Pins()
-        """Of the peer's arena, mapped here."""
+        """The segments of the peer's arena that are mapped and pinned here."""
         self.lanes = Lanes(device.gpu)
         self._mapped = self.peer_memory.segments
         self._after: dict[tuple[int, int], CudaJob] = {}
@@ -96,12 +96,12 @@ class CudaChannel(ShmChannel):
         return not tensor.is_cpu or (self.look_up(remote) is not None)
 
     def look_up(self, remote: RemoteRegion) -> PeerSegment | None:
-        """As ``PeerGpus.look_up``; asks the peer about what is unknown."""
+        """As ``PeerGpus.look_up``; asks the peer about a region that it has not announced yet."""
         return self.peer_gpus.look_up(remote, self.resolve)
 
     def place(self, side: Side) -> tuple[Lane | None, Copies]:
-        """Who copies this (``None``: the processor), and what. Raises ``NotSupported`` where it cannot be copied in one
-        step."""
+        """The lane that does a copy (``None``: the processor does it), and its pieces. Raises ``NotSupported`` where it cannot
+        be done in one step."""
         remote, tensor, write = side
         address, nbytes = local_bytes(tensor, self.peer_gpus.kind)
         segment = self.look_up(remote)
@@ -178,7 +178,7 @@ class CudaChannel(ShmChannel):
     # -- what the peer tells
 
     def tell(self, segment: GpuSegment) -> None:
-        """Of a segment of ours."""
+        """Announce a segment of ours to the peer."""
         memory, fd = memfd("rdmarpc-gpu", PASS.size)
         try:
             PASS.pack_into(memory, 0, segment.uuid.encode(), segment.handle, segment.allocation)
@@ -188,7 +188,7 @@ class CudaChannel(ShmChannel):
             os.close(fd)
 
     def tell_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
-        """Of a foreign region of ours."""
+        """Announce a foreign region of ours to the peer."""
         self.send(GPU_PART, segment << 32 | number, key, offset, nbytes)
 
     def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
@@ -201,8 +201,8 @@ class CudaChannel(ShmChannel):
         if number not in self.peer_memory.parts:
             super()._gone(number)
             return
-        # A copy that is being posted, or was, is still to end, and to unmap may wait for whatever a GPU does. This thread
-        # serves everybody.
+        # Copies may still be under way, and unmapping may wait for anything that a GPU does. This thread serves all channels,
+        # so another one waits.
         with contextlib.suppress(RuntimeError):  # no more threads: the process ends
             threading.Thread(target=self._forget, args=(number,), name="rdmarpc-gone", daemon=True).start()
 
@@ -217,14 +217,14 @@ class CudaChannel(ShmChannel):
                 self.peer_gpus.imports.close()
             self.send(GONE_ACK, number)
         except RdmaError:
-            pass  # the channel has ended: who waits there hears that
+            pass  # the channel has ended, and its waiters have been told
         except BaseException as error:
             self.device.break_off(self, error, "letting go of a peer's GPU memory")
 
     # -- the end
 
     def tend(self) -> None:
-        """Let go of what is over, and see whether a GPU has failed. Now and then."""
+        """Release finished copies, and see whether a GPU has failed. Called from time to time."""
         for lane in self.lanes.all():
             lane.sweep()
             lane.look()

@@ -1,4 +1,4 @@
-"""The GPU memory of a peer, as the peer told of it: allocations of its driver (*segments*), and foreign regions on them.
+"""The GPU memory of a peer, as the peer announced it: allocations of its driver (*segments*), and foreign regions on them.
 
 A segment is mapped when it is first copied to or from, once for each GPU that copies, and stays so until it is gone, or until
 the channel has ended and its lanes are idle.
@@ -64,22 +64,23 @@ class PeerSegment:
 
 
 class PeerGpus:
-    """Of one channel, to which it does not refer. ``memory``: what else there is of the peer, whose ``parts`` we fill."""
+    """The announced GPU memory of one channel's peer. It does not refer to the channel. It enters what it knows in the
+    ``parts`` of ``memory``, which holds the rest of the peer's memory."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self.memory, self.kind = memory, kind()
         self.lock = threading.Lock()
-        """Held while a copy of what may be withdrawn is posted, and while it is withdrawn."""
+        """Held while a copy is posted from or to memory that may be withdrawn, and while memory is withdrawn."""
         self.imports = imports_of(memory.uid)
         self.no_ipc = ""
-        """The driver's word when a segment could not be mapped."""
+        """The driver's error when a segment could not be mapped; empty: none so far."""
         self.released = False
         """Whether the channel has ended and its lanes are gone."""
         self._segments: dict[int, PeerSegment] = {}
         self._places: dict[int, PeerSegment] = {}  # of segments and foreign regions, by number
 
     def add_segment(self, fds: list[int], number: int, key: int, address: int, nbytes: int) -> None:
-        """``address``: at the peer."""
+        """Enter a segment. ``address``: in the peer's process."""
         if not fds or number in self._segments:  # which may be told twice
             return
         check_sealed(fds[0], PASS.size)
@@ -89,21 +90,22 @@ class PeerGpus:
         self.memory.parts[number] = (0, nbytes, key)
 
     def add_part(self, segment: int, number: int, key: int, offset: int, nbytes: int) -> None:
-        """A foreign region on a segment."""
+        """Enter a foreign region on a segment."""
         if (found := self._segments.get(segment)) is not None:
             self._places[number] = found
             self.memory.parts[number] = (offset, nbytes, key)
 
     def remove(self, number: int) -> PeerSegment | None:
-        """A segment, which is returned, or a foreign region: what was posted before is posted when this returns."""
+        """Take out a segment, which is returned, or a foreign region. No thread is still posting a copy on it when this
+        returns."""
         with self.lock:
             self.memory.parts.pop(number, None)
             self._places.pop(number, None)
             return self._segments.pop(number, None)
 
     def look_up(self, remote: RemoteRegion, hear_of: Callable[[RemoteRegion], object]) -> PeerSegment | None:
-        """The segment of a remote range in GPU memory; ``None`` for one in host memory. ``hear_of``: asks the peer about what
-        is unknown. ``RemoteAccessError``."""
+        """The segment of a remote range in GPU memory; ``None`` for a range in host memory. ``hear_of`` asks the peer about a
+        region that it has not announced yet. Raises ``RemoteAccessError``."""
         if remote.nbytes == 0 or remote.region == LENT:
             return None
         if remote.region in self.memory.segments:

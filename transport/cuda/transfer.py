@@ -1,7 +1,7 @@
-"""Copies on side streams, prepared once. What is built is a job (``cuda/kernels``): a post is one call of a kernel.
+"""Copies on side streams, prepared once as a job (``cuda/kernels``), so that a post is one call of a kernel.
 
-Order: the copies wait for what the posting thread's current streams, of the GPUs that copy, have been given before the post;
-the notification comes after all copies. What is posted later on the same GPU comes later.
+Order: the copies wait for the work that the posting thread's current streams, of the GPUs that copy, were given before the
+post. The notification comes after all copies. Later posts on the same GPU come later.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _table: list[np.ndarray] = []
 
 
 class Copying(Posting, Protocol):
-    """What a post uses of its channel."""
+    """The part of a channel that a post uses."""
 
     peer: str
     error: RdmaError | None
 
 
 class Placing(Copying, Protocol):
-    """And what a list of copies is made from."""
+    """The part of a channel that preparing copies uses."""
 
     peer_gpus: PeerGpus
 
     def place(self, side: Side) -> tuple[Lane | None, Copies]:
-        """Which lane copies this (``None``: the processor), and what."""
+        """The lane that does a copy (``None``: the processor does it), and its pieces."""
 
 
 def _functions() -> int:
@@ -79,7 +79,7 @@ class CudaWork(Work):
 
 
 class CudaJob(PreparedRequest):
-    """What one post needs, in words. ``groups``: the copies of each lane; ``host``: those between host memories."""
+    """The words that one post needs. ``groups``: the copies of each lane; ``host``: the copies between host memories."""
 
     __slots__ = ("_after", "_job", "_words", "lanes")
     _channel: Copying

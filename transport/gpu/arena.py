@@ -1,16 +1,16 @@
 """The GPU memory of a process that peers of its host may touch: allocations of the driver (*segments*), each exported once.
 
-Tensors made here (``empty``) are born registered: for torch's own allocator they come from a ``torch.cuda.MemPool``, whose
-segments are kept for the life of the process, so what a peer has mapped is never given back under it; another accelerator gets
-them from its own allocator. Their segments stay registered for as long as the memory they belong to. Of other GPU memory, also
-that of CuPy or Numba (``torch.as_tensor(array)`` shares it), a *foreign* region is announced, and its segment with the first
-and until the last region on it.
+Tensors made here (``empty``) are born registered. For ``cuda`` they come from a ``torch.cuda.MemPool``, whose segments are kept
+for the life of the process, so memory that a peer has mapped is never given back; another accelerator makes them with its own
+allocator. Their segments stay registered for as long as the memory they belong to. Other GPU memory, also that of CuPy or Numba
+(``torch.as_tensor(array)`` shares it), is announced as a *foreign* region. Its segment is announced with the first such region,
+and withdrawn with the last.
 
 The driver's number of an allocation tells whether a segment is known: it is never given again in a process.
 
-A peer's copies do not wait for the streams of this process. So ``register`` and ``export`` return when what the caller's
-current stream of that GPU has been given is done: then neither what made the tensor nor what still used its memory before it is
-under way. Afterwards order comes from notifications alone.
+A peer's copies do not wait for the streams of this process. So ``register`` and ``export`` return when the caller's current
+stream of that GPU has done what it was given: then neither the operations that made the tensor nor those that used its memory
+before it are under way. Afterwards order comes from notifications alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GpuSegment:
 
 
 class GpuListener(Announcer, Protocol):
-    """What a GPU arena tells a device on it."""
+    """The calls by which a GPU arena tells a device on it what to announce."""
 
     closed: bool
 
@@ -53,30 +53,30 @@ class GpuListener(Announcer, Protocol):
         """Tell every connected peer of a segment."""
 
     def announce_part(self, number: int, key: int, segment: int, offset: int, nbytes: int) -> None:
-        """Tell every connected peer of a foreign region: that part of the segment of that number."""
+        """Tell every connected peer of a foreign region, a part of the segment with that number."""
 
 
 class GpuArena:
-    """Stands on a ``Memory``, for all ``CudaDevice`` on it. Thread-safe. Nothing touches a GPU before ``empty`` or
+    """The GPU memory of a ``Memory``, for all ``CudaDevice`` on it. Thread-safe. Nothing touches a GPU before ``empty`` or
     ``register``."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.uid, self.epoch = memory, memory.uid, memory.epoch
         self.kind = cuda_driver.kind()
         self.pins = Pins()
-        """Of the host arena."""
+        """The pinned segments of the host arena."""
         self.devices: list[GpuListener] = []
         self.lanes: set[object] = set()
-        """The side streams there are of devices on it: until they are gone something may be under way."""
+        """The side streams of the devices on this arena. Copies may be under way until they are gone."""
         self._exports = Exports()
         self._segments: dict[int, GpuSegment] = {}  # by the driver's number
         self._regions: dict[int, tuple[GpuSegment, int, int, int]] = {}  # foreign: segment, offset, bytes, key
         self._pinned: dict[int, torch.Tensor] = {}
-        self._making = threading.RLock()  # held until peers were told; before the other one
-        self._lock = threading.Lock()  # of the tables; devices may hold theirs before it
+        self._making = threading.RLock()  # held until peers have been told; taken before ``_lock``
+        self._lock = threading.Lock()  # guards the tables; devices may take their own locks before it
 
     def of(self, tensor: torch.Tensor) -> bool:
-        """Whether this is GPU memory of ours to register."""
+        """Whether a tensor lies on a GPU of the kind whose memory this arena registers."""
         return bool(self.kind) and tensor.device.type == self.kind
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

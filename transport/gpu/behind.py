@@ -1,8 +1,8 @@
-"""Posts behind the streams of a GPU. An adapter knows no streams: what a stream has still to make is posted when it is made, by
-a thread here, and nobody else waits.
+"""Posts behind the streams of a GPU. An adapter knows no streams: so a thread here posts memory when the streams that compute
+it are done, and no other thread waits for them.
 
-A post is given with what the giving thread's current streams have been given until then. A side stream waits for that, and
-then has the driver count it (``count``, a host function without Python); the thread sleeps on that count.
+A post belongs behind the work that the current streams of the calling thread have been given so far. A side stream waits for
+that work, and then has the driver count up (``count``, a host function without Python); the thread here sleeps on that count.
 
 Invariants:
 
@@ -124,10 +124,10 @@ class Later(Work):
 
 
 class Behind:
-    """Of one GPU. Any thread may ``put``; a thread of its own posts."""
+    """The posts behind streams of one GPU. Any thread may call ``put``; a thread of its own posts."""
 
     def __init__(self, cuda: Driver, index: int) -> None:
-        """``RdmaError`` where the GPU has failed."""
+        """Raises ``RdmaError`` if the GPU has failed."""
         self._cuda, self.index = cuda, index
         with cuda.on(index):
             self._stream = cuda.new_stream()
@@ -148,7 +148,8 @@ class Behind:
         return not self._waiting
 
     def put(self, channel: Poster, streams: Sequence[tuple[int, int]], post: Callable[[], Work]) -> Later:
-        """``streams``: indices of GPUs, and handles of streams there."""
+        """Have ``post`` called when the work that these streams have been given so far is done, and all earlier posts are made.
+        ``streams``: index of the GPU and handle of each."""
         later = Later(channel, post)
         with self._lock:
             for index, stream in streams:

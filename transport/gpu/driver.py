@@ -1,14 +1,14 @@
 """The CUDA driver, as far as we need it: its own functions under their own names, called without the GIL.
 
-The driver and not the runtime, because torch carries its own copy of the runtime, but both stand on the one driver and on the
-primary context of each device: pointers, streams and device indices are torch's. Nothing is opened before the first
-``driver()``, so importing this needs no GPU.
+We call the driver and not the runtime, because torch carries its own copy of the runtime. Both stand on the one driver and on
+the primary context of each device, so pointers, streams and device indices are the same as torch's. The library is opened by
+the first ``driver()``, so importing this module needs no GPU.
 
-Which driver: that of torch's accelerator. For ``cuda`` it is ``libcuda.so.1``. An accelerator from outside torch whose driver
+The driver is that of torch's accelerator. For ``cuda`` it is ``libcuda.so.1``. An accelerator from outside torch whose driver
 speaks this interface says so by two attributes of its device module (``torch.get_device_module``): ``driver_library`` (path)
 and ``raw_stream(index)`` (the handle of this thread's current stream).
 
-The signatures are those of CUDA 12 and 13 (CUDA Driver API reference manual); what is called has not changed since 11.7.
+The signatures are those of CUDA 12 and 13 (CUDA Driver API reference manual); these functions have not changed since 11.7.
 """
 
 from __future__ import annotations
@@ -114,16 +114,17 @@ class Driver:
         self.push, self.pop = self._functions["cuCtxPushCurrent_v2"], self._functions["cuCtxPopCurrent_v2"]
         self.exchange = self._functions["cuThreadExchangeStreamCaptureMode"]
         self.popped = c_void_p()
-        """Where contexts that are no longer current are named; nobody reads it."""
+        """Where ``pop`` stores the context that it took off; nobody reads it."""
 
     def call(self, name: str, *args: object) -> None:
-        """Call a function; ``RdmaError`` for what is not ``CUDA_SUCCESS``, ``NotSupported`` where the driver lacks it."""
+        """Call a function. Raises ``RdmaError`` for any result but ``CUDA_SUCCESS``, ``NotSupported`` where the driver lacks
+        it."""
         status = self.attempt(name, *args)
         if status:
             raise RdmaError(f"{name} failed: {self.explain(status)}", device="cuda", status=status)
 
     def attempt(self, name: str, *args: object) -> str:
-        """Call a function; the name of its error, or empty."""
+        """Call a function. Returns the name of its error, empty for success. ``NotSupported`` where the driver lacks it."""
         function = self._functions.get(name)
         if function is None:
             raise NotSupported(f"this driver has no {name}", device="cuda", hint="update the GPU's driver (CUDA 12 or newer)")
@@ -131,7 +132,7 @@ class Driver:
         return self.name(result) if result else ""
 
     def name(self, result: int) -> str:
-        """Of an error."""
+        """The name of an error, as ``"CUDA_ERROR_NOT_READY"``."""
         text = c_char_p()
         self._library.cuGetErrorName(c_int(result), byref(text))
         return text.value.decode() if text.value else f"CUDA error {result}"
@@ -142,7 +143,7 @@ class Driver:
     # -- devices
 
     def version(self) -> int:
-        """1000 * major + 10 * minor of the CUDA version that it speaks."""
+        """The CUDA version that the driver supports: 1000 * major + 10 * minor."""
         version = c_int()
         self.call("cuDriverGetVersion", byref(version))
         return version.value
@@ -158,7 +159,7 @@ class Driver:
         return 0 if self.attempt("cuDeviceGetAttribute", byref(value), attribute, index) else value.value
 
     def uuid(self, index: int) -> str:
-        """What names the device in every process of the host, whatever index it has there."""
+        """The UUID of a device, which is the same in all processes of the host, whatever index the device has there."""
         text = ctypes.create_string_buffer(16)
         self.call("cuDeviceGetUuid_v2", text, index)
         return text.raw.hex()
@@ -279,7 +280,7 @@ def active() -> bool:
 
 
 def has_context(index: int) -> bool:
-    """Whether this process uses a device already. Of an accelerator from outside torch it is taken to."""
+    """Whether this process uses a device already. For an accelerator from outside torch this returns true."""
     return kind() != "cuda" or bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
 
 

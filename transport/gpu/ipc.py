@@ -1,15 +1,15 @@
 """GPU memory of other processes of this host, mapped here (CUDA IPC), once a segment.
 
-What is exported is an allocation of the driver (a *segment*: torch's allocator makes many tensors in one). Its number
+The unit of an export is an allocation of the driver (a *segment*: torch's allocator makes many tensors in one). Its number
 (``CU_POINTER_ATTRIBUTE_BUFFER_ID``) is never given again in a process, so it names the segment for as long as peers may ask for
-it, also when another one gets the same address.
+it, even if another segment gets the same address.
 
-A mapping stays until the peer ends or ``LIMIT`` others were used since: opening one takes some 100 us and more, and while it is
-there the owner's memory is not given back to the system, also when its allocator frees it (as with torch's own sharing).
-Opening is impossible in the process that exports, which needs none.
+A mapping stays until the peer ends or ``LIMIT`` others were used since, because opening one takes 100 us and more. While it is
+open the owner's memory is not given back to the system, even if its allocator frees it (as with torch's own sharing). A process
+cannot open its own export, and need not.
 
-When its owner has given a segment back, another may come to its address. The driver refuses that one while the first is
-mapped here; so what of that peer is not in use is then closed. Hence one table a peer, whoever copies.
+When the owner has given a segment back, a new one may get its address. The driver refuses to open the new one while the old one
+is mapped here, so all idle mappings of that peer are then closed. Hence there is one table for each peer, for all that copy.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Exports:
 class _Mapping:
     base: int
     index: int
-    """Of the device in whose context it is mapped."""
+    """The index of the device in whose context it is mapped."""
     uses: list[Callable[[], bool]] = field(default_factory=list)
-    """Of the copies that may not be over: whether they are."""
+    """One function for each copy that may still be under way: it returns whether the copy is over."""
 
     def idle(self) -> bool:
         self.uses = [over for over in self.uses if not over()]
@@ -133,7 +133,7 @@ class Imports:
                 _close(driver(), self._mappings.pop(key))
 
     def close(self) -> bool:
-        """Unmap what no copy uses any more; whether that was everything. Call it again until it was."""
+        """Unmap all segments that no copy uses. Returns whether no mapping is left; call it again until it returns true."""
         with self._lock:
             self._close_idle()
             return not self._mappings

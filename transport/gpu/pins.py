@@ -1,8 +1,8 @@
 """Host memory that the driver has pinned, so that GPUs copy to and from it by themselves, and streams wait for words in it.
 
-What is pinned are whole segments: of our arena, and of peers' arenas that are mapped here. The driver refuses to pin a page
-twice, and a copy that leaves the registration that it began in, also one that torch makes for a user. So every part of a
-process that needs one holds the same registration, which is there for as long as somebody holds it.
+Whole segments are pinned: of our arena, and of peers' arenas that are mapped here. The driver refuses to pin a page twice. It
+also refuses a copy that begins in one registration and leaves it, even a copy that torch makes for a user. So all parts of a
+process share one registration, which lives for as long as any of them holds it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Pins:
         self._held: dict[int, Pin] = {}
         self._lock = threading.Lock()
         self.refused = ""
-        """Why the driver did not pin something: copies of that go through its own buffers, and make a post wait."""
+        """Why the driver did not pin a segment; empty: it pinned all. Copies of such a segment go through the driver's own
+        buffers, and the post waits for them."""
 
     def segment(self, segment: Segment, index: int) -> Pin:
         """See ``pin_segment``."""
@@ -125,7 +126,8 @@ class Pins:
         return found
 
     def let_go(self, address: int) -> None:
-        """Of what begins at this address, if it is held: it is about to be unmapped, and no copy uses it."""
+        """Release the pin of the mapping that begins at this address, if there is one. Call it before the mapping is unmapped,
+        when no copy uses it."""
         with self._lock:
             found = self._held.pop(address, None)
         if found is not None:
@@ -136,7 +138,7 @@ class Pins:
         return sum(pin.nbytes for pin in list(self._held.values()))
 
     def close(self) -> None:
-        """Let go of everything, before the memory is unmapped, when no copy uses it any more."""
+        """Release all pins. Call it before the memory is unmapped, when no copy uses it any more."""
         with self._lock:
             held, self._held = self._held, {}
         for pin in held.values():

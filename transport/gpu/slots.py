@@ -1,7 +1,7 @@
 """Words in shared memory by which the streams of two processes wait for each other, without a thread of either.
 
-Who lends GPU memory to a peer takes a *slot* of two words in its own arena, which the peer has mapped, for a *generation* (a
-number that grows by one each time the slot is used, modulo 2^32):
+The lender of GPU memory takes a *slot* of two words in its own arena, which the peer has mapped, for a *generation* (a number
+that grows by one each time the slot is used, modulo 2^32):
 
 * ``ready``: written by a stream of the lender, after what made the memory (``cuStreamWriteValue32``: behind a fence of the
   system). A stream of the peer waits for it before it copies (``cuStreamWaitValue32``, cyclic >=).

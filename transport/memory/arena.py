@@ -1,7 +1,7 @@
 """The arena: an allocator over a few large registered segments. Tensors made here are born registered.
 
-A segment is what an adapter or the kernel can guard, so the arena is parted into *pools*, each with segments of its own: what
-peers may do is the same for all memory of a pool (``Pool.admits``). Memory of one pool never becomes that of another.
+An adapter and the kernel guard whole segments, so the arena has *pools*, each with segments of its own. Peers have the same
+rights on all memory of a pool (``Pool.admits``). Memory of one pool never becomes memory of another.
 
 Sizes are rounded up to classes (eight per doubling: at most one eighth is wasted, at least ``ALIGN`` bytes). A freed
 block first goes to its class's last-in-first-out bin, so that repeated work gets memory that is still mapped and warm
@@ -85,7 +85,7 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Block:
-    """A range of a segment. Whoever allocated it frees it, once."""
+    """A range of a segment. The code that allocated it frees it, once."""
 
     segment: Segment
     offset: int
@@ -96,7 +96,7 @@ class _Lease(weakref.ref):
     __slots__ = ("block", "purpose", "storage")
     block: Block
     storage: int
-    """Which storage holds the block, as torch identifies it."""
+    """The address of the ``c10::StorageImpl`` that holds the block (``_cdata``)."""
     purpose: str
 
 
@@ -167,13 +167,13 @@ class Pool:
         return self._arena.hold(self.allocate(nbytes), nbytes, torch.uint8, nbytes)
 
     def set_apart(self, nbytes: int) -> torch.Tensor:
-        """As ``run``, but in a segment of its own, which the arena's limit does not count: for what a connection itself needs,
-        and messages must not keep from it. Raises ``ArenaFull`` where the system has no more."""
+        """As ``run``, but in a segment of its own, which the arena's limit does not count: for memory that a connection needs
+        even if messages fill the arena. Raises ``ArenaFull`` where the system has no more memory."""
         return self._arena.hold(self._arena.set_apart(nbytes, self), nbytes, torch.uint8, nbytes)
 
     def close(self) -> None:
-        """Of a pool that one peer had, which cannot reach it any more: its segments go back to the system when nothing here
-        uses them. Idempotent; takes no lock."""
+        """End the pool of a peer that cannot reach it any more. Its segments go back to the system when nothing here uses them.
+        Idempotent; takes no lock."""
         if not self.closed:
             self.closed = True
             self._arena.ended.append(self)
@@ -181,21 +181,21 @@ class Pool:
     # -- for the arena, with its lock held
 
     def take(self, size: int) -> Block | None:
-        """A block of this size class, if there is one without another segment."""
+        """A free block of this size class; ``None`` if the pool's segments have none."""
         ready = self.bins.get(size)
         if ready:
             return ready.pop()
         return self._carve(size)
 
     def add(self, segment: Segment, taken: int = 0) -> None:
-        """``taken``: bytes of it that are in use already."""
+        """Enter a segment. ``taken``: the bytes at its start that are in use already."""
         self._index[segment.number] = len(self.segments)
         self.segments.append(segment)
         if free := segment.nbytes // ALIGN * ALIGN - taken:
             bisect.insort(self.extents, (len(self.segments) - 1, taken, free))
 
     def take_segments(self) -> list[Segment]:
-        """All of them: nothing is in use here."""
+        """Take out all segments. Call it only when no block of the pool is in use."""
         segments, self.segments = self.segments, []
         self.bins.clear()
         self.extents.clear()
@@ -232,9 +232,9 @@ class Pool:
 
 
 class Arena:
-    """Thread-safe. ``new_segment(nbytes, pool)`` makes and registers a segment of at least that size, ``drop_segment`` undoes
-    that; ``limit`` (bytes) bounds the sum of all segments but those set apart (``Pool.set_apart``). A segment lives as long as
-    the arena, or until its pool was closed and nothing uses it."""
+    """The allocator over all pools of a process. Thread-safe. ``new_segment(nbytes, pool)`` makes and registers a segment of at
+    least that size, ``drop_segment`` undoes that. ``limit`` (bytes) bounds the sum of all segments except those set apart
+    (``Pool.set_apart``). A segment lives as long as the arena, or until its pool was closed and nothing uses it."""
 
     def __init__(
         self,
@@ -244,13 +244,13 @@ class Arena:
     ) -> None:
         self.limit = default_limit() if limit is None else limit
         self.segment_bytes = SEGMENT_BYTES
-        """Of the first segment of a pool that all peers have; less where registering one pins all of it. The following ones
-        double the pool."""
+        """The size in bytes of the first segment of a pool that all peers share; devices that pin whole segments lower it.
+        Each following segment doubles the pool."""
         self.readable, self.writable = Pool(self, READ), Pool(self, WRITE)
-        """What every peer may read; what every peer may read and write."""
-        self.used = 0  # bytes in live blocks of all pools, class sizes
+        """The pool that every peer may read, and the pool that every peer may read and write."""
+        self.used = 0  # bytes of live blocks in all pools, each rounded up to its size class
         self.ended: deque[Pool] = deque()
-        """Pools that were closed, and may still be in use here."""
+        """Closed pools whose memory may still be in use here."""
         self._new_segment, self._drop_segment = new_segment, drop_segment
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}  # by address
@@ -260,7 +260,7 @@ class Arena:
 
     @property
     def segments(self) -> list[Segment]:
-        """Of all pools, by address."""
+        """The segments of all pools, ordered by address."""
         return self._by_address[1]
 
     @property
@@ -268,7 +268,7 @@ class Arena:
         return sum(segment.nbytes for segment in self.segments)
 
     def pool(self) -> Pool:
-        """A new one for a peer alone. It takes no memory before something is allocated there."""
+        """A new pool for a single peer. It takes no memory before the first allocation."""
         return Pool(self, OWN)
 
     def allocate(self, nbytes: int, pool: Pool | None = None) -> Block:

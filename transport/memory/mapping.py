@@ -1,7 +1,8 @@
 """Mapped memory: private, or a file that another process can map too.
 
-A descriptor of memory is mapped only when nothing that its sender does later can hurt: a file that its sender cuts short ends
-whoever touches the lost pages with SIGBUS. So memory is sealed by its maker (``memfd``), and mapped only if it is.
+A file descriptor of a peer is mapped only when nothing that the peer does later can do harm: if it cut the file short, SIGBUS
+would end every process that touches the lost pages. So the maker seals the memory (``memfd``), and only sealed memory is
+mapped.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import numpy as np
 from ..errors import NotSupported, PeerLost
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of shared memory: its size is what it is, for good."""
+"""The seals of shared memory: its size can never change again."""
 _SEAL_FUTURE_WRITE = 0x0010
-"""Linux 5.1: nobody can write it any more but by the mappings that there are."""
+"""From Linux 5.1 on: the memory can be written only through the mappings that exist already."""
 
 
 def memfd(name: str, nbytes: int, *, read_only: bool = False) -> tuple[mmap.mmap, int]:
-    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people. Sealed, so that nobody
-    who has the descriptor can take pages away that somebody has mapped; with ``read_only`` nor write it, not even after opening
-    it again (``/proc/self/fd``): only the mapping that is returned can be written. ``NotSupported`` where the kernel cannot."""
+    """Memory that can be handed to another process, and its file descriptor; ``name`` is for people. It is sealed, so that no
+    holder of the descriptor can take mapped pages away. With ``read_only`` no holder can write it either, not even after
+    opening it again (``/proc/self/fd``): only the returned mapping can be written. Raises ``NotSupported`` where the kernel
+    cannot."""
     fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -50,7 +50,7 @@ MTU = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 _BYTES_OF_MTU = {code: nbytes for nbytes, code in MTU.items()}
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
 HOP_LIMIT = 64
-"""Of a global route: as many routers as IP packets start with."""
+"""How many routers a packet on a global route may pass. IP packets usually start with as many."""
 LINK_LAYERS = ("UNSPECIFIED", "INFINIBAND", "ETHERNET")
 _WIDTHS = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0625, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
@@ -65,7 +65,7 @@ _EVENT_LINK = "anon_inode:[infinibandevent]"
 
 
 def gbit_per_s(width: int, speed: int) -> float:
-    """Of a port's ``active_width`` and ``active_speed`` codes; 0 if they are unknown."""
+    """The rate that a port's ``active_width`` and ``active_speed`` codes stand for; 0 if they are unknown."""
     return _WIDTHS.get(width, 0) * _SPEEDS.get(speed, 0.0)
 
 
@@ -164,7 +164,7 @@ def fork_init() -> None:
 
 
 def release() -> str:
-    """Which libibverbs is loaded, for people: ``"libibverbs.so.1.14.44.0"``."""
+    """The file name of the loaded libibverbs, for people: ``"libibverbs.so.1.14.44.0"``."""
     with open("/proc/self/maps") as maps:
         names = {line.rsplit("/", 1)[1].strip() for line in maps if "/libibverbs.so" in line}
     return ", ".join(sorted(names))
@@ -305,19 +305,19 @@ class NativeQueuePair(_Owner, QueuePair):
 
 
 class Package(abc.ABC):
-    """What makes and changes native objects of one device, each Python package in its own way. ``native`` is the package's
-    context, ``pd`` its protection domain. What the package raises goes through."""
+    """Makes and changes the native objects of one device through a Python package; each package has a subclass. ``native`` is
+    the package's context, ``pd`` its protection domain. Exceptions of the package pass through."""
 
     renamed: ClassVar[Mapping[str, str]]
-    """Attributes of a device that the package calls otherwise than verbs do."""
+    """Attributes of a device whose names in the package differ from those of libibverbs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """Of the device."""
+        """The device's name."""
 
     @abc.abstractmethod
     def errno_of(self, error: Exception) -> int | None:
-        """The error number behind an exception of the package, ``None`` if it is none of a verb."""
+        """The errno behind an exception of the package; ``None`` if the exception does not come from a verb."""
 
     @abc.abstractmethod
     def global_only(self, attr: Any) -> bool:
@@ -338,7 +338,7 @@ class Package(abc.ABC):
 
     @abc.abstractmethod
     def new_dma_buf_region(self, pd: Any, pd_address: int, fd: int, offset: int, nbytes: int, access: int) -> Any:
-        """As ``DmaBufMR``, of which the package may have one of its own. ``pd_address``: of the ``ibv_pd``."""
+        """Make a ``DmaBufMR``, or the package's own class of that kind. ``pd_address``: the address of the ``ibv_pd``."""
 
     @abc.abstractmethod
     def new_channel(self, native: Any) -> Any: ...

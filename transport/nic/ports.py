@@ -1,9 +1,9 @@
 """The choice of an RDMA device, port and address, with the reason against each other one.
 
-Everything is decided from what the kernel shows (``sysfs.Found``), by pure functions, before any device is opened; a port
-that then fails to open is left out as well, with its reason, and the next one is taken. Order of the usable ports: those with
-an address that reaches beyond the wire before those without, then the nearest to the memory of this process (NUMA), then
-the fastest, then by name.
+Everything is decided from what the kernel shows (``sysfs.Found``), by pure functions, before any device is opened. A port
+that then fails to open is refused with that reason, and the next one is tried. Order of the usable ports: those with an address
+that reaches beyond the wire before those without, then the nearest to the memory of this process (NUMA), then the fastest, then
+by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRADES = (
     "RoCEv1 with a link-local address",
     "InfiniBand",
 )
-"""Kinds of addresses; of those on Ethernet the first there is wins."""
+"""Kinds of addresses. On Ethernet the first kind of this list that the port has is taken."""
 _POOR = _GRADES[2:5]
 _STATES = {
     "DOWN": "is the cable plugged, the interface up (ip link set ... up)?",
@@ -152,8 +152,8 @@ def why_unusable(port: Found, interface: str = "") -> str:
 
 
 def pick_gid(port: Found, interface: str = "") -> tuple[Gid | None, str]:
-    """The entry of its GID table to use, and why; ``None``, and what to do, where there is none. ``interface``: only those of
-    that network interface."""
+    """The entry of the port's GID table to use, and why; ``None``, and what to do, where no entry can be used. ``interface``:
+    consider only the entries of that network interface."""
     known = [gid for gid in port.gids if grade(gid) is not None]
     if interface and port.link_layer != "INFINIBAND":
         known = [gid for gid in known if gid.netdev == interface]
@@ -168,7 +168,7 @@ def pick_gid(port: Found, interface: str = "") -> tuple[Gid | None, str]:
 
 
 def grade(gid: Gid) -> str | None:
-    """Which of the kinds of addresses it is, ``None`` for one that cannot be used."""
+    """The kind of the address, one of ``_GRADES``; ``None`` if it cannot be used."""
     if gid.kind == "IB":
         return _GRADES[5]
     address = as_address(gid.raw)

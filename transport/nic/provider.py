@@ -1,10 +1,10 @@
 """The seam between the ``verbs`` device and the Python packages that own native RDMA resources.
 
-A provider opens devices and makes resources; each of these objects owns one native object, ``close`` is idempotent, and whoever
-made something closes it before what it was made from (queue pair, then queues, then memory regions, then the context, which
-closes what is left). What is hot, posting and polling, does not come by here: the native addresses are given out, and kernels
-call through the operations table of the context (``words/completions``). Names are those of libibverbs. Every failure is an
-``RdmaError`` of ours that names the device. In a forked child ``close`` does nothing: the native objects are the parent's.
+A provider opens devices and makes resources. Each of these objects owns one native object, and ``close`` is idempotent. The
+owner of a resource closes it before the resources that it was made from (queue pair, then queues, then memory regions, then the
+context, which closes what is left). Posting and polling do not pass through here: kernels get the native addresses, and call
+through the operations table of the context (``words/completions``). Names are those of libibverbs. Every failure is an
+``RdmaError`` that names the device. In a forked child ``close`` does nothing: the native objects are the parent's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import abc
 from dataclasses import dataclass
 
 LOCAL, REMOTE_READ, REMOTE_WRITE = range(3)
-"""Who may touch a memory region: we alone; peers may READ it; peers may READ and WRITE it."""
+"""Rights on a memory region: only this process uses it; peers may READ it; peers may READ and WRITE it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,14 @@ class Context(abc.ABC):
 
     @abc.abstractmethod
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        """So many bytes of a dma-buf from ``offset`` on (``ibv_reg_dmabuf_mr``), for us and for peers. Work requests call its
-        first byte ``offset``. The descriptor may be closed afterwards. ``RdmaError``, ``status``: the errno's name."""
+        """Register ``nbytes`` of a dma-buf from ``offset`` on (``ibv_reg_dmabuf_mr``), for this process and for peers. The
+        address of the first byte in work requests is ``offset``. The caller may close ``fd`` afterwards. Raises ``RdmaError``
+        with the errno's name as ``status``."""
 
     @abc.abstractmethod
     def dma_buf_status(self) -> str:
-        """Which errno, by name, a dma-buf without a descriptor brings: see ``gpudirect.Adapter.status``."""
+        """The name of the errno with which registering a dma-buf of an invalid descriptor fails
+        (``gpudirect.Adapter.status``)."""
 
     @abc.abstractmethod
     def completion_queue(self, depth: int) -> CompletionQueue: ...
@@ -176,8 +178,8 @@ class Context(abc.ABC):
     def queue_pair(
         self, cq: CompletionQueue, srq: SharedReceiveQueue, *, port: int, depth: int, max_sge: int, max_inline: int
     ) -> QueuePair:
-        """In state INIT, with remote READ and WRITE allowed. ``max_inline`` is a wish: where the device cannot, less is
-        granted."""
+        """Make a queue pair in state INIT, with remote READ and WRITE allowed. The device may grant less than
+        ``max_inline``."""
 
     @abc.abstractmethod
     def async_event(self) -> str | None:
@@ -192,7 +194,7 @@ class Provider(abc.ABC):
     """A package that reaches libibverbs."""
 
     name: str
-    """With its version, for people."""
+    """The package's name and version, for people."""
 
     @abc.abstractmethod
     def devices(self) -> list[str]:

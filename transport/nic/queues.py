@@ -1,5 +1,5 @@
-"""The queues that all queue pairs of a ``verbs`` device share, and its port block: what the loops of ``words/completions``
-know of the device, laid out as ``PORT_*`` there."""
+"""The queues that all queue pairs of a ``verbs`` device share, and its port block: the words from which the loops of
+``words/completions`` know the device, laid out as ``PORT_*`` there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECEIVES, _SENDS, _COMPLETIONS, _INLINE = 4096, 256, 1 << 16, 220
 
 
 class Queues:
-    """One completion queue and one shared receive queue. Whoever has made a queue pair closes it before the queues."""
+    """One completion queue and one shared receive queue. Queue pairs must be closed before the queues."""
 
     def __init__(self, context: Context, limits: DeviceAttr, bells: int) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class Queues:
         return self._context.queue_pair(self._cq, self._srq, port=port, depth=self.sends, max_sge=1, max_inline=_INLINE)
 
     def wait(self, limit_ns: int) -> bool:
-        """Serve the completion channel for so long. Whether somebody woke us, or something failed."""
+        """Serve the completion channel for ``limit_ns``. Returns whether ``wake`` was called or something failed."""
         if not completions.serve(self.port, limit_ns):
             return False
         with contextlib.suppress(BlockingIOError):
@@ -63,8 +63,8 @@ class Queues:
 
 
 class PortBlock:
-    """Of one device's queues, with the chain of receive requests that is posted again and again. To be kept for as long as
-    anybody may poll ``address``."""
+    """The port block of one device, with the chain of receive requests that is posted again and again. The owner keeps it for
+    as long as any thread may poll ``address``."""
 
     def __init__(self, context: Context, cq: CompletionQueue, srq: SharedReceiveQueue, *, bells: int, woken: int) -> None:
         """``woken``: an eventfd that wakes the thread which sleeps on the completion channel."""

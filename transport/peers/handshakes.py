@@ -96,7 +96,8 @@ class Handshakes:
                 self._hang_up(sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
-        """Whoever waits there finds the end of the stream, and closes it. Under the lock, which keeps it from being closed."""
+        """End a stream. The thread that waits on it then reads the end, and closes the socket. The caller holds the lock, so
+        that the socket is not closed meanwhile."""
         self._unproven.pop(sock, None)
         self._deadlines.pop(sock, None)
         with contextlib.suppress(OSError):
@@ -115,13 +116,14 @@ class Handshakes:
             self.proven(sock)
 
     def proven(self, sock: socket.socket) -> None:
-        """That peer belongs here, or is none any more: it makes way for nobody. Idempotent; before the socket is closed."""
+        """Take a peer out of the unproven ones: it has proven itself, or its handshake has failed. Idempotent. Call it before
+        the socket is closed."""
         with self._lock:
             self._unproven.pop(sock, None)
 
     @contextlib.contextmanager
     def limited(self, sock: socket.socket, deadline: float) -> Iterator[None]:
-        """Within, the peer has until ``deadline`` (``time.monotonic``); then the stream ends."""
+        """Inside the block the peer has until ``deadline`` (``time.monotonic``); then the stream is ended."""
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         with self._lock:
             self._deadlines[sock] = deadline

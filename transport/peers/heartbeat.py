@@ -3,12 +3,12 @@
 Each device has a thread that beats in a kernel without the GIL, so only a process that does not run at all is silent:
 
 * for peers of this host it advances a word that they have mapped;
-* into each stream it sends an empty frame every so often (a quarter of the peer's ``peer_timeout``, at most), or, when a
-  frame is half sent, more of that (``pulse``).
+* into each stream it sends an empty frame at least every quarter of the peer's ``peer_timeout``, or, when a frame is half
+  sent, more of that frame (``pulse``).
 
-Who looks (the device's own thread) adds up a peer's *silence*: each look adds the time since the look before, but never more
-than one interval. So whoever was stopped itself, or could not look for long, blames nobody when it comes back: it takes as many
-looks in a row as make up ``peer_timeout``.
+The device's own thread looks for these signs and adds up a peer's *silence*: each look adds the time since the look before, but
+never more than one interval. So a process that was stopped itself, or could not look for long, does not take its peers for
+lost when it goes on: it takes as many looks in a row as make up ``peer_timeout``.
 """
 
 from __future__ import annotations

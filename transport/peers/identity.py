@@ -17,15 +17,17 @@ _BASE_POINT = 9
 
 
 class Identity:
-    """Whoever agrees on ``shared`` with the holder of this key knows that it is the holder. Thread-safe."""
+    """A key pair. A peer that computes the same ``shared`` from its own key and ``public`` knows that it talks to the holder of
+    the private half. Thread-safe."""
 
     def __init__(self) -> None:
         self._private = secrets.randbits(255) & ~7 | 1 << 254
         self.public = _multiply(self._private, _BASE_POINT).to_bytes(KEY_BYTES, "little")
-        """Tells nothing about the private half."""
+        """The public half, which reveals nothing of the private one."""
 
     def shared(self, public: bytes) -> bytes:
-        """The number that only the two holders know. ``AuthenticationError`` for a key that everybody would share."""
+        """The bytes that only the two holders of the private halves can compute. Raises ``AuthenticationError`` for a public
+        key with which the result is the same for everybody."""
         number = _multiply(self._private, int.from_bytes(public, "little") & (1 << 255) - 1)
         if number == 0:
             raise AuthenticationError("the peer's key is none", status="PROTOCOL")

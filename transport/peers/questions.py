@@ -1,4 +1,4 @@
-"""Control messages that one end of a channel sends and waits to be answered."""
+"""Control messages that the other end of a channel answers, and the wait for these answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol
 from ..errors import RdmaError, TransferTimeout, fresh
 
 ANSWER_TIMEOUT_S = 60.0
-"""How long a peer that lives has for an answer that takes a thread of Python there: one of its threads may hold the GIL. One
-that does not run at all is lost after ``peer_timeout``."""
+"""Seconds that a living peer has for its answer. The answer needs a Python thread there, and another one may hold the GIL. A
+process that does not run at all is lost after ``peer_timeout``."""
 
 
 class Named(Protocol):
@@ -30,8 +30,8 @@ class Asking(Protocol):
 
 
 class Questions:
-    """Of one channel. The answer to a message of a kind has the next kind, and the same number. Thread-safe; refers to no
-    channel, which would keep it."""
+    """The unanswered questions of one channel. An answer has the question's kind plus one, and the same number. Thread-safe. It
+    does not refer to the channel, which would else stay alive."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -39,7 +39,7 @@ class Questions:
         self._numbers = itertools.count(1)
 
     def number(self) -> int:
-        """Of a question that is about nothing that has one."""
+        """A fresh number, for a question that is not about a numbered thing such as a region."""
         return next(self._numbers)
 
     def ask(
@@ -50,8 +50,8 @@ class Questions:
         number: int,
         known: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``send(kind, number)``, and wait for the answer, or until what it would tell is ``known``. Never on the thread that
-        hears the peer. Raises why the channel ended; ``TransferTimeout``."""
+        """Call ``send(kind, number)`` and wait until the answer has come, or ``known()`` is true without it. Never call this on
+        the thread that hears the peer. Raises the error that ended the channel, and ``TransferTimeout``."""
         answer = kind + 1, number
         answered = self._asked.setdefault(answer, threading.Event())
 
@@ -72,13 +72,13 @@ class Questions:
             )
 
     def answer(self, kind: int, number: int) -> None:
-        """An answer came."""
+        """Enter an answer that came."""
         with self._news:
             if event := self._asked.get((kind, number)):
                 event.set()
             self._news.notify_all()
 
     def news(self) -> None:
-        """Something came that may be ``known`` now, or the channel has ended."""
+        """Have the waiting threads look again: ``known()`` may have changed, or the channel has ended."""
         with self._news:
             self._news.notify_all()

@@ -1,8 +1,8 @@
-"""The secret of processes that nobody gave one: one for each user of a running host, in a file that this user alone can read.
+"""The secret of processes that were given none: one for each user of a running host, in a file that this user alone can read.
 
-Whoever reads that file can read the memory of our processes as well, so nothing is lost by trusting it; nobody else gets in. It
-is made by whoever needs it first, in ``XDG_RUNTIME_DIR`` or ``/tmp/rdmarpc-UID``, and stays: its name holds the kernel's boot
-id, so each boot has a new one, and hosts that share the folder have one each. Nothing has to be told, or taken away at the end.
+A process that can read that file can read the memory of the user's processes as well, so trusting it loses nothing. The first
+process that needs the file makes it, in ``XDG_RUNTIME_DIR`` or ``/tmp/rdmarpc-UID``, and it stays. Its name holds the kernel's
+boot id, so each boot has a new one, and hosts that share the folder have one each. No process has to pass it on or remove it.
 """
 
 from __future__ import annotations

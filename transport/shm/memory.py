@@ -1,4 +1,4 @@
-"""The memory of a peer of this host, as the peer told of it: segments, which are mapped here, and foreign regions, which the
+"""The memory of a peer of this host, as the peer announced it: segments, which are mapped here, and foreign regions, which the
 kernel copies (``memory/attach``)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..region import LENT, RemoteRegion
 from ..words import kernels
 
 Entry = tuple[int, int, int]
-"""Address (of what is mapped: ours; else the peer's), bytes, key."""
+"""Address, bytes, key. The address is one of this process if the memory is mapped here, else one of the peer's process."""
 
 
 class HasName(Protocol):
@@ -37,19 +37,20 @@ class Named(Protocol):
 
 
 class PeerMemory:
-    """Of one channel, to which it refers weakly, for errors. The tables are written by the thread that hears the peer alone."""
+    """The tables of what the peer of one channel has announced. Only the thread that hears the peer writes them. They refer to
+    the channel weakly, and only to name the peer in errors."""
 
     def __init__(self, channel: Named, uid: int, epoch: int, probe: int) -> None:
-        """``probe``: address of a word by which is seen whether the kernel lets us copy there."""
+        """``probe``: address of a word of the peer. Reading it shows whether the kernel lets this process copy from there."""
         self.pid, self.uid, self.epoch = channel.pid, uid, epoch
         self._channel, self.device = weakref.ref(channel), channel.device.name
         self.no_cma = why_not(self.pid, probe)
-        """Why memory outside of segments cannot be reached; empty: it can."""
+        """Why the peer's memory outside of segments cannot be reached; empty if it can."""
         self.copying = threading.Lock()
         """Held during each copy by the kernel: the owner's deregistration waits for it."""
         self.segments: dict[int, Entry] = {}
         self.parts: dict[int, Entry] = {}
-        """Of what neither is mapped by us nor the kernel copies (``cuda/peer``)."""
+        """Memory that is neither mapped here nor copied by the kernel: GPU memory, which ``cuda/peer`` enters."""
         self._foreign: dict[int, Entry] = {}
         self._read_only: set[int] = set()  # numbers of segments that are mapped for reading
         self._views: dict[int, memoryview] = {}
@@ -58,14 +59,14 @@ class PeerMemory:
 
     @property
     def peer(self) -> str:
-        """Who it is, for people."""
+        """The name of the peer, for texts."""
         channel = self._channel()
         return channel.peer if channel is not None else f"process {self.pid}"
 
     # -- what the peer tells
 
     def add_segment(self, fds: list[int], number: int, key: int, nbytes: int, *, writable: bool) -> None:
-        """Map it. ``PeerLost`` for what is no segment."""
+        """Map a segment of the peer. Raises ``PeerLost`` if the peer handed over no file, or one that is no segment."""
         if number in self.segments:  # a segment may be told twice
             return
         if not fds:
@@ -87,7 +88,7 @@ class PeerMemory:
     # -- what is where
 
     def view(self, number: int) -> memoryview:
-        """Of a segment, as long as it is held."""
+        """The bytes of a segment. They stay mapped for as long as the view is held."""
         return self._views[number]
 
     def writable(self, number: int) -> bool:
@@ -103,8 +104,8 @@ class PeerMemory:
     def resolve(
         self, remote: RemoteRegion, *, write: bool = False, hear_of: Callable[[int], None] | None = None
     ) -> tuple[int, bool]:
-        """Address of a remote range and whether it is one of ours (mapped) or one of the peer's. ``RemoteAccessError``.
-        ``hear_of``: asks the peer about a region that nobody has told of yet."""
+        """The address of a remote range, and whether it is an address of this process (the range is mapped) or of the peer's.
+        ``hear_of(region)`` asks the peer about a region that it has not announced yet. Raises ``RemoteAccessError``."""
         if remote.nbytes == 0:
             return 0, True
         if remote.owner != self.uid or remote.epoch != self.epoch:

@@ -1,8 +1,8 @@
 """The frames that are still to be sent on one TCP stream.
 
 Posting threads send directly from where the tensors lie. What the socket does not take at once is left to the I/O thread, so
-two ends that send huge data to each other both progress. Whole frames only: a sign of life (``peers/pulse``) may come between
-two.
+two ends that send huge data to each other both progress. Frames stay whole: a sign of life (``peers/pulse``) may go out between
+two frames, never inside one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .wire import TURN_BYTES, Buffers
 
 
 class Outbox:
-    """Of one channel. Call its methods with ``lock`` held, but for ``start`` and ``flush``, which take it."""
+    """The unsent frames of one channel. Callers hold ``lock``, except for ``start`` and ``flush``, which take it."""
 
     def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, bool], None]) -> None:
-        """``watch(sock, wanted)``: whether ``flush`` is to be called when the socket has room."""
+        """``watch(sock, wanted)`` tells the I/O thread whether to call ``flush`` when the socket has room."""
         self.lock = threading.RLock()
         self.inlined = 0
         """Bytes that were copied because the socket was full."""
         self._sock, self._watch = sock, watch
         self._pulse: Pulse | None = None
         self._queue: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
-        self._given = 0  # so many of its first buffers are the pulse's
+        self._given = 0  # how many buffers at its front the pulse is sending
         self._closed = False
 
     @property

@@ -19,11 +19,11 @@ _ENDED = 1 << 62  # added to the answers at the end, so that every wait on them 
 
 
 class Posts:
-    """Of one channel. Any thread posts; the I/O thread brings the answers. It takes the outbox's lock, which keeps numbers and
-    frames in one order."""
+    """The posts of one channel. Any thread posts; the I/O thread enters the answers. Posting holds the outbox's lock, so that
+    frames go out in the order of their numbers."""
 
     def __init__(self, outbox: Outbox, records: mmap.mmap, answers: int, bells: int, peer: str) -> None:
-        """``answers``: address of a record in ``records``, which counts the posts that were answered."""
+        """``answers``: address of the record in ``records`` that counts the answered posts."""
         self.answers, self.peer = answers, peer
         self.answered = 0
         """The last post that was answered."""
@@ -37,7 +37,7 @@ class Posts:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything that wants an answer has none."""
+        """Whether a post waits for its answer."""
         return bool(self._pending)
 
     def check(self) -> None:
@@ -57,7 +57,7 @@ class Posts:
         return work.seq
 
     def post(self, frames: Callable[[int], Buffers], nbytes: int, work: TcpWork) -> None:
-        """Send the frames of a transfer, which are given its number; ``work`` is answered later."""
+        """Send the frames of a transfer: ``frames(number)`` makes them. The answer completes ``work``."""
         with self._outbox.lock:
             seq = self._enlist(work)
             self.count += 1

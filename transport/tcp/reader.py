@@ -1,7 +1,7 @@
 """The frames that come in on one TCP stream.
 
-The I/O thread looks a region up before it takes payload, and receives straight into it; payload it refuses is read and thrown
-away, and the channel goes on.
+The I/O thread looks up a region before it receives payload, and receives straight into the region. It reads refused payload and
+throws it away, and the channel goes on.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .wire import (
 
 
 class Reader:
-    """Of one channel, for the I/O thread. ``lock`` is held while it handles what came, and taken before the outbox's; neither
-    is held across a wait."""
+    """Reads the stream of one channel, on the I/O thread. It holds ``lock`` while it handles frames. A thread that needs both
+    locks takes ``lock`` before the outbox's; no thread holds either of them while it waits."""
 
     def __init__(
         self, sock: socket.socket, peer: str, access: Access, outbox: Outbox, posts: Posts, *, records: int, bells: int
@@ -47,12 +47,12 @@ class Reader:
         """``records``: address of the notification records."""
         self.lock = threading.RLock()
         self.heard = True
-        """Something came since somebody set this to false."""
+        """Whether bytes have come since this was last set to false."""
         self._sock, self._peer = sock, peer
         self._access, self._outbox, self._posts = access, outbox, posts
         self._records, self._bells = records, bells
         self._scratch = memoryview(bytearray(64 << 10))
-        # Of the frame that is coming in:
+        # State of the frame that is being received:
         self._header = bytearray(HEADER.size)
         self._header_got = 0
         self._frame: tuple[int, ...] = ()
@@ -60,13 +60,13 @@ class Reader:
         self._target: memoryview | None = None
         self._target_region = 0
         self._reason = bytearray(MAX_REASON)
-        # Of the post that is coming in:
+        # State of the post that is being received:
         self._refusal = ""
         self._answered_by_data = False
         self._ack_due = 0
 
     def receive(self) -> RdmaError | None:
-        """Take what has come. Returns why the stream is over, or ``None``."""
+        """Read and handle what has come. Returns why the stream has ended, or ``None``."""
         with self.lock:
             room = TURN_BYTES
             try:
@@ -90,7 +90,8 @@ class Reader:
         return None
 
     def _receive_some(self) -> tuple[int, int]:
-        """One system call: payload straight into its place, and the next header behind it."""
+        """Make one system call: receive payload straight into its place, and the next header behind it. Returns the bytes asked
+        for and the bytes received."""
         if self._posts.error is not None:
             return len(self._scratch), self._sock.recv_into(self._scratch)
         header = memoryview(self._header)[self._header_got :]

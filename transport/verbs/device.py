@@ -7,9 +7,9 @@ Threads: one that serves the control streams (accepting, announcements, end of p
 sleeps on the completion channel when every waiter does (``verbs/watch``), one that beats (``peers/heartbeat``), and one
 short-lived thread per incoming connection during its handshake.
 
-Who is dead: a process that ended ends its control stream; a host or link that is gone does not acknowledge packets, which are
-sent again for about two seconds (an idle queue pair sends a WRITE of no bytes every half second, which only the peer's device
-has to acknowledge); a process that is stopped does not beat.
+How a lost peer is noticed: the control stream ends when the peer's process ends. A host or link that is gone does not
+acknowledge packets, which are sent again for about two seconds; an idle queue pair sends a WRITE of no bytes every half second,
+which only the peer's adapter has to acknowledge. A process that is stopped sends no heartbeat.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ class VerbsDevice(Device):
         return torch.empty(shape, dtype=dtype, device=device)
 
     def register(self, tensor: torch.Tensor) -> Region:
-        """As ``Device.register``; also GPU memory, for the peers of this device. It holds then what the current stream has been
-        given to do until now. ``RegistrationError`` where the adapter cannot reach it, with the reasons."""
+        """As ``Device.register``; also registers GPU memory, for the peers of this device. It returns when the work that the
+        current stream was given before the call is done. Raises ``RegistrationError``, with the reasons, where the adapter
+        cannot reach the GPU memory."""
         if tensor.is_cpu:
             return super().register(tensor)
         self.check()
@@ -176,14 +177,14 @@ class VerbsDevice(Device):
         if not nbytes:
             return Region(self, tensor, 0, 0, 0, foreign=False)
         region = self.local.on_gpu(tensor)
-        with self._lock:  # a peer that comes now is told once
+        with self._lock:  # a peer that connects now is told once
             told, channels = self.local.share(tensor, region), self._opened()
         self._tell(channels, told)
         self.count("registrations")
         return Region(self, tensor, told[1], told[2], 0, foreign=True)
 
     def deregister(self, region: Region) -> None:
-        """Of GPU memory: peers may not touch it any more. Returns when no copy of theirs is under way."""
+        """Withdraw a region of GPU memory from the peers. Returns when none of their copies is under way there."""
         if os.getpid() != self.pid:
             return
         number = region.remote.region

@@ -84,13 +84,13 @@ class _View(MemoryRegion):
 
 
 class GpuMemory:
-    """What of the GPUs' memory one RDMA device has registered. Thread-safe. Close it before its context. ``count(name)`` adds
-    one to a counter; ``pins``: of the arena, if there are any."""
+    """The GPU memory that one RDMA device has registered, and posts from it. Thread-safe. Close it before its context.
+    ``count(name)`` adds one to a counter. ``pins``: the arena's pinned segments, if there are any."""
 
     def __init__(
         self, context: Context, count: Callable[[str], None], pins: Pins | None = None, *, root: Path = Path("/")
     ) -> None:
-        """Raises ``NotSupported`` where there is no GPU's driver."""
+        """Raises ``NotSupported`` where no GPU driver is installed."""
         self._cuda: Driver = driver.driver()
         self.kind = driver.kind()
         self._context, self._count, self._root = context, count, root
@@ -111,7 +111,7 @@ class GpuMemory:
     # -- registration
 
     def decision(self, index: int) -> Decision:
-        """What is known of the ways to a GPU; it changes when one turns out not to work."""
+        """How the adapter reaches a GPU. The decision changes when a way turns out not to work."""
         with self._lock:
             if index not in self._decisions:
                 gpu = self._gpus[index] = gpudirect.gpu_of(self._cuda, index, self._root)
@@ -122,7 +122,7 @@ class GpuMemory:
             return self._decisions[index]
 
     def _with_flush(self, index: int, decision: Decision) -> Decision:
-        """A GPU that needs to be flushed is reached only if it lets itself be."""
+        """Try the flush that a GPU needs. If it fails, the decision is to stage the GPU's memory."""
         try:
             with self._cuda.on(index):
                 flush = self._flusher(index, decision.flush)

@@ -18,13 +18,14 @@ _TIMEOUT, _RETRY_CNT = 16, 6
 
 
 class Pairing:
-    """Of one device."""
+    """Makes and connects the queue pairs of one device."""
 
     def __init__(self, at: Port, queues: Queues, watch: Watch) -> None:
         self._at, self._queues, self._watch = at, queues, watch
 
     def offer(self, uid: int, epoch: int, patience_s: float) -> tuple[QueuePair, Setup]:
-        """A new queue pair, which the caller closes, and what the peer has to know. ``NotSupported`` if there is no room."""
+        """Make a queue pair, which the caller closes. Returns it with the setup to send to the peer. Raises ``NotSupported`` if
+        the completion queue has no room for another one."""
         if self._watch.full:
             why = f"the completion queue of {self._at.name} has room for {self._queues.room} queue pairs"
             raise NotSupported(why, device="verbs")
@@ -33,7 +34,7 @@ class Pairing:
         return qp, Setup(uid, epoch, int(patience_s * 1000), self._at.port.max_msg_sz, there, qp.qp_num, psn)
 
     def connect(self, qp: QueuePair, ours: Setup, theirs: Setup) -> None:
-        """Both ends are known: what one posts reaches the other."""
+        """Connect a queue pair to the peer's, by the setups of both ends."""
         route = endpoint.route(
             self._at.endpoint,
             Endpoint.load(theirs.endpoint),

@@ -26,10 +26,10 @@ class User(Protocol):
 
 
 class Places:
-    """Of one channel. Any thread looks up; the thread that hears the peer announces."""
+    """The announced memory of one channel's peer. Any thread looks places up; the thread that hears the peer enters them."""
 
     def __init__(self, peer: str, identity: tuple[int, int], questions: Questions, send: Callable[[int, int], None]) -> None:
-        """``identity``: the peer's uid and epoch. ``send(kind, number)``: a control message."""
+        """``identity``: the peer's uid and epoch. ``send(kind, number)`` sends a control message."""
         self._peer, self._identity = peer, identity
         self._questions, self._send = questions, send
         self.known: dict[int, tuple[int, int, int, int, bool]] = {}  # number -> (address, bytes, key, rkey, may be written)
@@ -40,7 +40,8 @@ class Places:
         return RemoteAccessError(why, peer=self._peer, device="verbs", status="REM_ACCESS_ERR")
 
     def resolve(self, remote: RemoteRegion, asking: Asking, *, write: bool) -> Place:
-        """Where a remote range is. ``asking``: our end, which may have to ask. ``RemoteAccessError``."""
+        """The place of a remote range. If the peer has not announced its region yet, the call asks for it over ``asking``, our
+        end of the channel, and waits. Raises ``RemoteAccessError``."""
         if remote.nbytes == 0:
             return 0, 0
         found = remote.resolved
@@ -50,8 +51,8 @@ class Places:
             raise self.refusal("the descriptor was exported by another device, or in an earlier life of this one")
         entry = self.known.get(remote.region)
         if entry is None:
-            # Announcements leave before any descriptor that names them, so one that is missing is on its way, and needs nothing
-            # of the peer any more. They are ordered: after the answer we know all that the descriptor's owner knew.
+            # A peer announces a region before it exports a descriptor of it, so a missing announcement is on its way already.
+            # Control messages are ordered: it has come when the answer comes.
             number = self._questions.number()
             self._questions.ask(asking, self._send, SYNC, number, lambda: remote.region in self.known)
             entry = self.known.get(remote.region)

@@ -20,10 +20,11 @@ Announcement = tuple[int, int, int, int, int, int]
 
 
 class Registrations:
-    """Of one device. Any thread. Close it before its context."""
+    """The memory regions of one device. Any thread. Close it before its context."""
 
     def __init__(self, context: Context, memory: Memory, lock: threading.RLock) -> None:
-        """``lock``: the device's. Whoever holds it finds no region that nobody was told of."""
+        """``lock``: the device's lock. The device enters new channels under it too, so that each channel is told of every
+        region: when it connects, or when the region is registered."""
         self._context, self._memory, self._lock = context, memory, lock
         self.arena = memory.arena
         self.gpu_kind = driver.kind()
@@ -41,7 +42,7 @@ class Registrations:
     # -- for peers
 
     def segment(self, segment: Segment) -> Announcement | None:
-        """Register a segment of the arena; ``None``: it is."""
+        """Register a segment of the arena. Returns ``None`` if it is registered already."""
         with self._lock:
             if segment.number in self._regions:
                 return None
@@ -110,7 +111,7 @@ class Registrations:
 
     @property
     def gpu(self) -> GpuMemory:
-        """What of the GPUs' memory the adapter has. ``NotSupported`` where there is no GPU's driver."""
+        """The registered GPU memory. Raises ``NotSupported`` where no GPU driver is installed."""
         with self._lock:
             if self._gpu is None:
                 arena = self._memory.gpu
@@ -118,7 +119,7 @@ class Registrations:
             return self._gpu
 
     def arrived(self) -> None:
-        """Something came: have GPUs see it, where they have to be made to."""
+        """Make arrived data visible to the GPUs that need a flush for that."""
         if self._gpu is not None and self._gpu.flushes:
             self._gpu.flush()
 

@@ -74,7 +74,7 @@ def _check(function: Callable[..., Any]) -> None:
     except RuntimeError:
         raise PermissionError("no cache directory can be written to") from None
     if place.parent == source:
-        # Whoever can change the sources needs no cache to have code run.
+        # A user who can write the sources can have code run without the cache, so the rights on them are allowed here too.
         found, package = place.stat(), source.stat()
         owners = (os.geteuid(), 0, package.st_uid)
         if found.st_uid not in owners or found.st_mode & ~package.st_mode & 0o022:

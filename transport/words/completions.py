@@ -5,9 +5,9 @@ receive queue); a *lane* block to a channel (one queue pair); a *chain* block to
 memory, only the last one signalled). ``libibverbs``' own inline functions are calls through the context's table of operations;
 so are ours.
 
-Who polls: whoever waits, in the loop in which it looks at its record (``kernels.wait_count``, ``wait_any``): nobody is woken
-for what a spinning waiter takes off the queue itself. Only when a waiter is about to sleep is the queue *armed*, so that the
-next completion wakes the device's thread, which polls in its place.
+A waiting thread polls the queue itself, in the loop in which it looks at its record (``kernels.wait_count``, ``wait_any``). So
+no thread is woken for a completion that a spinning waiter takes. Only when a waiter is about to sleep does it *arm* the queue:
+the next completion then wakes the device's thread, which polls in its place.
 
 Invariants:
 

@@ -1,4 +1,4 @@
-"""How notifications lie in shared memory: a record for each number of a channel, and the bells that wake who waits.
+"""How notifications lie in shared memory: a record for each number of a channel, and the bells that wake the waiters.
 
 ``kernels`` has the words of a record and of a bell.
 """
@@ -9,5 +9,5 @@ MAX_NOTIFY = 1 << 16
 """A notification is a number below this."""
 RECORD_BYTES = 16
 BELLS = 64
-"""Of a process. Bell 0 is none: its line is the heartbeat."""
+"""The number of bells of a process. Number 0 is no bell: its cache line holds the heartbeat."""
 BELL_BYTES = 64
