@@ -80,7 +80,7 @@ def _next(target: torch.Tensor | GradientEdge) -> tuple[Any, int]:
 
 
 class DistAutogradContext:
-    """What this worker knows of a context, for looking at it: with the private names of torch's."""
+    """The state of a context at this worker, for inspection. Methods have the private names of torch's class."""
 
     def __init__(self, found: Context) -> None:
         self._found = found
@@ -89,16 +89,16 @@ class DistAutogradContext:
         return self._found.number
 
     def _send_functions(self) -> dict[int, _Send]:
-        """For each message that took tensors along which require grad, where their gradients flow."""
+        """For each message from here with tensors that require grad, the nodes into which their gradients flow."""
         sent = list(self._found.sent.items())
         return {message: _Send(tuple([_next(target) for target in left.targets])) for message, left in sent}
 
     def _recv_functions(self) -> dict[tuple[int, int], Any]:
-        """For each message that brought such tensors, by (number of the worker, number of the message), their node."""
+        """For each message to here with such tensors, by (number of the worker, number of the message), their node."""
         return dict(self._found.received)
 
     def _known_worker_ids(self) -> set[int]:
-        """Of the other workers to which this one brought the context."""
+        """The ids of the other workers to which this one brought the context."""
         agent = _agent.current()
         return {agent.group.worker(number).id for number in self._found.workers} - {agent.me.id}
 

@@ -67,20 +67,21 @@ class Agent:
     """Made by ``init_rpc``, one a process. Thread-safe."""
 
     timeline: Recorder | None = None
-    """Of the whole run, if one is recorded. ``init_rpc`` hands it in, and ``get_debug_info``, which torch has here too."""
+    """The timeline of the whole run, if one is recorded. ``init_rpc`` sets it, and ``get_debug_info``, which torch's agents
+    have too."""
     get_debug_info: Callable[[], dict[str, int]] = dict
 
     def __init__(
         self, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, undo: contextlib.ExitStack
     ) -> None:
-        """``undo`` takes what is to be done, the last first, if something of this raises."""
+        """``undo`` collects the calls that undo this, the last first, if it raises."""
         self.since, self.guard = time.monotonic(), Guard("rdmarpc")
         self.options, self.rpc_timeout = options, options.rpc_timeout
         _use(options)
         self.ready = threading.Event()  # peers may connect before we are complete
         self._at_close: list[Callable[[], None]] = []
         self._lost_callbacks: list[Callable[[], PeerLostCallback | None]] = []
-        """What gives each, while it lives."""
+        """For each callback a function that returns it, or ``None`` once its owner has died."""
 
         # The group, and the device by which its workers are reached.
         self.group = Group(name, rank, world_size, options)
@@ -360,9 +361,9 @@ class Agent:
             self.close()
 
     def say_goodbye(self) -> None:
-        """Tell every peer which exception ends this process, if one does: it is named in their ``PeerLost``. Waits at most for
-        rings that were never written to; a peer with a full ring does not hear it. Who connects from now on is told so, too,
-        and no link comes about."""
+        """Tell every peer which exception ends this process, if one does: their ``PeerLost`` names it. Workers that connect
+        from now on are told so too, and get no link. The call waits only for rings that were never written to; a peer with a
+        full ring is not told."""
         kind, text = exits.reason()
         links = self.connections.leave(kind, text)
         links = links if kind else []
@@ -430,7 +431,7 @@ def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connection
 
 
 def _takes(agent: Agent) -> dict[int, Handler]:
-    """Who takes which kind of frames."""
+    """The handlers of received frames, by kind."""
     callee, rrefs, contexts, jobs = agent.callee, agent.rrefs, agent.contexts, agent.pool.jobs
     return {
         REQUEST: callee.accept,
@@ -444,7 +445,7 @@ def _takes(agent: Agent) -> dict[int, Handler]:
 
 
 def _use(options: RpcBackendOptions) -> None:
-    """What is of the whole process."""
+    """Apply the options that hold for the whole process."""
     serialize.use_cloudpickle(options.pickler == "cloudpickle")
     permits.use(None if options.allow is None else permits.Permits(options.allow))
     local.first_call()
@@ -453,7 +454,7 @@ def _use(options: RpcBackendOptions) -> None:
 def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[[Channel], bytes]) -> Device:
     secret, kind = group.begin(options)
     if kind == "shm" and driver.count():
-        kind = "cuda"  # which is that, and GPU memory besides
+        kind = "cuda"  # it extends ``shm`` by GPU memory
     return open_device(
         kind,
         require=options.require,

@@ -72,30 +72,30 @@ from .handover import Handovers, sole
 from .observer import Serving
 
 _MAX_FUNCTIONS, _MAX_NAME = 4096, 1024
-"""How many functions are remembered by their pickles, and the longest of these."""
+"""How many functions are remembered by their pickles, and the length in bytes of the longest such pickle."""
 _ASYNC_HINT = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
 
 
 class Answering:
-    """A request from when its frame is here until it is answered. Written by one thread at a time."""
+    """A request, from the arrival of its frame until it is answered. One thread at a time writes it."""
 
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     request: Fetch | None = None
-    """Where it was held, what was READ of it."""
+    """The request as it was held, with the data that was READ for it; ``None`` if it was not held."""
     references: list[Fork] | None = None
-    """Those among its arguments, when they are confirmed."""
+    """The references that came with its arguments, if there are any."""
     body: Body | None = None
-    """Of one that needs more than a look at its frame."""
+    """The parsed body, from the look for references until its arguments are decoded."""
     rref: int | None = None
     """The reference whose value it creates."""
     context: Context | None = None
     """The autograd context that it carries."""
     sizes: tuple[int, ...] = ()
-    """Of what among its arguments needs landing places."""
+    """The bytes of each argument that needs a landing place."""
     places: list[RemoteRegion] | None = None
-    """The caller's, for the result."""
+    """The caller's landing places for the result."""
     function: Any = None
-    """Unpickled, and its arguments, while it runs."""
+    """The unpickled function, and (``args``) its arguments, while it runs."""
     args: tuple[Any, ...] = ()
 
     def __init__(self, link: Link, frame: Frame) -> None:
@@ -103,7 +103,7 @@ class Answering:
 
 
 class Callee:
-    """Thread-safe."""
+    """The called side of one worker. Thread-safe."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Callee:
         self.me, self.rrefs, self.contexts, self._distrust = me, rrefs, contexts, distrust
         self.observer: Serving | None = None
         self.running: dict[int, Answering] = {}
-        """By thread: the requests that are served this moment."""
+        """The requests that are being served, by the thread that serves each."""
         self._functions: dict[bytes, Any] = {}
         self.promises = Promises(device.arena)
         self._sources: dict[tuple[Link, int], Kept] = {}

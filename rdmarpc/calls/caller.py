@@ -249,10 +249,10 @@ class Caller:
     # -- in
 
     def answer(self, link: Link, frame: Frame) -> None:
-        """A response arrived (called by the holder of the polling role). ``NotTheirs`` if that call was made to another worker:
-        answers count by the link that they come by. What nobody waits for any more has no effect.
+        """Take a response that arrived (called by the holder of the polling role). Raises ``NotTheirs`` if the call was made to
+        another worker than the one at the link's other end. An answer to an unknown call has no effect.
 
-        Where a READ takes a thread of the peer's, an answer that has to be READ leaves its call where it is till it is here."""
+        If a READ needs a thread of the peer, a call whose answer has to be READ stays in its table until the data is here."""
         pending = self.pending.get(frame.call) or self.expired.get(frame.call)
         if pending is None:
             return
@@ -273,7 +273,7 @@ class Caller:
             fetch.run(partial(self._arrived, pending, fetch))
 
     def _arrived(self, pending: Pending, fetch: Fetch) -> None:
-        """All of an answer is here, or never will be (mostly by the thread that hears the peers)."""
+        """Take an answer of which all has been READ, or never will be (mostly called by the thread that hears the peers)."""
         lost = pending.link.channel.error is not None  # whoever deals with the loss answers the call
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
@@ -282,7 +282,7 @@ class Caller:
             self.pool.submit(partial(self._bury, pending, fetch))
 
     def _expect_rest(self, pending: Pending, fetch: Fetch) -> None:
-        """Not all of an answer had come at its call's deadline: it is taken when it is here."""
+        """Go on to READ an answer of which a part was missing at its call's deadline. It is taken when it is here."""
         pending.expired = True
         self.expired[pending.call] = pending
         fetch.run_on(partial(self._arrived, pending, fetch))
@@ -299,8 +299,8 @@ class Caller:
                     pending.done = True
                     self.role.completed()
                     return
-                # This thread reads the rings. Completing a future may run code of users (callbacks of ``collect_all`` are
-                # not seen by us), so whoever comes first does it: the thread that waits for it, or the pool, many at once.
+                # This thread reads the rings, so it must not complete a future: that may run users' code (we do not see the
+                # callbacks of ``collect_all``). The thread that waits for it does, or the pool, many at once.
                 pending.answers.append(answer)
                 pending.done = True
                 self._forget_finished()
@@ -315,7 +315,7 @@ class Caller:
         self.pool.owe(partial(self._finish_elsewhere, pending))
 
     def _forget_finished(self) -> None:
-        """Of the answers that nobody had come for, those at the front that somebody came for since."""
+        """Drop the answers at the front of ``unfinished`` that a thread has come for meanwhile."""
         unfinished = self.role.unfinished
         while unfinished:
             try:
@@ -418,8 +418,8 @@ class Caller:
         return True
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody wants the answer any more: an interrupt, or what else a handler of a signal raises, has taken the waiting
-        thread away, or another call of several has failed."""
+        """Give up a call whose answer nobody wants any more: an exception of a signal handler has interrupted the waiting
+        thread, or another one of several calls has failed."""
         if not self._expect_late(pending):
             self.pool.submit(partial(self._bury, pending, pending.answers.pop()))
 
@@ -429,7 +429,7 @@ class Caller:
         self._answer(pending, pending.timed_out())
 
     def _bury(self, pending: Pending, answer: Answer) -> None:
-        """A late answer: nobody wants it, but what it brings (memory handed over, grants, references) has to be taken."""
+        """Read a late answer that nobody wants, to take what it brings: memory handed over, grants, references."""
         try:
             self._read(pending, answer)
         except Exception:

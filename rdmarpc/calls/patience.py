@@ -1,9 +1,9 @@
 """Waiting for arena memory: a full arena is an error only when nothing frees enough of it in time.
 
-Memory comes back late: peers release what they have read, answers under way end, Python's collector has not run. Who needs
-memory for a message waits for its own call's deadline at most, or ``DEFAULT_S`` where this side knows of none (the callee's
-does not travel). Where nothing is under way that could free memory, it waits for ``_GRACE_S`` only. Whoever reads the rings
-never waits here: the memory that it would wait for comes back through them.
+Memory comes back late: when peers release what they have read, when answers under way end, when Python's collector runs. A
+thread that needs memory for a message waits until its call's deadline at most, or for ``DEFAULT_S`` where this side knows no
+deadline (the callee is not told). If nothing is under way that could free memory, it waits for ``_GRACE_S`` only. The thread
+that reads the rings never waits here: the memory that it would wait for comes back through them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 
 class Worker(Protocol):
-    """Whoever holds memory here, and waits for it."""
+    """A worker: the parts of it that hold memory of the arena, or wait for it."""
 
     device: Device
     role: Role
@@ -39,11 +39,11 @@ class Worker(Protocol):
     callee: Callee
 
     def tidy(self) -> None:
-        """Let go what nobody needs any more."""
+        """Free memory that nobody needs any more."""
 
 
 class Patience:
-    """Of one worker. Thread-safe."""
+    """Allocates memory for the messages of one worker, and waits if the arena is full. Thread-safe."""
 
     def __init__(self, agent: Worker) -> None:
         self._agent = weakref.proxy(agent)
@@ -51,10 +51,10 @@ class Patience:
         self._waiting: set[int] = set()
         """The threads of the pool that wait here, by ``Pool.slot``: none of them frees anything meanwhile."""
         self.waits = 0
-        """Allocations that had to wait, ever."""
+        """How many allocations have had to wait so far."""
 
     def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor:
-        """``nbytes`` > 0 of memory that the channel's peer alone may touch. ``deadline``: of the call that needs it
+        """``nbytes`` > 0 of memory that only the channel's peer may touch. ``deadline``: that of the call that needs it
         (``time.monotonic``), if there is one. Raises ``ArenaFull``."""
         try:
             return channel.pool.run(nbytes)
@@ -110,7 +110,7 @@ class Patience:
         )
 
     def holders(self) -> dict[str, int]:
-        """Bytes of the arena by who holds them, as far as is known here."""
+        """The bytes of the arena by what holds them, as far as this worker knows."""
         agent = self._agent
         held: dict[str, int] = {}
         for link, nbytes in agent.callee.promises.held().items():

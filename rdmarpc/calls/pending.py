@@ -83,43 +83,43 @@ class Pending:
     rref: int | None = None
     """The reference whose value the call creates (``remote``). 0 is one."""
     expired = False
-    """Given up: the answer may still come."""
+    """Whether it was given up. The answer may still come."""
     arriving = False
-    """Something of the answer is being READ."""
+    """Whether data of the answer is being READ."""
 
     def __init__(self, caller: Asked, link: Link, call: int, timeout: float) -> None:
         self.caller, self.link, self.call, self.timeout = caller, link, call, timeout
         self.answers: list[Answer] = []
-        """At most one; whoever pops it decodes it."""
+        """The answer, once it is here, until it is taken: the thread that pops it decodes it."""
 
     def age(self, now: float) -> float:
         """Seconds since it was sent (``time.monotonic``)."""
         return now - (self.since if self.deadline is None else self.deadline - self.timeout)
 
     def result(self) -> Any:
-        """Of a call without a future: wait for the answer, once. Raises what the call did."""
+        """Wait for the answer of a call without a future, once. Raises the error of the call."""
         return self.caller.result(self)
 
     def hold(self, bulk: torch.Tensor) -> None:
-        """Keep this, which the callee is to READ."""
+        """Keep alive the memory that the callee will READ."""
         self.keep = (self.keep, bulk)
 
     def expose(self) -> None:
-        """Of a call with a future: from here on code of users may depend on its completion."""
+        """Note that users' code may depend on the completion of the call's future from now on."""
         assert self.future is not None
         self.future.has_callbacks = True
 
     def abandon(self) -> None:
-        """Of a call without a future: nobody wants the answer any more."""
+        """Give up a call without a future, whose answer nobody wants any more."""
         self.caller.abandon(self)
 
     def timed_out(self) -> TransferTimeout:
-        """What ends it at its deadline."""
+        """The error that ends the call at its deadline."""
         return timed_out(self.timeout, self.link.name)
 
     @property
     def refused(self) -> bool:
-        """Of a call with a future: answered by an error, not merely given up."""
+        """Whether a call with a future was answered by an error, not merely given up."""
         future = self.future
         if self.expired or future is None or not future.done():
             return False
@@ -131,11 +131,11 @@ class Pending:
 
 
 class Outstanding:
-    """The calls of this worker that are not answered: each in one table or the other at every moment."""
+    """The calls of this worker that are not answered. Each is in one of the two tables at every moment."""
 
     def __init__(self) -> None:
         self.pending: dict[int, Pending] = {}
-        """By number: those under way, and (``expired``) those given up, whose answers still have to be taken."""
+        """The calls under way by number, and (``expired``) those given up, whose answers still have to be taken."""
         self.expired: dict[int, Pending] = {}
 
     def creates(self, rref: int, worker: int) -> bool:

@@ -30,7 +30,7 @@ _IDLE_POLL_S = 0.005
 
 
 class Worker(here.Agent, Protocol):
-    """Who leaves the group, and what of it has to come to an end first."""
+    """A worker that leaves its group: the parts of it that have to come to an end first."""
 
     @property
     def workers(self) -> Members: ...
@@ -53,7 +53,7 @@ _current: Callable[[], Worker] = here.current
 
 
 class Termination:
-    """Graceful shutdown: everybody keeps serving until nobody has anything left to do (rank 0 decides).
+    """Graceful shutdown: all workers keep serving until none has anything left to do (rank 0 decides).
 
     Mattern's four counters ("Algorithms for distributed termination detection", 1987): a worker that is idle reports how
     many requests it sent and answered. When the sums over all workers agree, and are those of the round before, no request

@@ -1,18 +1,19 @@
 """Contexts of distributed autograd: what a worker knows of one forward and backward computation that spans workers.
 
-A context is made by whoever enters it, and on every other worker by the first call that carries its number. It holds the
-gradient edges of the tensors that left (``Sent``) and the gradients of leaves; tensors themselves are held by nobody but their
-users. It ends where it was entered; its end is passed on to every worker that heard of it from here, once, without waiting.
-With a worker end those that it entered, and those that nobody else brought: their end would come by way of it.
+The worker that enters a context makes it; on every other worker the first call that carries its number makes it. It holds the
+gradient edges of the tensors that left (``Sent``) and the gradients of leaves; it does not keep the tensors themselves. It ends
+where it was entered, and each worker passes the end on to every worker to which it brought the context, once, without waiting.
+When a worker is lost, the contexts that it entered end, and so do those that no other worker brought, because their end would
+have come from it.
 
-Its end may overtake calls that carry it, if these wait for a thread: numbers that ended are remembered, and who comes late
-finds no context; nor does a call that was left by a worker which is lost. A thread that was about to send while the context
-ended tells the end itself (``send``). Numbers are never used twice.
+The end may overtake calls that carry the context and wait for a thread. So numbers that ended are remembered, and a late call
+finds no context; neither does a call of a worker that was lost. A thread that was about to send while the context ended tells
+the end itself (``send``). Numbers are never used twice.
 
-Who may end a context here: the worker that entered it, and the first that brought it here (``Context.by``). The first bringers
-form a tree with the entering worker as its root, so the end reaches everybody. The word of any other worker counts for that
-worker's own calls only: those that come late find no context. Were it to count for all, any member could end any context by
-its number, also one that is still to be entered.
+Two workers may end a context here: the one that entered it, and the first one that brought it here (``Context.by``). The first
+bringers form a tree with the entering worker as its root, so the end reaches all workers. The end from any other worker counts
+for that worker's own calls only: those that come late find no context. If it counted for all calls, any member could end any
+context by its number, even one that is still to be entered.
 """
 
 from __future__ import annotations
@@ -34,46 +35,48 @@ from .record import ANCHOR, Sent, Source, flagged, received, sent
 WORKER_SHIFT = 48
 _REMEMBERED = 4096
 _MAX_BROUGHT = 1 << 16
-"""Contexts that one worker may have brought here and not ended."""
+"""How many contexts one worker may have brought here and not ended."""
 MAX_PASSES = 4096
-"""Backward passes of one context that may be under way here."""
+"""How many backward passes of one context may be under way here."""
 _serials = itertools.count(1)
 # References to a gradient while a prehook has it: of the engine's buffer and of the Python object.
 _UNSHARED = 2
 
 
 class Context:
-    """Thread-safe."""
+    """The state of one context at this worker. Thread-safe."""
 
     def __init__(self, number: int, brought_by: int, messages: itertools.count[int], tell: Callable[[int, int], None]) -> None:
         self.number = number
         self.brought_by = {brought_by}
-        """Numbers of the workers whose calls carried it here (ours, if it was entered here), as far as they are not lost, and
-        have not said that it is over."""
+        """The numbers of the workers whose calls carried it here (our own, if it was entered here). Workers that are lost, or
+        have said that it is over, are taken out."""
         self.by: int | None = brought_by
-        """The first of these: its word ends the context here. ``None`` once it is lost: then the word of any of them does."""
+        """The first of these: it may end the context here. ``None`` once it is lost; then any of them may."""
         self.sent: dict[int, Sent] = {}
-        """By the number of the message."""
+        """The tensors that left here, by the number of their message."""
         self.received: dict[tuple[int, int], Any] = {}
-        """Nodes of the local graph, by the worker and the number of the message that brought their tensors. To be looked at."""
+        """Nodes of the local graph, by the worker and the number of the message that brought their tensors. Only for
+        inspection (``autograd.DistAutogradContext``)."""
         self.workers: set[int] = set()
         """Numbers of the workers that were told of it by us."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.joint = Joint()
-        """Of those who add to ``gradients``."""
+        """Orders the streams of the threads that add to ``gradients``."""
         self.passes: dict[tuple[int, int], Pass] = {}
-        """Backward passes here, by the number of the worker that began it and its count."""
+        """The backward passes here, by the number of the worker that began each, and its count there."""
         self.oldest: dict[int, int] = {}
-        """By worker: of the passes that it began, those counted less are over."""
+        """For each worker the count of its oldest pass that may not be over: all passes that it began before are."""
         self.ended = False
         self.lock = threading.Lock()
         self._messages, self._tell = messages, tell
 
     def send(self, to: int, tensors: Iterable[torch.Tensor]) -> int:
-        """Note the tensors of a message to worker number ``to``; its number, 0 if none of them needs a gradient."""
+        """Note the tensors of a message to worker number ``to``. Returns the message's number; 0 if none of them needs a
+        gradient."""
         self.workers.add(to)
         if self.ended:
-            self._tell(to, self.number)  # it ended a moment ago, and that may have passed over this worker
+            self._tell(to, self.number)  # it ended a moment ago, perhaps before ``to`` was entered: so ``to`` is told here
             return 0
         left = sent(to, tensors)
         if left is None:
@@ -83,7 +86,7 @@ class Context:
         return message
 
     def attach(self, worker: int, message: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the tensors of a message that arrived, leaves so far, their place in the local graph."""
+        """Connect the tensors of a message that arrived, which are leaves so far, to a node of the local graph."""
         leaves = flagged(tensors)
         if not leaves or not torch.is_grad_enabled():
             return

@@ -1,4 +1,4 @@
-"""How the error of a backward pass comes back to whoever began it: a ``BackwardError`` that is of the original type too.
+"""The error of a backward pass, as the worker that began it gets it: a ``BackwardError`` that is of the original type too.
 
 Its text begins as in ``torch.distributed.autograd``: one ``Error on Node <worker id>: `` for each worker that it passed, then
 the original text; what follows is the traceback of the worker where it happened.
@@ -52,7 +52,7 @@ def made(original: type, text: str, state: dict[str, Any]) -> Exception:
 
 
 def located(error: BaseException, worker_id: int, name: str) -> Exception:
-    """The error of a worker: what was raised there, or came from another. It holds no frames."""
+    """The ``BackwardError`` for an error that was raised at a worker, or came to it from another. It holds no frames."""
     prefix = f"Error on Node {worker_id}: "
     if isinstance(error, BackwardError):
         return made(_original(error), prefix + str(error), error.__dict__)
@@ -70,7 +70,7 @@ def _original(error: Exception) -> type:
 
 
 def dump(error: Exception) -> bytes:
-    """Of an error that is ``located``."""
+    """Pickle an error made by ``located``. Its attributes, and then its type, are left out if they cannot be pickled."""
     kind, state = _original(error), error.__dict__
     for attempt in ((kind, state), (kind, {})):
         try:

@@ -84,7 +84,7 @@ class Account(Protocol):
 
 
 class Pass:
-    """Thread-safe."""
+    """A backward pass at one worker. Thread-safe."""
 
     def __init__(self, context: Account, retain_graph: bool) -> None:
         self.context, self.retain_graph = context, retain_graph
@@ -94,7 +94,7 @@ class Pass:
         """Leaves (by id) whose gradients are being held, while the engine runs."""
         self._collecting: dict[int, Node] = {}
         self._owners: list[list[GradientEdge]] = []
-        """What keeps the nodes alive (``record.edge``) for which something is held."""
+        """The edges that keep alive the nodes (``record.edge``) for which gradients are held."""
         self._arrived: set[int] = set()
         self._expected: set[int] | None = None
         self._labels: dict[Node, int] = {}
@@ -105,12 +105,12 @@ class Pass:
         self._over = False
         self._lock = threading.Lock()
         self._joint = Joint()
-        """Of those who bring gradients, run nodes and take what these bring."""
+        """Orders the streams of the threads that bring gradients, run nodes, and take the gradients that the nodes emit."""
 
     # -- gradients in
 
     def begin(self, edges: list[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
-        """The roots."""
+        """Put in the gradients of the roots."""
         with self._lock:
             self._joint.enter()
             self._owners.append(edges)
@@ -119,8 +119,9 @@ class Pass:
             self._joint.leave()
 
     def arrive(self, worker: int, message: int, gradients: Gradients) -> None:
-        """Gradients of the tensors of a message that left here, from the worker that they went to (nobody else has them to
-        say: ``RuntimeError``); ``None`` for those that had no part in the roots."""
+        """Put in the gradients of the tensors of a message that left here; ``None`` for tensors that the roots do not depend
+        on. Raises ``ForeignGradients`` if they come from another ``worker`` than the one that the message went to,
+        ``RuntimeError`` if the message's part of the graph was freed."""
         with self._lock:
             if self._over:
                 return
@@ -151,7 +152,7 @@ class Pass:
             self._joint.leave()
 
     def expect(self, messages: set[int]) -> None:
-        """Of the messages that have had no gradient yet, only these will."""
+        """Note that, of the messages that have had no gradient yet, only these will get one."""
         with self._lock:
             self._expected = messages
 
@@ -161,12 +162,12 @@ class Pass:
         self.held[node, output] = gradient if before is None else before + gradient
 
     def starts(self) -> list[Node]:
-        """The nodes that something is held for."""
+        """The nodes for which gradients are held."""
         with self._lock:
             return [node for node, _ in self.held]
 
     def end(self) -> None:
-        """It failed, or a later one takes its place: nothing more runs."""
+        """End the pass, because it failed or a later one takes its place. Nothing more runs."""
         with self._lock:
             self._over = True
             self.held.clear()
@@ -176,8 +177,9 @@ class Pass:
     # -- running
 
     def run(self, leave: Callable[[list[Emitted]], None]) -> None:
-        """Run what can run; ``leave`` is given what each call of the engine brought to received tensors. Returns at once if
-        another thread is at it, which then does this too. Raises what nodes and hooks raise."""
+        """Run the nodes that can run. ``leave`` is given the gradients that each call of the engine brought to received
+        tensors. Returns at once if another thread is running nodes; that thread then runs these too. Raises what nodes and
+        hooks raise."""
         while True:
             with self._lock:
                 if self._running or self._over:

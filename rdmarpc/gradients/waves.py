@@ -1,23 +1,23 @@
 """How a backward pass goes from worker to worker.
 
-The gradients of received tensors go to whoever had sent these, in a call (``_deliver``): into landing places granted ahead, as
-arguments do. It is answered when everything that it set off is done, there and further on; gradients for the asker itself ride
-in the answer. So whoever began the pass knows when it is over, and no thread waits for a gradient: what one call of
-``_deliver`` sets off is a ``Wave``, which goes on when an answer comes.
+The gradients of received tensors go to the worker that sent the tensors, in a call (``_deliver``): into landing places granted
+ahead, as arguments do. The call is answered when everything that it set off is done, there and on further workers. Gradients
+for the asker itself ride in the answer. So the worker that began the pass knows when it is over, and no thread waits for a
+gradient: the work that one call of ``_deliver`` sets off is a ``Wave``, which goes on when an answer comes.
 
-Waits (``gradients/local``) are for messages that may never get a gradient. If all waves are over and some worker still holds
-something, the one that began asks (``_survey``) which messages can be reached from what is held, on all workers, until no new
-ones are found, and tells the holders (``_settle``): after that nothing waits for a message that will not come. As the whole
-graph has no cycles, something can then run; if nodes bring undefined gradients to a message nothing is sent, and asking again
-finds that out. In most programs nothing is ever held when the waves are over, and nobody is asked.
+Nodes wait (``gradients/local``) for messages that may never get a gradient. If all waves are over and some worker still holds
+gradients, the worker that began the pass asks (``_survey``) which messages can be reached from the held gradients, on all
+workers, until no new ones are found. It tells the holders (``_settle``), and no node then waits for a message that will not get
+a gradient. As the whole graph has no cycles, some node can run. If nodes bring undefined gradients to a message nothing is
+sent, and the next survey finds that out. In most programs nothing is held when the waves are over, and no worker is asked.
 
 Invariants: (1) a message's gradients are delivered at most once a pass; (2) a wave is answered once, when nothing that it
 started is under way, or at its first error; (3) work left to another thread that runs the pass belongs to that thread's wave,
-which somebody waits for.
+which is answered in its turn.
 
-Who may say what: gradients of a message come from the worker that the message went to (``Pass.arrive``), which its link tells
-(``functions.TOLD_WHO``); what a pass can reach is asked, and what it expects is told, by the worker that began it. Within a
-context its workers trust each other's account of which passes are over.
+Rights: the gradients of a message must come from the worker that the message went to (``Pass.arrive``), as the link shows
+(``functions.TOLD_WHO``). Only the worker that began a pass may call ``_survey`` and ``_settle``. Within a context its workers
+trust each other's account of which passes are over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_SURVEYS = 1_000  # each makes at least one node run
 
 
 class Worker(here.Agent, Protocol):
-    """What a backward pass needs of the workers that take part."""
+    """The part of a worker that a backward pass uses."""
 
     @property
     def contexts(self) -> Contexts: ...
@@ -70,13 +70,14 @@ class Name(NamedTuple):
 
 class Reply(NamedTuple):
     arrivals: list[tuple[int, Gradients]]
-    """Messages of the asker, and their gradients."""
+    """Gradients for the asker: the numbers of messages that it sent, and their gradients."""
     holders: set[int]
-    """Workers (numbers) that may hold something."""
+    """The numbers of the workers that may hold gradients."""
 
 
 def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.Tensor | int | None]]:
-    """A gradient that occurs again (those of both inputs of an addition) goes as the index of the first."""
+    """The heads and the gradients of a call. A gradient that occurs again (as for both inputs of an addition) goes as the index
+    of its first occurrence."""
     heads: list[bytes] = []
     gradients: list[torch.Tensor | int | None] = []
     known: dict[int, int] = {}
@@ -90,7 +91,7 @@ def _pack(entries: Iterable[tuple[int, Gradients]]) -> tuple[bytes, list[torch.T
             if first < len(gradients):
                 gradients.append(first)
             else:
-                # Of a small one that is expanded, nothing is won by sending only what is in memory.
+                # A small gradient is sent dense: for one that is expanded, sending only its memory would save nothing.
                 small = gradient.layout is torch.strided and gradient.numel() <= _SMALL
                 gradients.append(gradient.contiguous() if small else gradient)
     return b"".join(heads), gradients
@@ -106,7 +107,7 @@ def _unpack(heads: bytes, packed: tuple[Any, ...]) -> list[tuple[int, Gradients]
 
 
 def _open(agent: Worker, context: Context, name: Name) -> Pass:
-    """This worker's part of a pass, made by the first message of it."""
+    """This worker's part of a pass. The first message of the pass makes it."""
     return context.join_pass(agent.number, name.worker, name.serial, name.oldest, name.retain_graph)
 
 
@@ -120,8 +121,8 @@ def _arrive(agent: Worker, run: Pass, worker: int, entries: Iterable[tuple[int, 
 
 
 class Wave:
-    """What one cause sets off. ``asker``: number of the worker that waits for it. Runs on the thread that starts it, and on
-    threads of the pool as answers come; subclasses say how calls are made and what happens at the end."""
+    """The work that one call sets off. ``asker``: the number of the worker that waits for it. It runs on the thread that starts
+    it, and on threads of the pool as answers come. Subclasses say how calls are made and what happens at the end."""
 
     def __init__(self, agent: Worker, name: Name, run: Pass, asker: int | None) -> None:
         self.agent, self.name, self.run_, self.asker = agent, name, run, asker
@@ -174,7 +175,7 @@ class Wave:
         self.go_on()
 
     def close_one(self) -> bool:
-        """One thing less is under way; whether it was the last."""
+        """Count one call less under way. Returns whether it was the last."""
         with self._lock:
             self._open -= 1
             return self._open == 0
@@ -186,14 +187,14 @@ class Wave:
             self.call(*call)
 
     def reply(self) -> Reply:
-        """Raises if the context has ended meanwhile: gradients may have been lost."""
+        """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
         self.run_.context.check()
         if self.run_.held:
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)
 
     def call(self, worker: int, function: Any, args: tuple[Any, ...]) -> None:
-        """Start a call; whoever gets the answer calls ``heard``, then ``close_one``."""
+        """Start a call. The code that gets its answer calls ``heard``, then ``close_one``."""
         raise NotImplementedError
 
 
@@ -418,7 +419,7 @@ def _ask(agent: Worker, worker: int, args: tuple[bytes, bytes, bool]) -> Any:
     return agent.call_async(agent.group.worker(worker), _survey, args, None, -1.0, control=True)
 
 
-# What other workers call here; the first argument is the number of the one that does.
+# The functions that other workers call here. The first argument is the number of the caller.
 
 
 def _load(header: bytes) -> tuple[Worker, Context, Name]:
@@ -428,7 +429,7 @@ def _load(header: bytes) -> tuple[Worker, Context, Name]:
 
 
 def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
-    """Of a pass that the sender must have begun."""
+    """As ``_load``, for a pass that the sender must have begun. Raises ``ForeignGradients`` if it did not."""
     agent, context, name = _load(header)
     if name.worker != sender:
         agent.contexts.refused_gradients += 1
@@ -437,7 +438,7 @@ def _load_own(sender: int, header: bytes) -> tuple[Worker, Context, Name]:
 
 
 def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor | int | None) -> Any:
-    """Gradients of messages that this worker sent."""
+    """Take gradients of messages that this worker sent. Answers when all that they set off is done."""
     agent = _current()
     try:
         agent, context, name = _load(header)
@@ -452,7 +453,8 @@ def _deliver(sender: int, header: bytes, heads: bytes, *gradients: torch.Tensor 
 
 
 def _settle(sender: int, header: bytes, messages: bytes) -> Any:
-    """Of the messages that this worker sent and that had no gradient yet, only these will get one."""
+    """Note that, of the messages that this worker sent and that had no gradient yet, only ``messages`` will get one. Then run
+    what can run, as ``_deliver`` does."""
     agent = _current()
     try:
         agent, context, name = _load_own(sender, header)
@@ -464,7 +466,8 @@ def _settle(sender: int, header: bytes, messages: bytes) -> Any:
 
 
 def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
-    """Which messages that this worker received are reached from these that it sent, and from what is held here."""
+    """The messages to this worker that backward reaches from ``messages``, which it sent, and, if ``held``, from the gradients
+    that are held here. Packed as pairs (sender, message)."""
     agent, context, name = _load_own(sender, header)
     starts = _open(agent, context, name).starts() if held else []
     for message in _unpacked(messages):

@@ -1,7 +1,7 @@
 """The log of functions that failed, at the worker that ran them: a traceback of each kind, then counts.
 
-A kind is a type of exception and the function that was called: the outermost frame that is not ours. A caller that retries a
-failing call for a minute would else fill the disk of the callee; it gets every error itself anyway.
+A kind is a type of exception and the function that was called: the outermost frame that is not ours. Counts keep a caller that
+retries a failing call for a minute from filling the callee's disk; the caller gets every error itself.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from types import TracebackType
 
 _OURS = os.path.join(os.path.dirname(sys.modules[__name__.partition(".")[0]].__file__ or ""), "")
 _KINDS = 1000
-"""Kinds that are told apart. All others are one."""
+"""The number of kinds that are counted one by one. All further ones are counted as one kind."""
 _OTHERS = "others", "functions of many kinds"
 
 
 class Failures:
-    """Of one worker. Any thread."""
+    """Counts and logs the requests that failed at one worker. Any thread."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Requests that failed, ever."""
+        """The number of requests that have failed so far."""
         self._kinds: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
     def tell(self, error: BaseException, text: str) -> None:
-        """A function failed; ``text`` has the traceback. Logs the first of a kind, and that there are 10, 100, 1000, ..."""
+        """Count a failed function. Logs ``text``, which has the traceback, for the first failure of a kind, and the count at
+        10, 100, 1000, ..."""
         kind = type(error).__name__, _where(error.__traceback__)
         with self._lock:
             self.count += 1

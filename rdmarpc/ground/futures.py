@@ -21,8 +21,8 @@ def fail(future: torch.futures.Future[Any], error: Exception) -> None:
 
 
 class Value(torch.futures.Future[Any]):
-    """Of a value that stays here. ``mark``, set before the result: whoever takes the value has its streams wait for those that
-    made it. Callbacks are given another object, which knows nothing of that: see ``known``."""
+    """The future of a value that stays on this worker. ``mark`` is set before the result: a thread that takes the value makes
+    its streams wait for those that made it. Callbacks are given another object, without the mark: see ``known``."""
 
     mark: Mark | None = None
 
@@ -47,8 +47,8 @@ class Value(torch.futures.Future[Any]):
 
 
 def known(future: Any) -> Value | None:
-    """The object for a callback to ask instead of the one that it is given. Only of futures that somebody else holds until they
-    are done: with any other it would be a circle through C++."""
+    """The object that a callback has to ask instead of the future that it is given. Use it only for futures that are held
+    elsewhere until they are done: a callback that holds its own future is a circle through C++."""
     return future if isinstance(future, Value) else None
 
 

@@ -25,41 +25,41 @@ class Peer(Protocol):
 
 
 class Call(Protocol):
-    """A call under way, or over. Whoever started it may read all of this from any thread."""
+    """A call under way, or over. The code that started it may read all of this from any thread."""
 
     keep: Any
-    """What lives until the answer has come, however late."""
+    """Objects that are kept alive until the answer has come, however late."""
     expired: bool
-    """Given up: the answer may still come."""
+    """Whether it was given up. The answer may still come."""
 
     @property
     def done(self) -> bool:
-        """The answer is there."""
+        """Whether the answer is there."""
 
     @property
     def deadline(self) -> float | None:
-        """``time.monotonic`` of the end of its patience, if it has one."""
+        """When the call times out (``time.monotonic``); ``None``: never."""
 
     @property
     def link(self) -> Peer | None:
-        """``None`` if it could not even be sent."""
+        """The link by which it was sent; ``None`` if it could not be sent."""
 
     @property
     def future(self) -> torch.futures.Future[Any] | None:
-        """Of a call that was started with one."""
+        """The future of the result, if the call was started with one."""
 
     @property
     def refused(self) -> bool:
-        """Of a call with a future: answered by an error, not merely given up."""
+        """Whether a call with a future was answered by an error, not merely given up."""
 
     def result(self) -> Any:
-        """Of a call without a future: wait for the answer, once. Raises what the call did."""
+        """Wait for the answer of a call without a future, once. Raises the error of the call."""
 
     def expose(self) -> None:
-        """Of a call with a future: from here on code of users may depend on its completion."""
+        """Note that users' code may depend on the completion of the call's future from now on."""
 
     def abandon(self) -> None:
-        """Of a call without a future: nobody wants the answer any more."""
+        """Give up a call without a future, whose answer nobody wants any more."""
 
 
 class Awaited(Protocol):
@@ -71,17 +71,17 @@ class Waits(Protocol):
     """Waiting that makes progress."""
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
-        """Until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
+        """Wait until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
 
 
 class Group(Protocol):
     """The workers by their numbers."""
 
     def worker(self, number: int) -> WorkerInfo:
-        """``PeerLost`` for one that had left before anything was known of it here."""
+        """The worker of that number. ``PeerLost`` for one that had left before anything was known of it here."""
 
     def name_of(self, number: int) -> str:
-        """For texts."""
+        """A worker's name, for texts."""
 
 
 class Agent(Protocol):
@@ -92,7 +92,7 @@ class Agent(Protocol):
 
     @property
     def number(self) -> int:
-        """In the group; never used twice."""
+        """This worker's number in the group; no other worker ever gets it."""
 
     @property
     def me(self) -> WorkerInfo: ...
@@ -104,7 +104,7 @@ class Agent(Protocol):
     def role(self) -> Waits: ...
 
     def resolve(self, worker: Any) -> WorkerInfo:
-        """Of a name, a rank or a ``WorkerInfo``."""
+        """The worker that a name, a rank or a ``WorkerInfo`` means."""
 
     def start(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int = 0, future: bool = False
@@ -122,7 +122,7 @@ class Agent(Protocol):
 
 class Forkable(Protocol):
     def forked(self) -> object:
-        """In a forked child: let go of the parent's, without a lock. Returns what has to be kept for ever."""
+        """In a forked child, let go of what the parent owns, without a lock. Returns what has to be kept for ever."""
 
 
 _current: Any = None

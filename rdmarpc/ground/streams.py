@@ -1,12 +1,12 @@
-"""What of the order of streams a worker has to see to: a stream of its own for each thread that runs functions, and values that
-pass from one thread's streams to another's.
+"""The order of streams at a worker: each thread that runs functions has streams of its own, and values pass from one thread's
+streams to another's.
 
-The rule: what a function had given to its streams when it ended comes before whatever functions give to theirs that begin
-later. So what a function did to a module, or an optimizer to parameters, is there for those who hear that it is done. Functions
-that run at once are not ordered.
+The rule: all work that a function gave to its streams before it ended comes before the work of functions that begin later. So
+the changes that a function made to a module, or an optimizer to parameters, are there for everybody who hears that it is done.
+Functions that run at the same time are not ordered.
 
-A *mark* stands for all that the streams of the thread that set it had been given; who waits for it has the current
-streams of its own thread wait, and blocks nobody. Devices that this process does not use cost nothing.
+A *mark* stands for all work that the streams of a thread had been given when the thread set it. A thread that waits for a mark
+makes its own current streams wait, and does not block itself. Devices that this process does not use cost nothing.
 """
 
 from __future__ import annotations

@@ -63,25 +63,25 @@ class Group:
             self.leave()
             raise
         self.number = self._mine.number
-        """See ``Record``: what the others know us by."""
+        """The number by which the other workers know this one (see ``Record``)."""
         self.workers = Members(records)
 
     # -- who is in it
 
     def refresh(self) -> None:
-        """In a dynamic group: find out who is in it now."""
+        """Read the current members of a dynamic group. Does nothing in a static one."""
         if self._registry is None:
             return
-        # What is read is entered in the same order: who seems to have left has left for good.
+        # Under a lock, so that later readings are entered later: a worker that is missing in one has left for good.
         with self._refresh_lock:
             try:
                 records = self._registry.members()
             except (RuntimeError, ValueError) as error:
-                # The store is gone, and with it everybody who could still join: what we know stands.
+                # Without the store nobody can join any more, so the members that we know stay.
                 logging.getLogger("rdmarpc").info("the group's store does not answer: %s", error)
                 return
             before = self.workers.records()
-            if self._mine not in records:  # others gave us up, or we are leaving: we know ourselves all the same
+            if self._mine not in records:  # others gave us up, or we are leaving: our own record stays all the same
                 records = [self._mine, *records]
             self.workers.replace(records)
         for record in before:
@@ -89,7 +89,8 @@ class Group:
                 self.missed(record.number)
 
     def record(self, number: int) -> Record | None:
-        """Of a worker that is in the group now."""
+        """The record of a worker that is in the group now, ``None`` for any other. Reads the members again for an unknown
+        number."""
         record = self.workers.record(number)
         if record is None:
             self.refresh()
@@ -97,7 +98,7 @@ class Group:
         return record
 
     def worker(self, number: int) -> WorkerInfo:
-        """Who has, or had, that number (see ``Record``). ``PeerLost`` if it left before we heard of it."""
+        """The worker that has, or had, that number (see ``Record``). Raises ``PeerLost`` if it left before we heard of it."""
         info = self.workers.ever(number)
         if info is None:
             self.refresh()
@@ -140,16 +141,16 @@ class Group:
     # -- the end
 
     def part(self) -> None:
-        """A static group, when nothing is left to do: nobody goes before all have come here."""
+        """Leave a static group when nothing is left to do: wait here until all workers have come here."""
         assert self._meeting is not None
         self._meeting.leave(_LEAVE_TIMEOUT_S)
 
     def leave(self) -> None:
-        """A dynamic group: nobody new finds us afterwards."""
+        """Take ourselves out of a dynamic group, so that no new worker finds us. Does nothing in a static one."""
         self.take_out(self._mine)
 
     def take_out(self, record: Record) -> None:
-        """Of the members of a dynamic group, if it still is in."""
+        """Take a member out of a dynamic group, if it still is in. Does nothing in a static one."""
         if self._registry is None:
             return
         try:

@@ -1,9 +1,9 @@
-"""The secret that the workers of a group share: the one that the user chose, or that of this user on this host, or none.
+"""The secret that the workers of a group share: one that the user chose, or that of this user on this host, or none.
 
-A chosen one comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE`` names.
-Without one, workers of one host share what only their user can read there (``transport/peers/user_secret``); nothing of it is
-told to anybody. A group that reaches beyond that is refused, unless every worker says ``insecure``: then rank 0 draws a secret
-and puts it into the store, which keeps nobody out who reaches the store.
+A chosen secret comes from the option ``secret``, the variable ``RDMARPC_SECRET``, or the file that ``RDMARPC_SECRET_FILE``
+names. Without one, workers of one host share a secret that only their user can read there (``transport/peers/user_secret``); it
+is never sent. A group beyond one host, or of several users, is then refused, unless every worker says ``insecure``: then rank 0
+draws a secret and puts it into the store, which keeps out nobody who reaches the store.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Claim:
 
 
 def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, bytes]:
-    """Ours, and the secret that we would take."""
+    """The claim of this worker, and the secret that it would use."""
     secret, place, mark = chosen_secret(options), "", ""
     source = CHOSEN if secret else INSECURE if is_insecure(options) else USERS
     if not secret:
@@ -98,8 +98,8 @@ def claim(name: str, rank: int, options: RpcBackendOptions) -> tuple[Claim, byte
 
 
 def agree(claims: Sequence[Claim]) -> str:
-    """Which secret the group takes: ``CHOSEN``, ``USERS``, or ``INSECURE`` (one from the store). All workers find the same, or
-    all raise the same ``AuthenticationError``."""
+    """The kind of secret that the group takes: ``CHOSEN``, ``USERS``, or ``INSECURE`` (one from the store). All workers find
+    the same kind, or all raise the same ``AuthenticationError``."""
     without = [each for each in claims if each.source != CHOSEN]
     if not without:
         return CHOSEN

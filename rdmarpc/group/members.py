@@ -24,7 +24,7 @@ class Record:
     devices: str = ""
     """See ``device_maps.dump``."""
     key: str = ""
-    """The public key (hexadecimal) that whoever has this number proves to hold on each connection."""
+    """The public key (hexadecimal). On each connection the worker proves that it holds the private half."""
 
     @property
     def _text(self) -> str:
@@ -48,7 +48,7 @@ class Record:
 
 
 def record_key(secret: bytes, group: str) -> bytes:
-    """For the records of one group in one store: those of another one prove nothing there."""
+    """The key of the proofs in one group of one store. Proofs of another group are not valid with it."""
     return hmac.digest(secret, b"records of " + group.encode(), hashlib.sha256)
 
 
@@ -57,7 +57,7 @@ class Members:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._ever: dict[int, WorkerInfo] = {}
-        """By number, whoever was a member while we looked."""
+        """All workers that were members at some look, by number."""
         self.replace(records)
 
     def replace(self, records: Iterable[Record]) -> None:
@@ -69,11 +69,11 @@ class Members:
         self.by_name = {info.name: info for info in infos}
 
     def record(self, number: int) -> Record | None:
-        """Of a worker that is a member now."""
+        """The record of a worker that is a member now; ``None`` for any other number."""
         return self._records.get(number)
 
     def ever(self, number: int) -> WorkerInfo | None:
-        """A worker that is, or was, a member."""
+        """The worker of a number that is, or was, a member; ``None`` for a number that was never seen here."""
         return self._ever.get(number)
 
     def records(self) -> list[Record]:

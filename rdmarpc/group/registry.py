@@ -1,11 +1,11 @@
 """The members of a dynamic group, who come and go: one document in a torch store.
 
-The document is replaced as a whole by compare-and-swap, so joins and leaves are serial, nobody holds anything while it is
-at work, and a worker that dies in the middle of joining leaves nothing behind. Nobody is told: whoever meets a name, a rank or
-a connection it does not know reads the document again, and so does whoever loses a peer.
+The document is replaced as a whole by compare-and-swap. So joins and leaves are serial, no worker holds a lock, and a worker
+that dies in the middle of joining leaves nothing behind. Changes are not announced: a worker reads the document again when it
+meets an unknown name, rank or connection, and when it loses a peer.
 
-A worker that died without leaving is taken out by those who were connected with it, or by the next one that wants its name
-or rank and finds that nobody listens at its address.
+A worker that died without leaving is taken out by the workers that were connected with it, or by the next one that wants its
+name or rank and finds that nobody listens at its address.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Registry:
         raise TransferTimeout(f"could not enter the group within {self._timeout} s: its members kept changing")
 
     def members(self) -> list[Record]:
-        """Who is in the group now, as far as they prove that they know the secret."""
+        """The records of the current members. Records without a valid proof that their writer knows the secret are left out."""
         return [record for record, proof in self._load()[2] if record.proven(proof, self._key)]
 
     def remove(self, gone: Record, timeout: float) -> None:
@@ -96,7 +96,7 @@ class Registry:
         return bytes(self._store.compare_set(key, "", mine)).decode()
 
     def _load(self) -> tuple[str, int, list[tuple[Record, str]]]:
-        """The document, how many ever joined, and the records with their proofs."""
+        """The document's text, how many workers have joined so far, and the records with their proofs."""
         if not self._store.check(["members"]):
             return "", 0, []
         text = bytes(self._store.get("members")).decode()

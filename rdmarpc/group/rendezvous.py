@@ -1,8 +1,8 @@
-"""How workers find each other: records in a torch store, checked before anybody trusts them.
+"""How workers find each other: records in a torch store, checked before any worker trusts them.
 
-Each worker publishes who it is, where it listens, which key it holds, and a proof (HMAC over the record) that it knows the job
-secret. Who publishes first for a rank has it. Keys of the store carry a prefix per ``init_rpc`` of the process, so that a store
-can be used again, also beside a process group.
+Each worker publishes its name and rank, where it listens, which key it holds, and a proof (HMAC over the record) that it knows
+the job secret. The first to publish for a rank has the rank. Keys of the store carry a prefix for each ``init_rpc`` of the
+process, so that a store can be used again, also beside a process group.
 
 A static group (``Rendezvous``) is complete from the start; a dynamic one is in ``registry``. A store serves one kind.
 """

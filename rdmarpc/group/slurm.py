@@ -28,8 +28,8 @@ def in_step() -> bool:
 
 
 def this_task(init_method: str = "slurm://") -> Task:
-    """Of the step that this process is a task of. ``slurm://:PORT`` says which port of the first host to use; else it follows
-    from the numbers of job and step. ``RuntimeError`` outside of a step."""
+    """The task that this process is in its step. ``slurm://:PORT`` says which port of the first host to use; else the port
+    follows from the numbers of job and step. Raises ``RuntimeError`` outside of a step."""
     try:
         rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
         job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
@@ -41,7 +41,7 @@ def this_task(init_method: str = "slurm://") -> Task:
 
 
 def first_host(nodes: str) -> str:
-    """Of a list as SLURM writes it: ``rack[01-02,7]n[3-4],login`` -> ``rack01n3``. Task 0 runs there."""
+    """The first host of a list in SLURM's notation: ``rack[01-02,7]n[3-4],login`` -> ``rack01n3``. Task 0 runs there."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())

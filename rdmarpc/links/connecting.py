@@ -1,6 +1,6 @@
 """Connecting to the others: one connection a worker, made when first used.
 
-Of two that cross, because both ends wanted one at once, that of the lower number counts.
+If two workers connect to each other at the same time, the connection made by the one with the lower number counts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .table import Links
 _HELLO = struct.Struct("<4sQ")  # magic, number
 _HELLO_MAGIC = b"rpc3"
 _FAREWELL_MAGIC = b"bye3"
-"""Of the hello of a worker that is leaving; the type and the text of what ends it follow, if something does."""
+"""The magic of a hello by which a worker says that it is leaving. If an exception ends it, its type and text follow."""
 _SEPARATOR = "\0"
 _CROSSING_MAGIC = b"own3"
-"""Of the hello of a worker that has connected to us, or is just doing so, which counts."""
+"""The magic of a hello by which a worker refuses a connection, because its own connection to us counts: it has made one, or is
+making it."""
 _CONNECT_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
@@ -41,7 +42,7 @@ _HANDSHAKE_S = 2.0  # what a living peer that is at work may need for its answer
 
 
 class _Attempt:
-    """To connect to a worker."""
+    """One attempt to connect to a worker: under way until it has a link or an error."""
 
     __slots__ = ("error", "link")
 
@@ -55,30 +56,30 @@ class _Attempt:
 
 
 class Connections:
-    """Thread-safe. Enters what it connects in the table of links."""
+    """Makes the connections of one worker, and enters them in the table of links. Thread-safe."""
 
     def __init__(self, device: Device, group: Group, links: Links, losses: Losses, peer_timeout: float) -> None:
         """``peer_timeout``: seconds after which a worker that gives no sign is lost, 0: never."""
         self._device, self._group, self._links, self._losses = device, group, links, losses
         self._own_pool = device.pool()
-        """For a connection to ourselves: both ends have the same, as one process's words lie in it for either."""
+        """The pool of a connection to ourselves. Both ends share it, because both lie in this process."""
         self._lock = links.changed
         self._farewell: bytes | None = None
-        """What whoever connects now is told: we are leaving."""
+        """The hello for workers that connect while this one is leaving; ``None`` before that."""
         self._parting: list[Channel] = []
-        """Who was told so, and has not hung up."""
+        """The connections of workers that were answered with ``_farewell``."""
         self._connecting: set[int] = set()
-        """By the number of the peer, as all here."""
+        """The numbers of the workers that are being connected to. The tables below are by these numbers too."""
         self._attempts: dict[int, _Attempt] = {}
         self._patience = min(_CONNECT_TIMEOUT_S, peer_timeout + _HANDSHAKE_S) if peer_timeout else _CONNECT_TIMEOUT_S
         self._failed: dict[int, tuple[float, PeerLost]] = {}
-        """The last attempt at each worker that took its time and led to no link: when it ended, and how."""
+        """For each worker the last attempt that failed because it took too long: when it ended, and its error."""
 
     def to(self, number: int, deadline: float | None = None) -> Link:
-        """The link to a worker, connecting if there is none yet. Raises ``PeerLost``: for good once it is lost; if it does not
-        answer, for all who wait for the same attempt, or ask within ``_AGAIN_S`` after it. So many calls to a worker that is
-        silent take as long as one. ``TransferTimeout`` at the ``deadline`` (``time.monotonic``): the attempt goes on, for
-        whoever asks later."""
+        """The link to a worker; connects if there is none yet. Raises ``PeerLost`` for good once the worker is lost. If the
+        worker does not answer, all calls that wait for the same attempt, or come within ``_AGAIN_S`` after it, raise
+        ``PeerLost``: so many calls to a silent worker take as long as one. Raises ``TransferTimeout`` at the ``deadline``
+        (``time.monotonic``); the attempt goes on, for later calls."""
         self._device.check()
         with self._lock:
             if number in self._links.lost:
@@ -189,14 +190,14 @@ class Connections:
         return None
 
     def _silent(self, record: Record) -> PeerLost:
-        """An attempt to connect took too long. With the lock held."""
+        """Note that an attempt to connect took too long, and return its error. Call it with the lock held."""
         silent = _unreachable(record, f"no answer within {self._patience:g} s: stopped, frozen or cut off?", "SILENT")
         self._failed[record.number] = time.monotonic(), silent
         return silent
 
     def _await_theirs(self, link: Link, record: Record, limit: float) -> Link:
-        """Both ends connected at once, and the connection of the other one counts: wait for it. Ours shows meanwhile whether
-        the peer still runs."""
+        """Wait for the other end's connection, which counts because both ends connected at the same time. Our own connection
+        shows meanwhile whether the peer still runs."""
         number, ours = link.worker, link.channel
         with self._lock:
             self._connecting.discard(number)
@@ -211,7 +212,7 @@ class Connections:
         return found
 
     def _take_leave(self, link: Link, record: Record) -> NoReturn:
-        """Where we connected is a worker that is leaving: it is lost. Raises that, with the reason that it gave."""
+        """Enter a worker as lost that answered with a farewell. Raises ``PeerLost`` with the reason that it gave."""
         number, said = link.worker, link.channel.peer_hello[_HELLO.size :].decode(errors="replace")
         kind, _, text = said.partition(_SEPARATOR)
         link.name, link.goodbye = record.name, (kind, text)
@@ -238,7 +239,7 @@ class Connections:
         return _HELLO.pack(_HELLO_MAGIC, self._group.number)
 
     def on_connect(self, channel: Channel) -> bytes:
-        """A peer connects (device's handshake thread). Returns our half of the hello."""
+        """Answer a peer that connects (device's handshake thread). Returns our half of the hello."""
         if len(channel.peer_hello) <= _HELLO.size:
             raise PeerLost("the peer's hello is not one of RPC")
         magic, number = _HELLO.unpack_from(channel.peer_hello)
@@ -263,20 +264,20 @@ class Connections:
         return self._hello() + link.inbox
 
     def _supersede(self, record: Record) -> None:
-        """Before a worker is linked: one that had its name has left, even if its goodbye is still under way. So whoever knows
-        workers by name hears of the old one's end first."""
+        """Cut off an earlier worker of the same name before the new one is linked. The old one has left, even if its goodbye is
+        still under way. So code that knows workers by name hears of the old one's end first."""
         for before in list(self._links.by_worker.values()):
             if before.name == record.name and before.worker < record.number:
                 self._losses.cut_off(before, self._group.departed(before.worker))
 
     def _enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
-        """With the lock held."""
+        """Enter a link in the table. Call it with the lock held."""
         link.refuse = lambda link, error: self._losses.cut_off(link, link.channel.error or error)
         self._links.enter(link, record, serve_only=serve_only)
 
     def leave(self, kind: str, text: str) -> list[Link]:
-        """From now on whoever connects is told that we leave, and which exception ends us, if one does. Returns the links to
-        all who have connected before."""
+        """Answer all workers that connect from now on with a farewell: this worker leaves, and which exception ends it, if one
+        does. Returns the links to the workers that are connected already."""
         with self._lock:
             if self._farewell is None or kind:
                 hello = _HELLO.pack(_FAREWELL_MAGIC, self._group.number)
@@ -285,7 +286,7 @@ class Connections:
 
     @property
     def parted(self) -> bool:
-        """Whether all who were told in this way have heard it."""
+        """Whether all workers that were answered with a farewell have hung up."""
         with self._lock:
             return all(channel.error is not None for channel in self._parting)
 

@@ -15,7 +15,7 @@ from ..transport import RdmaError
 # Kinds of frames.
 REQUEST, RESPONSE, ERROR, RELEASE, FORGO, REFERENCES, ENDED, GOODBYE, CREDIT, WRAP = range(1, 11)
 
-# Flags of requests and responses. With CONTROL a message of our own, not of a user.
+# Flags of requests and responses. CONTROL marks a message of our own, not of a user.
 FLAT, REFERENCE, REMOTE, BULK, READS, CONTROL, HEAD, LONE = 1, 2, 4, 8, 16, 32, 64, 128
 
 # grant used, RRef id, fork id, bytes of result places, autograd context or NO_CONTEXT, number of its message or 0
@@ -26,12 +26,13 @@ NO_CONTEXT = (1 << 64) - 1
 
 
 class NotTheirs(RdmaError):
-    """What came names something that its sender has no say in, where only malice or a bug can be the reason: the link that it
-    came by ends."""
+    """A message is about something that its sender has no right to. Only malice or a bug can be the reason, so the link by
+    which it came ends."""
 
 
 class Frame(NamedTuple):
-    """What came: ``body`` is the concatenation of function, payload, table and data, of the lengths given."""
+    """A received frame. ``body`` is the concatenation of function, payload, table and data; the other fields give the lengths
+    of the first three."""
 
     kind: int
     flags: int
@@ -53,9 +54,9 @@ class Head(NamedTuple):
     message: int = 0
     """Its number in the autograd context (``gradients/record``), or 0."""
     context: int = NO_CONTEXT
-    """That context (request)."""
+    """The id of the autograd context (request)."""
     rref: int = 0
-    """With ``REMOTE``: of the value to be created, and (``fork``) of its creator's reference."""
+    """With ``REMOTE``: the id of the value to be created, and (``fork``) the id of its creator's fork."""
     fork: int = 0
 
 
@@ -63,22 +64,22 @@ _NO_HEAD = Head()
 
 
 Body = tuple[Head, bytes, bytes, bytes]
-"""Of a request or an answer: head, payload, table, data."""
+"""The parsed body of a request or an answer: head, payload, table, data."""
 
 
 def request_payload(head: Head, payload: bytes) -> bytes:
-    """With ``HEAD``."""
+    """The payload of a request with the flag ``HEAD``."""
     fixed = _REQUEST_HEAD.pack(head.grant, head.rref, head.fork, len(head.places), head.context, head.message)
     return fixed + head.places + payload
 
 
 def response_payload(head: Head, payload: bytes) -> bytes:
-    """With ``HEAD``."""
+    """The payload of an answer with the flag ``HEAD``."""
     return _RESPONSE_HEAD.pack(head.grant, len(head.places), head.message) + head.places + payload
 
 
 def without_head(kind: int, flags: int, payload: bytes) -> bytes:
-    """The pickle in what was to be sent as payload."""
+    """The pickle in the payload of an outgoing message."""
     if not flags & HEAD:
         return payload
     if kind == REQUEST:
@@ -87,12 +88,12 @@ def without_head(kind: int, flags: int, payload: bytes) -> bytes:
 
 
 def function_of(frame: Frame) -> bytes:
-    """The function of a request, by reference; empty: the pickle has it."""
+    """The function of a request, pickled by reference; empty if the payload's pickle contains the function."""
     return frame.body[: frame.function]
 
 
 def created(frame: Frame) -> tuple[int, int]:
-    """Of a request with ``REMOTE``: the reference whose value it creates, and its creator's fork."""
+    """The id of the reference whose value a request with ``REMOTE`` creates, and the id of its creator's fork."""
     _, rref, fork, *_ = _REQUEST_HEAD.unpack_from(frame.body, frame.function)
     return rref, fork
 
@@ -111,7 +112,7 @@ def flat_request(frame: Frame) -> tuple[bytes, bytes]:
 
 
 def request_body(frame: Frame) -> Body:
-    """``struct.error`` for one that is none."""
+    """Parse the body of a request. Raises ``struct.error`` if it is malformed."""
     body, at, head = frame.body, frame.function, _NO_HEAD
     end = at + frame.payload
     if frame.flags & HEAD:
@@ -123,7 +124,7 @@ def request_body(frame: Frame) -> Body:
 
 
 def response_body(frame: Frame) -> Body:
-    """``struct.error`` for one that is none."""
+    """Parse the body of an answer. Raises ``struct.error`` if it is malformed."""
     body, at, head = frame.body, frame.function, _NO_HEAD
     end = at + frame.payload
     if frame.flags & HEAD:

@@ -1,8 +1,8 @@
-"""Requests that are not begun yet: those of which something is still to be READ, or whose sender takes no answers.
+"""Requests that are not begun yet: those whose data is still to be READ, and those whose sender takes no answers at the moment.
 
-Requests of a peer are begun in the order in which they came, so those behind wait too; those of other peers do not. At most
-``_AT_ONCE`` READs from one peer are under way, and only these take memory here. What waits is bounded as all that is held
-(``link``): by what its sender may have outstanding.
+Requests of a peer are begun in the order in which they came, so later requests of that peer wait too; those of other peers do
+not. At most ``_AT_ONCE`` READs from one peer are under way, and only these take memory here. The number of held requests is
+bounded by what their sender may have outstanding (``link``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .ring import Link
 
 
 class Server(Protocol):
-    """Whoever serves requests. All here runs on threads of its pool, but for ``resume``."""
+    """The side of a worker that serves requests. The functions here run on threads of its pool, except for ``resume``."""
 
     pool: Pool
     memory: Memory
 
     def begin(self, link: Link, request: Fetch) -> None:
-        """Serve it: it is held no longer."""
+        """Serve a request that is held no longer."""
 
 
 def hold(server: Server, link: Link, frame: Frame) -> None:
@@ -34,7 +34,8 @@ def hold(server: Server, link: Link, frame: Frame) -> None:
 
 
 def resume(server: Server, link: Link) -> None:
-    """The peer may have taken its answers. Never blocks; by the reader of the rings, which sees to the jobs."""
+    """Go on with the requests of a peer, which may have taken its answers. Never blocks. The thread that reads the rings calls
+    it, and then gives the new job to the pool."""
     if link.held.any and not link.crowded:
         server.pool.jobs.append(partial(_go_on, server, link))
 

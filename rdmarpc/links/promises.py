@@ -12,14 +12,14 @@ from .ring import Link
 
 
 class Promises:
-    """Of one worker, at most a quarter of the arena's limit. Thread-safe."""
+    """The landing places that one worker has promised: at most a quarter of the arena's limit. Thread-safe."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.landings: dict[tuple[Link, int], Landing] = {}
-        """By peer and number."""
+        """The promised places, by peer and number."""
         self.nbytes = 0
-        """What they take."""
+        """The bytes of all promised places."""
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class Promises:
         return number, landing.places
 
     def take(self, link: Link, number: int) -> Landing | None:
-        """The places are used, or given back; ``None`` if the peer holds no such ones."""
+        """Take promised places out, because they are used or given back. ``None`` if the peer holds none of that number."""
         with self._lock:
             landing = self.landings.pop((link, number), None)
             if landing is not None:

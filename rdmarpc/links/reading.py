@@ -1,4 +1,4 @@
-"""Reading what peers sent: each frame goes to whoever takes its kind."""
+"""Reading the frames of peers: each goes to the handler of its kind."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def _goodbye(link: Link, frame: Frame) -> None:
 
 
 def _nobodys(link: Link, frame: Frame) -> None:
-    """Of the kinds that links keep to themselves (``Link.read``)."""
+    """Drop a frame. The handler of the kinds that ``Link.read`` handles itself, and of all kinds after ``Reading.close``."""
 
 
 class Reading:
-    """Of one worker. ``read`` is called by the holder of the polling role only. ``resume(link)`` is told that a peer was read
-    from which requests are held."""
+    """Reads the frames of one worker's peers. Only the holder of the polling role calls ``read``. ``resume(link)`` is called
+    after frames were read from a peer of which requests are held."""
 
     def __init__(
         self, links: Links, losses: Losses, role: Role, device: str, resume: Callable[[Link], None], takes: dict[int, Handler]
     ) -> None:
-        """``takes``: by kind of frames."""
+        """``takes``: the handlers, by kind of frame."""
         self._links, self._losses, self._rows, self._completed = links, losses, links.rows, role.completed
         self._device, self._resume, self._guard = device, resume, Guard("rdmarpc")
         self.handlers: list[Handler] = [_nobodys] * (WRAP + 1)
@@ -82,5 +82,5 @@ class Reading:
             self._losses.refuse(link, broken_by(error, "handling its message", peer=link.name, device=self._device))
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Drop all frames that are read from now on."""
         self.handlers = [_nobodys] * (WRAP + 1)

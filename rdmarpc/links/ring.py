@@ -73,19 +73,19 @@ class Link:
         """The number of the peer (see ``members.Record``)."""
         self.name, self.rank = "", 0
         self.row = 0
-        """Of the poller, once entered."""
+        """The row of the poller at which it is read, once it is entered (``Links.enter``)."""
         self.settled = False
-        """Its end has been dealt with."""
+        """Whether its end has been dealt with."""
         self.lost: RdmaError | None = None
-        """Why, by the peer's name, once that is known (``explained``)."""
+        """The error that ended it, with the peer's name. ``explained`` is set once the final reason is known."""
         self.explained = threading.Event()
         self.goodbye = "", ""
-        """What ends the peer's process, as it said itself: the type and the text of an exception (``exits.reason``)."""
+        """The exception that ends the peer's process, as the peer said itself: its type and its text (``exits.reason``)."""
         self.channel: Channel = channel  # type: ignore[assignment]  # set before use where the hello must come first
         self.pool = pool
-        """Memory of ours that the peer alone may touch: that of the channel. Its frames are no secret to it, so ours are
-        composed there too."""
-        # Apart from what messages may take: a worker whose arena is full is reached, and leaves the group, as any other.
+        """The channel's pool: memory of ours that only this peer may touch. Frames for the peer are composed there too, as they
+        are no secret to it."""
+        # Not counted by the arena's limit: a worker whose arena is full can still be reached, and can leave the group.
         rings = device.arena.note(self.pool.set_apart(2 * RING_BYTES), RINGS)
         self._in_tensor, self._out_tensor = rings[:RING_BYTES], rings[RING_BYTES:]
         self._in = memoryview(self._in_tensor.numpy()).cast("B")
@@ -93,18 +93,18 @@ class Link:
         self.inbox = device.export(self._in_tensor)
         self.peer_inbox = b""
         self.refuse: Callable[[Link, RdmaError], None] = lambda link, error: None
-        """Told, on a thread of its own, that the peer's ring cannot be reached."""
+        """Called, on a thread of its own, if the peer's ring cannot be reached."""
         self._window: Window | None = None
         self._opening = False
         self._lock = threading.RLock()
         self._queue: deque[Queued] = deque()
         self.behind = False
-        """Frames are queued."""
+        """Whether frames are queued."""
         self.waiting = 0
-        """Bytes of the requests among them, and (``answering``) of all others."""
+        """Bytes of the queued requests, and (``answering``) of all other queued frames."""
         self.answering = 0
         self.queued = 0
-        """Frames that were queued, ever, and (``dropped``) those that were not sent because the peer was lost."""
+        """The number of frames queued so far, and (``dropped``) of those that were not sent because the peer was lost."""
         self.dropped = 0
         self.held = Held()
         """Requests of the peer that are not begun yet: while ``crowded``, and while data of theirs is still to come."""

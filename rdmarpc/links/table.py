@@ -40,7 +40,8 @@ class Links:
         link.rank = record.rank
         link.row = self._poller.add(link.channel, RING)
         self.rows[link.row] = link
-        # Who polls now looks at as many rows as there were when it began: it begins again, else it sleeps through news here.
+        # The thread that polls now looks only at the rows that there were when it began. It has to begin again, or it would
+        # sleep although this row has news.
         self._poller.kick()
         if not serve_only:
             self.by_worker[link.worker] = link

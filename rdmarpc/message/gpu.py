@@ -135,7 +135,7 @@ class Gpus:
             if peer.why_not is None:
                 self._probe(worker, peer, place, tensor.device.index, target.index)
         except NotSupported as error:
-            # Of this memory: another tensor may lie in some that can.
+            # This holds for this memory only: other tensors may lie in memory that can be exported.
             self._log(worker, error.message)
             return None
         return None if peer.why_not else place

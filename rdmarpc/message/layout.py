@@ -21,16 +21,16 @@ SMALL_STORAGE = 8192
 CONJUGATE, NEGATIVE = 1, 2
 _MAX_CACHE = 4096
 _HEAD = struct.Struct("<BBBQQ")
-"""Of an encoded description: rank, bits, length of the dtype's name, offset, bytes of the run. The name follows, the shape,
-and, with ``_STRIDED``, the strides. Bits: 1 requires_grad, 2 plain, 4 strides, 8 conjugate, 16 negative."""
+"""The head of an encoded description: rank, bits, length of the dtype's name, offset, bytes of the run. The name follows, the
+shape, and, with ``_STRIDED``, the strides. Bits: 1 requires_grad, 2 plain, 4 strides, 8 conjugate, 16 negative."""
 _STRIDED = 4
 _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
 
 class Description(NamedTuple):
     """What the receiver must know of one tensor. ``strides``: ``None`` is row-major. ``offset``: elements from the start of
-    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: of the landed run. ``plain``: it is all of the run,
-    row-major, without flips, and not empty."""
+    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: bytes of the landed run. ``plain``: the tensor is all of
+    the run, row-major, without flips, and not empty."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ class Outline(NamedTuple):
     text: bytes
     """The encoded description of such a tensor without flips, at the start of its run."""
     nbytes: int
-    """Of the run."""
+    """The bytes of the run."""
     strides: tuple[int, ...] | None
     gathered: bool
     """Whether the elements are gathered first."""
     lone: bool
-    """Whether its bytes may be taken from memory as they lie, without a look at its conjugate bit."""
+    """Whether the tensor's bytes may be taken from memory as they lie, without a look at its conjugate bit."""
 
 
 _outlines: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], bool], Outline] = {}
@@ -67,7 +67,7 @@ def travels(tensor: torch.Tensor) -> bool:
 
 
 def outline(tensor: torch.Tensor) -> Outline:
-    """For a tensor that ``travels``."""
+    """The outline of a tensor that ``travels``."""
     key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
     return _outlines.get(key) or _outline(*key)
 

@@ -188,7 +188,7 @@ class Permits:
         return reader(self, self.find, data, buffers).load()
 
     def load_plain(self, data: bytes) -> Any:
-        """Of tuples of plain values: nothing that could be built."""
+        """Unpickle tuples of plain values. Raises ``NotAllowed`` if the pickle names anything else."""
         return _Quick(self, self._find_plain, data, None).load()
 
     def load_called(self, data: bytes) -> Any:

@@ -82,7 +82,8 @@ class Owner:
 
 
 def find(module: str, name: str) -> Any:
-    """``None`` for what is none of these."""
+    """The object behind a name in a pickle; ``None`` if it is none of those above. Functions that other workers call are not
+    found here: see ``called``."""
     if name in _VALUES.get(module, ()):
         return getattr(sys.modules.get(module), name, None)
     if module == "torch._C" and name in _OWNERS:
@@ -91,7 +92,8 @@ def find(module: str, name: str) -> Any:
 
 
 def _record(module: str, name: str) -> Any:
-    """Of what wrapped models tell each other: records, which do nothing."""
+    """A record type (dataclass or named tuple) of ``rdmarpc.graph``, of which the messages of wrapped models consist. Records
+    have no behaviour. ``None`` for any other name."""
     found = getattr(sys.modules.get(module), name, None) if module.startswith("rdmarpc.graph.") else None
     if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, tuple)):
         return found
@@ -108,7 +110,7 @@ def _exception(module: str, name: str) -> Any:
 
 
 def find_plain(module: str, name: str) -> Any:
-    """Of what ``serialize.flat`` takes as plain values."""
+    """The object behind a name that a pickle of plain values (``serialize.flat``) may contain; ``None`` for any other name."""
     if name in _PLAIN.get(module, ()):
         return getattr(sys.modules[module], name)
     if module in ("torch", "torch._utils"):

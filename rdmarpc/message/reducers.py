@@ -22,7 +22,7 @@ _COMPRESSED = {
 
 
 def reduce_tensor(value: torch.Tensor) -> Any:
-    """Of tensors that do not travel as they are. ``RuntimeError`` for those that cannot at all."""
+    """Take apart a tensor that does not travel as it is. Raises ``RuntimeError`` for one that cannot travel at all."""
     if value.layout is torch.strided and value.device.type not in ("cpu", "meta") and not value.is_quantized:
         why = "this worker has no GPU of that kind" if not value.is_nested else "it is a nested tensor"
         raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why=why))
@@ -41,7 +41,7 @@ def reduce_tensor(value: torch.Tensor) -> Any:
 
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
-    # Valid where it came from; the check would read every index. Of peers that are not trusted it does.
+    # The sender's tensor was valid, and checking reads every index. So only tensors of peers without full trust are checked.
     checked = permits.current is not None
     made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=checked, is_coalesced=coalesced)
     return made.requires_grad_(requires_grad)
@@ -79,7 +79,8 @@ def _quantised(raw: torch.Tensor, place: Any, dtype: torch.dtype, scales: tuple[
 
 
 def reduce_subclass(value: torch.Tensor) -> Any:
-    """Of a subclass of ``torch.Tensor``: one that is a dense tensor with another face goes out of band."""
+    """Take apart a tensor of a subclass of ``torch.Tensor``. If it is a dense tensor and the subclass adds only Python
+    behaviour, its data goes out of band."""
     kind = type(value)
     if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return NotImplemented

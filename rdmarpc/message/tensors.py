@@ -3,8 +3,8 @@
 Four ways, chosen by the sender: *inline* (small: its bytes ride in the frame), *written* (the receiver had granted a landing
 place: one WRITE, the frame only announces it), *read* (the receiver allocates in its arena and READs from the sender's memory),
 *handed* (a result that only lies in the sender's arena and that nobody needs there: the receiver uses it where it is).
-What goes one of these ways is a run of bytes. Usually one tensor lies in it; the others of a message that share its memory
-(``sharing``) only refer to it. What of a tensor's memory travels: ``layout``.
+What travels is a *run* of bytes. Usually one tensor lies in it; other tensors of the message that share its memory
+(``sharing``) only refer to it. ``layout`` decides which part of a tensor's memory is its run.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _share(tensors: list[torch.Tensor], runs: list[torch.Tensor], base: int, tex
     what = layout.decode(text)
     if what.nbytes > run.nbytes:
         raise RdmaError(f"a view of {what.nbytes} bytes in a run of {run.nbytes}", peer=channel.peer)
-    # Of its own: the run may be the other tensor by now.
+    # Over a tensor of its own: ``run`` itself may have become the tensor that lies in it.
     tensors.append(layout.rebuilt(run.detach(), what))
 
 

@@ -123,7 +123,7 @@ def _function(call: Pending) -> str:
 
 
 def _running(agent: Agent) -> Iterator[str]:
-    """Which functions run here for whom, and at which line of the user's."""
+    """A line for each function that runs here: the worker that called it, and the line of the user's code where it is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = sys._current_frames()
     for ident, request in list(agent.callee.running.items()):
@@ -135,7 +135,7 @@ def _running(agent: Agent) -> Iterator[str]:
 
 
 def _places(frame: FrameType | None) -> Iterator[str]:
-    """Where a thread is that serves a request, as far as that is not in this package: the innermost first."""
+    """The places in code outside of this package where a thread that serves a request is, the innermost first."""
     while frame is not None and frame.f_code is not SERVE:
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             yield f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

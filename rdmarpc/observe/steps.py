@@ -1,8 +1,8 @@
 """Steps of wrapped models in a timeline: their segments, and what accelerators compute and copy meanwhile.
 
-Spans of threads are taken where they happen. A stream is asked by events: one in front of and one behind what was enqueued,
-for which a thread of that row waits, so nobody else does. A copy on a side stream begins when its source is there and the copy
-before it is over.
+Spans of threads are noted where they happen. Spans of a stream are measured by events, one in front of and one behind the
+enqueued work. A thread of that row waits for the events, so no other thread does. A copy on a side stream begins when its
+source is there and the copy before it is over.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _DRAIN_S = 5.0
 
 
 class Notes(Protocol):
-    """Where spans are noted (``timeline.Timeline``). Tracks are the rows of the picture. Thread-safe."""
+    """The timeline in which spans are noted (``timeline.Timeline``). Tracks are the rows of the picture. Thread-safe."""
 
     def track(self) -> int:
-        """Of this thread."""
+        """The track of the calling thread."""
 
     def new_track(self, name: str, /) -> int:
-        """For what is no thread."""
+        """A new track for something other than a thread, such as a stream."""
 
     def span(self, track: int, name: str, category: str, begin: int, end: int, about: dict[str, Any], /) -> None: ...
 
 
 class Enqueued:
-    """Something on a stream: it may begin when ``ready`` has come, and has ended when what ``launched`` was given returns."""
+    """Work on a stream. It may begin when ``ready`` has come, and has ended when the function given to ``launched`` returns."""
 
     def __init__(self, name: str, gpu: str, about: dict[str, Any]) -> None:
         self.name, self.about, self.ready = name, about, _mark(torch.device(gpu))

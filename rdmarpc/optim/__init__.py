@@ -218,7 +218,7 @@ def _numbered(groups: Hyperparameters) -> Hyperparameters:
 
 
 def _part(place: _Place, state_dict: dict[str, Any], ids: list[Any]) -> dict[str, Any]:
-    """Of a ``state_dict``, what one owner has. ``ids``: what it calls the parameters."""
+    """The part of a ``state_dict`` that belongs to one owner. ``ids``: the numbers of the parameters in it, in their order."""
     groups = [
         {**hyperparameters(state_dict["param_groups"][at]), "params": [ids[index] for index in indices]}
         for at, indices in place.indices.items()
@@ -228,12 +228,12 @@ def _part(place: _Place, state_dict: dict[str, Any], ids: list[Any]) -> dict[str
 
 
 def _kept(value: Any) -> Any:
-    """A copy of what may be changed in place: a scheduler fills a learning rate that is a tensor."""
+    """A copy of a value that may be changed in place, as a scheduler fills a learning rate that is a tensor; else the value."""
     return copy.deepcopy(value) if isinstance(value, torch.Tensor | list | dict) else value
 
 
 def _wait_for_all(futures: Iterable[Any]) -> list[Any]:
-    """The results. If there are errors, the last one is raised, when all are done."""
+    """The results. Raises the last error, if there are any, when all futures are done."""
     results, failed = [], None
     for future in list(futures):
         try:

@@ -1,9 +1,9 @@
-"""The owner's part of a ``DistributedOptimizer``: an optimizer of the class over the real parameters, and what the optimizer's
-holder calls here.
+"""The owner's part of a ``DistributedOptimizer``: an optimizer of the class over the real parameters, and the functions that
+the holder of the ``DistributedOptimizer`` calls here.
 
-Each call brings *changes*: every hyperparameter that its holder ever set, with the value it has there now. So a call needs
-nothing of those before it, whatever order they run in and whoever else steps; what the holder never touched belongs to the
-optimizer itself (some count in their groups).
+Each call brings *changes*: every hyperparameter that its holder ever set, with the value it has there now. So a call depends on
+no earlier call, whatever order they run in and whichever other holder steps. Hyperparameters that the holder never set belong
+to the optimizer itself (some optimizers count steps in their groups).
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from ..references.handle import RRef, fork_of
 from ..transport import NotSupported, bare
 
 Members = dict[int, list[RRef[torch.Tensor]]]
-"""Number of a group, and which of its parameters live here."""
+"""The parameters that live here, by the number of their group."""
 Given = tuple[dict[str, Any], dict[int, dict[str, Any]]]
-"""What the class made of its arguments: its defaults, and the hyperparameters of the groups."""
+"""The defaults, and the hyperparameters of the groups, that the optimizer's class made of its arguments."""
 
 _ABSENT = object()
 _stepping = threading.Lock()
-"""Whoever steps has every ``.grad`` to itself: of one worker, as two optimizers may have the same parameters."""
+"""Held while an optimizer of this worker steps. A step replaces every ``.grad``, and two optimizers may have the same
+parameters."""
 
 
 class LocalOptimizer:
-    """Thread-safe. ``numbers``: which of the holder's groups the optimizer's are, in their order."""
+    """An optimizer over the parameters that live here. Thread-safe. ``numbers``: for each of its groups the number of the
+    holder's group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
         self.optimizer, self._numbers = optimizer, numbers
         self._changes = b""
         self._own: list[tuple[dict[str, Any], str, Any]] = []
-        """What the changes stand in front of: group, key, value (``_ABSENT``: there was none)."""
+        """The values that the changes have replaced: group, key, value (``_ABSENT``: there was none)."""
 
     def groups(self) -> dict[int, dict[str, Any]]:
         return dict(zip(self._numbers, self.optimizer.param_groups))
@@ -64,7 +66,7 @@ class LocalOptimizer:
                     parameter.grad = grad
 
     def state_dict(self, changes: bytes) -> dict[str, Any]:
-        """A copy; parameters are numbered as the optimizer here does."""
+        """A copy of the optimizer's state. Parameters have the numbers of the optimizer here."""
         with _stepping:
             self._apply(changes)
             return copy.deepcopy(self.optimizer.state_dict())

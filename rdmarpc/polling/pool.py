@@ -32,25 +32,25 @@ _END_S = 1.0
 
 
 class Pool:
-    """``threads``: user functions that may run at once. Nothing runs before ``start``."""
+    """The threads of one worker. ``threads``: how many user functions may run at once. Nothing runs before ``start``."""
 
     def __init__(self, role: Role, threads: int, name: str) -> None:
         self._role, self._limit, self._name = role, threads, name
         self.jobs = role.jobs
-        """To be run by the threads of the pool. Whoever does not read the rings this moment submits them instead."""
+        """Jobs for the threads of the pool. The thread that reads the rings appends to it; other threads call ``submit``."""
         self._owed: deque[Job] = deque()
         """Jobs that somebody may wait for. Each has a ``_run_owed`` among ``jobs``; ``end`` runs what the pool left."""
         self._ended = False
         self.finish: Job = nobody
-        """Completes the futures whose answers are ``Role.unfinished``. The pool does so if nobody has come for them after a
-        while: most are waited for a moment later, by a thread that is awake anyway."""
+        """Completes the futures of the answers in ``Role.unfinished``. The pool calls it for answers that no thread has come
+        for after a while: most are taken a moment later, by a thread that is awake anyway."""
         self._finishing = False
         of = role.words
         self._token, self._jobs_word, self._events = of.token, of.jobs, of.events
         self._runs, self._asleep, self._backlog = of.runs, of.asleep, of.backlog
         self._bell, self._table, self._port = of.bell, of.table, of.port
         self.running: set[int] = set()
-        """By number of the thread, as ``idle``."""
+        """The numbers of the threads that run a function; ``idle`` has those of threads without work."""
         self.idle: set[int] = set()
         self._at_work: set[int] = set()
         """Threads that will look for another job when they have done theirs."""
@@ -65,7 +65,7 @@ class Pool:
         role.offer, role.want_finish = self._offer, self._want_finish
 
     def start(self) -> None:
-        """The threads begin, and with them the reading."""
+        """Start the threads. From now on they read the rings."""
         for _ in range(2):
             self._spawn()
         watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
@@ -78,7 +78,7 @@ class Pool:
 
     @property
     def slot(self) -> int:
-        """Which thread of the pool this one is; 0: none."""
+        """The number of the calling thread in the pool; 0 if it is not one of the pool's."""
         return self._role.here.pool
 
     def others_run(self, besides: set[int]) -> bool:
@@ -117,7 +117,7 @@ class Pool:
         words.call_out(self._jobs_word, self._bell)
 
     def _want_finish(self) -> bool:
-        """Leave the answers that nobody has come for to the pool, as one job. Whether that job is new."""
+        """Leave the answers in ``Role.unfinished`` to the pool, as one job. Returns whether that job is new."""
         if not self._role.unfinished or self._finishing:
             return False
         self._finishing = True
@@ -129,8 +129,8 @@ class Pool:
         self.finish()
 
     def _offer(self) -> None:
-        """Jobs for the pool, from the poller itself. A thread that is at work takes them when it can: waking another for each
-        would cost more than most functions take. The watchdog does so if that thread is stuck."""
+        """Tell the pool that the poller has appended jobs. A thread that is at work takes them when it can: waking another one
+        for each job would cost more than most functions take. The watchdog wakes another one if that thread is stuck."""
         if self._called or self._at_work:
             words.leave_to_watchdog(self._backlog, self._asleep)
             return

@@ -1,8 +1,8 @@
-"""The polling role: the one thread that holds it reads the rings for all. Whoever waits, polls.
+"""The polling role: the one thread that holds it reads the rings for all threads.
 
-A thread that waits for a result takes the role and reads the rings itself, until its result is there. Requests that it finds
-meanwhile it leaves to the pool (``pool``): it must not run a function that may block for what it would do next. When nobody
-waits, a thread of the pool has the role.
+A thread that waits for a result takes the role and reads the rings itself, until its result is there. It leaves the requests
+that it finds meanwhile to the pool (``pool``), because a function may block, and its own result could then not be read. When no
+thread waits, a thread of the pool has the role.
 
 ``words`` has the words of the role, their memory order, and the compiled steps by which the role changes hands. No locks.
 """
@@ -38,12 +38,12 @@ _NEVER = _Never()
 
 
 class Here(threading.local):
-    """By what this thread is known in the token: 0, nothing yet."""
+    """The values by which the token names this thread; 0: it has none yet."""
 
     waiter = 0
-    """The token's value while it polls for a result of its own."""
+    """The token's value while this thread polls for a result of its own."""
     pool = 0
-    """Its number, of a thread of the pool."""
+    """The thread's number in the pool, if it is one of the pool's."""
 
 
 class Role:
@@ -53,12 +53,13 @@ class Role:
         self.poller, self.words, self.here = poller, words.Words(poller), Here()
         self.read: Read = nobody
         self.jobs: deque[Job] = deque()
-        """What the holder leaves to the pool, which is told by ``offer``."""
+        """Jobs that the holder leaves to the pool. The pool is told by ``offer``."""
         self.offer: Job = nobody
         self.want_finish: Callable[[], bool | None] = nobody
-        """Of the pool, too: leave it what is ``unfinished``, as one job. Whether that job is new."""
+        """Set by the pool, as ``offer``: leave ``unfinished`` to the pool, as one job. Returns whether that job is new."""
         self.outstanding: dict[int, object] = {}
-        """Calls under way (owned by the caller's side): whether a waiter that has its answer should linger for others."""
+        """The calls under way (owned by the caller's side). While there are any, a waiter that has its answer lingers for the
+        other answers."""
         self.unfinished: deque[Any] = deque()
         """Answers that were read and belong to futures (owned by the caller's side)."""
         # The words once more, as attributes of our own: each look through ``words`` would cost every call.
@@ -70,7 +71,7 @@ class Role:
         self._lingers_until = 0.0
 
     def new_number(self) -> int:
-        """For a thread, as the token has it: never given twice."""
+        """A number by which the token names a thread. No number is given twice."""
         return next(self._numbers)
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:

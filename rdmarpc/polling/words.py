@@ -15,17 +15,18 @@ sender no system call. ``let_go`` looks at the records after it counted, so noth
 
 The words, each in a cache line of its own. Every read-modify-write is sequentially consistent; loads acquire, stores release:
 
-    token    Owner: whoever it names. Changes hands by ``compare_exchange`` alone; the owner may store plainly (release) while
-             its state is one that nobody may take. A taker's exchange acquires what the owner did before it let go.
-    jobs     Counts announcements. Raised after the job is queued; whoever sleeps on it read it before it looked at the queue.
+    token    Owner: the thread that it names. It changes hands by ``compare_exchange`` alone; the owner may store plainly
+             (release) while no other thread may take it. A taker's exchange acquires what the owner did before it let go.
+    jobs     Counts announcements. Raised after the job is queued; a thread that sleeps on it read it before it looked at the
+             queue.
     events   The same for waiters: raised after what they wait for is done.
-    runs     Raised by whoever starts a function or lingers. The watchdog alone reads it.
-    backlog  Owner: the watchdog, which clears it. Set by whoever leaves jobs to a thread that is at work.
-    asleep   Owner: the watchdog, which sets it, fences, and then loads ``runs`` and ``backlog``. Whoever changed one of those
-             loads ``asleep`` afterwards, with a full barrier between (the ``fetch_add``, a ``fence`` after the store): one of
-             the two sees the other. It is cleared by either.
-    bell     Of the poller. ``sleepers`` is raised after the token was freed; fence; then all records are looked at. A sender
-             counts its record, fences, then loads ``sleepers``.
+    runs     Raised by a thread that starts a function or lingers. Only the watchdog reads it.
+    backlog  Owner: the watchdog, which clears it. Set by a thread that leaves jobs to another one that is at work.
+    asleep   Owner: the watchdog, which sets it, fences, and then loads ``runs`` and ``backlog``. A thread that changed one of
+             these loads ``asleep`` afterwards, with a full barrier between (the ``fetch_add``, a ``fence`` after the store): so
+             one of the two sees the other. Either clears it.
+    bell     The poller's bell. ``sleepers`` is raised after the token was freed; fence; then all records are looked at. A
+             sender counts its record, fences, then loads ``sleepers``.
 """
 
 from __future__ import annotations

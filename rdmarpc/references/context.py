@@ -1,8 +1,8 @@
-"""The protocol of references: who keeps a value alive, and how nobody has to wait for it.
+"""The protocol of references: which references keep a value alive, and how no worker has to wait for that.
 
 An *RRef* is a value on its *owner*. A *fork* is one reference to it, held by one worker; forks form a tree, whose root is the
-fork of the creator. Ids of both are drawn by whoever makes them. After Damania et al. ("PyTorch RPC", MLSys 2023) and
-the design notes of ``torch.distributed.rpc``; what differs is said at the end.
+fork of the creator. The worker that makes an RRef or a fork draws its id. The protocol follows Damania et al. ("PyTorch RPC",
+MLSys 2023) and the design notes of ``torch.distributed.rpc``; the differences are listed at the end.
 
 Invariants:
 
@@ -11,17 +11,17 @@ G1  The owner is told when a fork dies, exactly once (DELETE), and before that e
 G2  A fork does not die before all its children are confirmed by the owner, or their holders are lost. It is in its holder's
     ``pending_children`` until then. So as long as a fork lives anywhere, or is under way, there is one that the owner knows, or
     the call that creates the value is on its way: the value is never deleted early.
-G3  Pickling a reference asks nobody and waits for nobody. The forks of a message travel in front of its pickle, and are adopted
-    as a whole before anything else of the message is looked at: so unpickling may fail, and answers may come that nobody
-    waits for any more, without losing one.
+G3  Pickling a reference asks no worker and waits for none. The forks of a message travel in front of its pickle. All of them
+    are adopted before anything else of the message is looked at: so no fork is lost if unpickling fails, or if an answer comes
+    that no thread waits for any more.
 G4  A user's function runs after all forks among its arguments are confirmed. No thread waits for that.
 G5  ACCEPT means that the creating call has reached the owner, or that the fork is dead already. A FORK or a fetch that comes
-    before it is parked, and the owner PROBEs the creator: who answers GONE when the call was answered, or is not known. In the
-    absence of lost workers the creating call has come by then (G2). So nobody waits for a value that will never be.
+    before it is parked, and the owner PROBEs the creator, which answers GONE when the call was answered, or is not known. If no
+    worker was lost the creating call has come by then (G2). So no worker waits for a value that will never exist.
 G6  No lock is held while something is sent, a future is completed, a value dies or users' code runs. Messages are taken on
     whatever thread reads them, and never queue behind users' functions.
 
-Who sends what (``references/mail``: each entry takes effect once):
+Messages (``references/mail``: each entry takes effect once):
 
     FORK    child's holder -> owner     a user gave me this fork              answered by ACCEPT or REFUSE
     CHILD   child's holder -> parent    the owner has decided, or I am the owner: you need not keep the parent for me
@@ -33,18 +33,18 @@ Who sends what (``references/mail``: each entry takes effect once):
     owner -> user                       nothing: the owner has entered the fork before it sends it
     user -> user                        FORK, ACCEPT, CHILD
 
-Who may say what. What a message says is looked at beside the link that it came by (``sender``):
+Rights. The worker at the other end of the link by which a message came (``sender``) must be entitled to it:
 
-    a fork in front of a pickle     its number was drawn by the sender, and stands for no other    else the link ends
-    FORK                            anybody, for itself; a fork that is known already is REFUSEd
+    a fork in front of a pickle     the worker that drew its number, for one fork only             else the link ends
+    FORK                            any worker, for itself; a fork that is known already is REFUSEd
     ACCEPT, REFUSE                  the owner of the fork                                           else the link ends
-    CHILD                           who got the child                                              else no effect, counted
-    DELETE                          who holds the fork                                             else no effect, counted
-    PROBE                           the callee of the creating call; anybody else hears GONE
-    GONE                            who drew the id                                                else the link ends
+    CHILD                           the worker that got the child                                  else no effect, counted
+    DELETE                          the holder of the fork                                         else no effect, counted
+    PROBE                           the callee of the creating call; any other worker hears GONE
+    GONE                            the worker that drew the id                                    else the link ends
 
-A word that has no effect, where a link could have been ended, may come from a worker that was itself deceived by whoever
-passed it the reference. References are no secrets: any member may fetch a value by its number, which can be guessed.
+A wrong CHILD or DELETE does not end the link, because its sender may itself have been deceived by the worker that passed it the
+reference. References are no secrets: any member may fetch a value by its number, which can be guessed.
 
 Reordering: a DELETE that overtakes its FORK, or the creating call, is remembered (``store.Unsettled``) and annuls it; a
 refused fork is remembered until its DELETE has come. Both tables are empty when nothing is under way, and bounded for each
@@ -163,7 +163,7 @@ class RRefContext:
         self._act()
 
     def introduce(self, rref: int, fork: int, creator: int) -> None:
-        """A creating call arrived. ``NotTheirs`` if its caller did not draw the numbers."""
+        """Enter the value of a creating call that arrived. Raises ``NotTheirs`` if its caller did not draw the numbers."""
         if created_on(rref) != creator or created_on(fork) != creator:
             self._refused += 1
             raise NotTheirs("it creates a value under a number that it did not draw")
@@ -171,7 +171,7 @@ class RRefContext:
         self._act()
 
     def future(self, rref: int) -> Any:
-        """Of a value here."""
+        """The future of a value that lives, or will live, here (``RRefStore.future``)."""
         future = self.store.future(rref)
         self._act()
         return future
@@ -179,7 +179,7 @@ class RRefContext:
     # -- control messages
 
     def receive(self, sender: int, message: bytes) -> None:
-        """A control message came (on whatever thread read it). ``NotTheirs``: its sender had no right to say that."""
+        """Take a control message, on the thread that read it. Raises ``NotTheirs`` if the sender had no right to send it."""
         try:
             for kind, rref, fork in self.mail.open(sender, message):
                 self._take(sender, kind, rref, fork)

@@ -1,8 +1,8 @@
 """The users' half of the protocol of references: the forks that this worker holds, and those it has passed on.
 
-``Fork`` is what a handle holds on to. The tables below hold on to forks, too, and that is all there is to pinning: a fork dies,
-by Python's own count, when no handle, no child that its owner has not confirmed, and no fetch refers to it any more; then its
-end is put into ``garbage``, and told to the owner later.
+A handle keeps its ``Fork`` alive, and so do the tables below. A fork dies, by Python's reference count, when no handle, no
+child that the owner has not confirmed yet, and no fetch refers to it any more. Its end is then put into ``garbage``, and told
+to the owner later.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Held:
 
 
 class Forks:
-    """Thread-safe; never blocks, never runs users' code (see ``RRefStore`` about ``jobs``)."""
+    """The forks that this worker holds or has passed on. Thread-safe; never blocks, never runs users' code (see ``RRefStore``
+    about ``jobs``)."""
 
     def __init__(
         self, me: int, names: Callable[[int], str], new_id: Callable[[], int], store: RRefStore, send: Send, jobs: deque[Job]
@@ -65,26 +66,26 @@ class Forks:
         self.pending_users: dict[int, Fork] = {}
         """Forks that their owners have not confirmed yet. They stay until then even if no handle is left."""
         self.pending_children: dict[int, tuple[Fork, int | None]] = {}
-        """By child: the fork of ours that it was made of, and who got the child."""
+        """By number of the child: the fork of ours that it was made of, and the worker that got the child."""
         self.lost_owners: dict[int, PeerLost] = {}
-        """Workers that were lost, and what is raised where a value of theirs is wanted."""
+        """The workers that were lost, and the error that a use of their values raises."""
         self.refused = 0
-        """Words about children that had another holder."""
+        """The number of messages about children by workers that do not hold them."""
         self._lock = threading.Lock()
 
     def own(self, rref: int) -> Fork:
-        """Of a value that the store has just been given."""
+        """A fork of ours for a value that the store has just been given."""
         return Fork(self.garbage, self._me, rref, rref, self._me, confirmed=True)
 
     def created(self, owner: int, rref: int, number: int, creation: Call) -> Fork:
-        """Of a value that a call of ours creates elsewhere, or here."""
+        """A fork of ours for a value that a call of ours creates, elsewhere or here."""
         fork = Fork(self.garbage, owner, rref, number, self._me, confirmed=owner == self._me)
         fork.creation = creation
         return fork
 
     def fork(self, parent: Fork, to: int | None) -> Entry:
-        """A child of ``parent`` for a message to ``to``: nobody is asked. The parent is kept until the child is confirmed.
-        ``to=None``: for whoever will ``claim`` it."""
+        """Make a child of ``parent`` for a message to ``to``, without asking any worker. The parent is kept until the child is
+        confirmed. ``to=None``: for the worker that will ``claim`` it."""
         number = self._new_id()
         if parent.owner == self._me and to is not None:
             self._store.lend(parent.rref, number, to)
@@ -95,7 +96,7 @@ class Forks:
         return parent.owner, parent.rref, number
 
     def undo(self, to: int, entries: Iterable[Entry]) -> None:
-        """The message with these forks never left."""
+        """Take back the forks of a message that was never sent."""
         for owner, rref, number in entries:
             if owner == self._me:
                 self._store.delete(rref, number, to)
@@ -103,8 +104,8 @@ class Forks:
                 self.child_accepted(number, to)
 
     def adopt(self, sender: int, entries: Iterable[Entry]) -> list[Fork]:
-        """Forks that came in a message, whether or not anybody will want them: those that nobody holds die at once.
-        ``NotTheirs`` if the sender cannot have made one of them: then none is taken."""
+        """Take the forks that came in a message, even if no handle will be made of them: then they die at once. Raises
+        ``NotTheirs``, and takes none, if the sender cannot have made one of them."""
         found = list(entries)
         with self._lock:
             for _, _, number in found:
@@ -181,8 +182,8 @@ class Forks:
         fork.waiting = None
 
     def child_accepted(self, number: int, holder: int) -> None:
-        """CHILD: a child that we passed on needs its parent no longer. Its holder says so; where we do not know who that is
-        (``RRef._serialize``), whoever claims it."""
+        """CHILD: a child that we passed on needs its parent no longer. Only its holder may say so. If the holder is not known
+        here (``RRef._serialize``), any worker that claims the child may."""
         with self._lock:
             found = self.pending_children.get(number)
             if found is not None and found[1] is not None and found[1] != holder:
@@ -192,7 +193,8 @@ class Forks:
         del found
 
     def lost(self, worker: int, error: Exception) -> None:
-        """A worker was lost: nobody needs to be kept for its children, and what it owned is not confirmed any more."""
+        """A worker was lost: parents are no longer kept for the children that it got, and forks of values that it owned will
+        not be confirmed any more."""
         with self._lock:
             error = self.lost_owners.setdefault(worker, self._of_owner(worker, error))
             kept = [
@@ -207,7 +209,7 @@ class Forks:
         del kept
 
     def _of_owner(self, worker: int, error: Exception) -> PeerLost:
-        """Why no value of a lost worker is to be had any more."""
+        """The error of every use of a lost worker's values."""
         name, status = self._names(worker), error.status if isinstance(error, RdmaError) else ""
         text = error.message if isinstance(error, RdmaError) else str(error)
         return PeerLost(f"worker {name}, which owned it, {text.removeprefix(f'worker {name} ')}", peer=name, status=status)

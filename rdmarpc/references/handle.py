@@ -200,7 +200,8 @@ class RRef(Generic[T]):
             waves.backward(self._agent, context, scalars([value]), retain_graph)
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Of the creation: ``None`` once the owner has made the value or failed to; fails if the call is given up or lost."""
+        """The future of the value's creation. It completes with ``None`` once the owner has made the value or failed to, and
+        fails if the call is given up or lost."""
         creation = self._fork.creation
         if creation is None or creation.future is None:
             raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")

@@ -23,12 +23,12 @@ FORK, ACCEPT, REFUSE, CHILD, DELETE, PROBE, GONE = range(1, 8)
 _NUMBER = struct.Struct("<Q")
 _ENTRY = struct.Struct("<BQQ")
 MAX_AHEAD = 1 << 16
-"""Numbers of one sender taken before one of its earlier ones."""
+"""How many messages of one sender are taken at most while an earlier one of it is missing."""
 _BATCH = 1024  # the reader of the rings takes a whole message at once
 
 
 class Taken:
-    """Which numbers of one sender were taken."""
+    """The numbers of one sender's messages that were taken: all below ``watermark``, and those in ``above``."""
 
     __slots__ = ("above", "watermark")
 
@@ -50,7 +50,8 @@ class Taken:
 
 
 class Mail:
-    """Thread-safe; never blocks. ``transmit(worker, message)`` carries bytes to the ``open`` of another worker, some day."""
+    """The control messages of one worker, out and in. Thread-safe; never blocks. ``transmit(worker, message)`` carries bytes to
+    the ``open`` of another worker, with any delay."""
 
     def __init__(self, transmit: Callable[[int, bytes], None]) -> None:
         self.transmit = transmit
@@ -61,7 +62,7 @@ class Mail:
         self._lock = threading.Lock()
 
     def put(self, worker: int, kind: int, rref: int, fork: int) -> None:
-        """One more entry for ``worker``, sent with the next ``flush``."""
+        """Add an entry for ``worker``, which the next ``flush`` sends."""
         if worker not in self._lost:
             self._out.setdefault(worker, deque()).append(_ENTRY.pack(kind, rref, fork))
 

@@ -1,13 +1,13 @@
-"""The owner's half of the protocol of references: the values that live here, and who refers to them.
+"""The owner's half of the protocol of references: the values that live here, and the workers that refer to them.
 
 States of a fork as the owner sees it (``references/context`` has the protocol): unknown, then known (in ``Owned.forks``), then
 deleted. Messages may come in any order, so a fork may also be *early* (deleted first: its introduction is still to come), and
 one that was refused is remembered until its deletion has come. Each fork is introduced once (by the call that creates the
 value, by a FORK, or by the owner itself) and deleted once; both are then forgotten.
 
-A fork is deleted at its holder's word, and nobody else's: that of another is counted (``refused``) and has no effect. What
-waits for the rest of its story (early, parked, refused forks; values that are still to be created) is bounded, for each
-worker that it is owed to.
+Only the holder of a fork may delete it: a DELETE of another worker is counted (``refused``) and has no effect. Entries that
+wait for a further message (early, parked and refused forks; values that are still to be created) are bounded for each worker
+that causes them.
 """
 
 from __future__ import annotations
@@ -175,20 +175,20 @@ class RRefStore:
             return owned
 
     def future(self, rref: int) -> torch.futures.Future[Any]:
-        """Of the value. A fetch may overtake the call that creates it."""
+        """The future of a value. There is one even before the call that creates the value has come: a fetch may overtake it."""
         with self._lock:
             return self._value(rref).future
 
     # -- forks
 
     def lend(self, rref: int, fork: int, holder: int) -> None:
-        """We send one of our handles to ``holder``."""
+        """Enter a fork of ours that is sent to ``holder``."""
         with self._lock:
             if holder not in self._lost:
                 self._value(rref).forks[fork] = holder
 
     def take(self, rref: int, fork: int) -> None:
-        """A reference came back to us: the fork is now held by a handle of ours."""
+        """Enter a fork that came back to its owner: a handle of ours holds it now."""
         with self._lock:
             self._value(rref).forks[fork] = self._me
 
@@ -201,7 +201,7 @@ class RRefStore:
                 self._send(holder, ACCEPT, rref, fork)
                 return
             owned = self._values.get(rref)
-            # Who passed it on may have given two workers, or one worker twice, the same fork.
+            # The worker that passed it on may have given the same fork to two workers, or to one worker twice.
             twice = owned is not None and (fork in owned.forks or fork in owned.parked)
             if twice or (owned is None and self._crowded(rref)):
                 self.refused += 1
@@ -240,7 +240,7 @@ class RRefStore:
         self._send(holder, REFUSE, rref, fork)
 
     def _learn(self, rref: int, owned: Owned) -> None:
-        """Whether the value will be is known from here on."""
+        """Note that it is known from now on whether the value will ever exist."""
         if not owned.known:
             owned.known = True
             self._await(created_on(rref), -1)
@@ -256,8 +256,8 @@ class RRefStore:
             self._awaited.pop(creator, None)
 
     def _value(self, rref: int) -> Owned:
-        """Made on demand; then the creator is asked whether the value is really to come. ``RdmaError`` where too many
-        are asked for already."""
+        """The entry of a value. If there is none it is made, and the creator is asked whether the value will come. Raises
+        ``RdmaError`` if too many values of that creator are awaited already."""
         owned = self._values.get(rref)
         if owned is None:
             if self._crowded(rref):
@@ -276,8 +276,8 @@ class RRefStore:
             self.dead.append(owned)
 
     def gone(self, rref: int) -> None:
-        """GONE: no call that creates this value is on its way. If it never came, or came and its value was deleted, whoever
-        still asks is told so. That happens only when a worker was lost that had passed the reference on."""
+        """GONE: no call that creates this value is on its way. If it never came, or its value was deleted, those that still ask
+        for the value get an error. That happens only when a worker was lost that had passed the reference on."""
         with self._lock:
             self._give_up(rref)
 
