@@ -31,7 +31,7 @@ CONF = str(Path(__file__).parent / "conf")
 LIBRARIES = ("rdmarpc", "torch_rpc")
 ORDERS = (["cpu", "cuda"], ["cuda", "cpu"])
 GRADIENTS_WITHIN = 1e-5
-"""Of the largest element: what float32 allows sums of a thousand products."""
+"""How far gradients may be apart, as a part of the largest element: the error of a float32 sum of a thousand products."""
 
 # Workers import this module too; what only the launcher needs is imported where it is needed.
 

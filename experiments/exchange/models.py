@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CLASSES, SYMBOLS, WIDTH = 10, 1000, 1024
-"""Of the convolutional nets; of the recurrent ones; inputs and units of these."""
+"""Classes of the convolutional nets; classes of the recurrent nets; inputs and units of the recurrent nets."""
 
 
 def alexnet() -> nn.Module:

@@ -31,7 +31,7 @@ class Server:
         self.gradients: list[Tensor] = []
 
     def keep(self, name: str) -> None:
-        """Of this model; of none for an empty name."""
+        """Keep the weights of the model with this name, and none for an empty name."""
         self.gradients = []
         self.weights = [] if not name else [p.detach() for p in MODELS[name].make().parameters()]
 

@@ -23,7 +23,7 @@ from ..harness.processes import Launcher
 from .models import MODELS, Model, loss_of
 
 STEPS = 2
-"""Real steps whose computation is taken, after one that does not count."""
+"""The number of real steps whose computation is measured, after one that does not count."""
 TIMEOUT_S = 300.0
 
 
@@ -52,7 +52,7 @@ def iterations(nbytes: int) -> int:
 
 
 def gradients(net: nn.Module) -> list[torch.Tensor]:
-    """Of every parameter, in memory that torch allocated, as autograd leaves them."""
+    """A gradient for every parameter, in memory that torch allocated, as autograd leaves them."""
     return [torch.ones_like(parameter) for parameter in net.parameters()]
 
 

@@ -1,4 +1,4 @@
-"""Workers that somebody else has started, one a task, on any hosts: `srun`, `torchrun`, or submitit through `srun`.
+"""Workers that another launcher has started, one a task, on any hosts: `srun`, `torchrun`, or submitit through `srun`.
 
 This process is then one worker of the job, and the launcher of the cluster looks after it: it ends the others when one
 fails, and knows how long the job may take.
@@ -16,7 +16,7 @@ from .processes import Launcher, OnEvent
 
 
 def task() -> slurm.Task | None:
-    """Who we are among the workers, or `None` where this process is to start them itself."""
+    """The task of this process among the workers; `None` if this process has to start the workers itself."""
     if slurm.in_step():
         return slurm.this_task()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -25,7 +25,7 @@ def task() -> slurm.Task | None:
 
 
 class Alone(Launcher):
-    """What a worker without a launcher of ours tells and asks: events go to `on_event`, and it is always its turn."""
+    """The launcher of a worker that none of our launchers started: events go to `on_event`, and it is always its turn."""
 
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event

@@ -224,12 +224,12 @@ def counted(rpc: Any, rank: int) -> dict[str, int]:
 
 
 def everywhere(rpc: Any) -> Counter[str]:
-    """The sum of both workers."""
+    """The counters of both workers, added up."""
     return Counter(counted(rpc, 0)) + Counter(counted(rpc, 1))
 
 
 def registrations(rpc: Any, end: End) -> int:
-    """Of the devices below the calls and the model, at both workers, and of the measuring end."""
+    """The registrations of the devices below the calls and the model, at both workers, and of the measuring end's device."""
     return everywhere(rpc)["registrations"] + end.device.counters()["registrations"]
 
 

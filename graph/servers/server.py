@@ -50,12 +50,12 @@ class _Client:
 
 
 class End:
-    """Why a server ended, for those who come when it is kept no longer."""
+    """The error that ended a server, for workers that ask after the server itself is gone."""
 
     def __init__(self, workers: list[str]) -> None:
         self.error: WorkerError | None = None
         self.awaited = set(workers)
-        """Workers that have not asked it to be let in."""
+        """The workers that have not asked to enter yet."""
 
 
 class Server(threading.Thread):
@@ -74,10 +74,10 @@ class Server(threading.Thread):
         self.gone: set[str] = set()
         """Workers that are lost or have closed the model. Like ``end.awaited``, maintained by the owner of this server."""
         self.steps = -1
-        """Of the weights that the workers have; -1 before those of the start."""
+        """The step of the weights that were sent last; -1 before those of the start, which are step 0."""
         self._clients: dict[str, _Client] = {}
         self._left: dict[str, PeerLost | None] = {}
-        """Workers that have closed the model, and whom they had lost, if that was why."""
+        """The workers that have closed the model, and for each the error if it closed because it had lost a worker."""
         self._kept = Kept()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
@@ -90,7 +90,8 @@ class Server(threading.Thread):
         return self.end.error
 
     def ask(self, method: str, *args: Any) -> Any:
-        """The result of a method of this server or of what it keeps (``kept.ASKED``), run on the thread between two steps."""
+        """Call a method of this server, or of its ``Kept`` (``kept.ASKED``), on its thread between two steps. Returns the
+        result."""
         future: Future[Any] = Future()
         of = self._kept if method in ASKED else self
         with self._lock:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Half:
-    """What this worker has with one server. ``weights`` and ``gradients`` (``None``: nothing there needs any) list the same
-    tensors in the same order, the gradients perhaps fewer of them."""
+    """This worker's half of the exchange with one server. ``weights`` and ``gradients`` (``None``: no tensor there needs any)
+    list the same tensors in the same order; ``gradients`` may leave some out."""
 
     def __init__(self, station: Station, weights: Bundle, gradients: Bundle | None) -> None:
         self.server = weights.source
@@ -31,9 +31,9 @@ class Half:
         self.alarm = station.ports.take(channel, self._alarmed)
         self._outlet: BundleOutlet | None = None
         self.steps = -1
-        """Of the weights that have landed."""
+        """The step of the weights that landed last; -1 before those of the start, which are step 0."""
         self.wanted = 0
-        """Of the weights that are on their way."""
+        """The step of the weights that are to land next, or have landed last."""
         self.alarmed = False
 
     @property

@@ -26,8 +26,9 @@ every gradient of a backward, so that each worker learns of it before its first 
 
 
 class MicroBatch(NamedTuple):
-    """Which part of a batch a forward is: ``number`` (from 0) of ``total``, with consecutive sequences; ``window``: so many of
-    them may be between forward and backward at level 0. Each below 2**16; a forward of its own has total 0."""
+    """The place of a forward in its batch: micro-batch ``number`` (from 0) of ``total``, with consecutive sequences.
+    ``window``: how many of them may be between forward and backward at level 0. Each is below 2**16. A forward that is no
+    micro-batch has ``total`` 0."""
 
     number: int
     total: int
