@@ -70,9 +70,9 @@ class AutoDevice(Device):
     def __init__(self, place: str, options: DeviceOptions) -> None:
         super().__init__("auto", options, shared=True)
         self.devices: dict[str, Device] = {}
-        """By their names: those that could be opened."""
+        """The devices that could be opened, by name."""
         self.refused: dict[str, Refusal] = {}
-        """The others."""
+        """The reasons against the devices that could not."""
         self._has_rdma = bool(sysfs.survey())
         self._reasons: weakref.WeakKeyDictionary[Channel, str] = weakref.WeakKeyDictionary()  # of those that fell back
         self._told: set[str] = set()

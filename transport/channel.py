@@ -51,7 +51,7 @@ Pair = tuple[Local | RemoteRegion, Local | RemoteRegion]
 
 
 class Parent(Protocol):
-    """What a channel, or its user, uses of the ``Device`` that made it."""
+    """The part of a ``Device`` that its channels, and their users, use."""
 
     name: str
     pid: int
@@ -275,12 +275,12 @@ class Channel(abc.ABC):
         """Tell the peer, and release the connection. Idempotent."""
 
     def forked(self, error: RdmaError) -> None:
-        """In a forked child: make every use raise ``error``. Sends nothing to the peer and takes no lock."""
+        """Make every use in a forked child raise ``error``. Sends nothing to the peer and takes no lock."""
         self.error = error
 
     @property
     def peer_copies(self) -> bool:
-        """After the channel's end: whether a copy of the peer may still touch memory of this process, because the peer is
+        """Whether, after the channel's end, a copy of the peer may still touch memory of this process, because the peer is
         suspended in the middle of it. Memory that the peer could reach must not be reused while this is true."""
         return False
 

@@ -160,7 +160,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     name: str
     port = 0
-    """Address of what whoever waits on this device has to poll (``words/completions``); 0: nothing."""
+    """Address of the port that a thread which waits on this device has to poll (``words/completions``); 0: there is none."""
 
     def __init__(self, name: str, options: DeviceOptions, *, shared: bool = False) -> None:
         """``shared``: whether a memory of our own is such as other processes can map. The device attaches itself to the memory
@@ -242,7 +242,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     @property
     @abc.abstractmethod
     def address(self) -> bytes:
-        """What a peer needs to ``connect`` to us. Printable, no code, no secret."""
+        """The bytes that a peer needs to ``connect`` to us. Printable, no code, no secret."""
 
     @abc.abstractmethod
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
@@ -310,7 +310,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.memory.detach(self)
         if self._own_memory:
             self.memory.close()
-        # Nobody calls these any more. Whoever they belong to refers to us.
+        # These are not called any more. Their owners refer to us, so keeping them would be a circle.
         self.on_lost = nobody
         self.door.close()
 
@@ -320,8 +320,8 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
     # -- for the devices themselves
 
     def close_deadline(self) -> float:
-        """Until when (``time.monotonic``) a channel that is being closed may wait for what was posted on it; all channels of a
-        device that is being closed have that time together."""
+        """The time (``time.monotonic``) until which a channel that is being closed may wait for its posts. The channels of a
+        device that is being closed share one deadline."""
         if not self.closed:
             return time.monotonic() + _CLOSE_TIMEOUT_S
         self._close_by = self._close_by or time.monotonic() + _CLOSE_TIMEOUT_S
@@ -335,7 +335,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         Raises ``RegistrationError`` where nothing can be registered."""
 
     def _give_back(self) -> None:
-        """In the constructor of a device that does not open: let go of what ours has set up."""
+        """Undo the base class's constructor, in the constructor of a device that cannot be opened."""
         self.closed = True
         self.memory.detach(self)
         if self._own_memory:
@@ -354,8 +354,8 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
 
     @abc.abstractmethod
     def _forked(self) -> None:
-        """In a forked child: close our copies of the sockets, or the peers would not notice the parent's death. Other
-        threads' locks may be held for ever here: take none."""
+        """In a forked child, close our copies of the sockets, or the peers would not notice the parent's death. Takes no lock,
+        as a thread that does not exist here may hold it for ever."""
 
     def check(self) -> None:
         """Raises ``RdmaError`` if this device is closed, or another process's."""

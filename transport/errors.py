@@ -76,7 +76,8 @@ def fresh(error: E) -> E:
 
 
 def kept(error: E) -> E:
-    """A copy to keep, and to raise copies of (``fresh``): without frames, whoever else raises the error."""
+    """A copy of an error to keep, and to raise copies of (``fresh``). It holds no frames, even if the error is raised elsewhere
+    too."""
     return bare(fresh(error))
 
 
@@ -90,7 +91,7 @@ def bare(error: E) -> E:
 
 
 def for_others(error: BaseException, me: str) -> BaseException:
-    """What other workers are told of an error of the worker ``me``. If a peer gave this worker up because it did not run, the
+    """The error of the worker ``me`` as other workers are told it. If a peer gave this worker up because it did not run, the
     others are told that this worker was lost."""
     if isinstance(error, PeerLost) and error.status == GIVEN_UP:
         told = PeerLost(error.message, peer=me, device=error.device, status="SILENT", hint=error.hint)

@@ -119,7 +119,8 @@ class Poller:
     """The row that ``kick`` announces."""
 
     def __init__(self, memory: Memory, port: int) -> None:
-        """``memory``: that of the channels' devices. ``port``: address of what whoever waits has to poll (``Device.port``)."""
+        """``memory``: that of the channels' devices. ``port``: address of the port that a waiting thread polls
+        (``Device.port``)."""
         self._memory, self.port = memory, port
         self.bell = memory.take_bell()
         self.bell_address = memory.bells + self.bell * BELL_BYTES

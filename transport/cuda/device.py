@@ -174,8 +174,8 @@ class CudaDevice(ShmDevice):
         return lines
 
     def watch(self) -> None:
-        """From now on look at GPUs now and then. On a thread of its own: what another thread does may make any call of the
-        driver wait, and for a peer that is lost."""
+        """Look after the GPUs from time to time from now on. This happens on a thread of its own, because any call of the
+        driver may have to wait for another thread's, even for a peer that is lost."""
         with self._lock:
             if not self._watching and not self._over.is_set():
                 with contextlib.suppress(RuntimeError):  # no more threads: the process ends

@@ -44,14 +44,15 @@ class Copying(Protocol):
 
 
 class Job(Protocol):
-    """What is enqueued on a lane."""
+    """Copies that are enqueued on a lane."""
 
     def lost(self) -> None:
-        """The driver will not tell of its end any more."""
+        """Fail, because the driver will not report the job's end any more."""
 
 
 class Lane:
-    """``channel``: whose copies go over it; ``arena``: of the device. ``lock`` is held while something is enqueued."""
+    """A side stream for the copies of ``channel`` on one GPU. ``arena``: the device's. ``lock`` is held while work is
+    enqueued."""
 
     def __init__(self, channel: Copying, arena: GpuArena, index: int) -> None:
         self.channel, self.index, self.device = channel, index, torch.device(kind(), index)
@@ -107,7 +108,8 @@ class Lane:
             driver().call("cuStreamWaitEvent", after, self._follow, 0)
 
     def wait(self, ticket: int, timeout: float | None) -> None:
-        """Until a ticket is over. ``TransferTimeout``; what broke the channel, when the copy has not ended soon after that."""
+        """Wait until a ticket is over. Raises ``TransferTimeout``. If the channel breaks and the copy does not end soon after,
+        raises the channel's error."""
         deadline = None if timeout is None else time.monotonic() + timeout
         grace = None
         while kernels.load(self.done) < ticket:
@@ -162,7 +164,7 @@ class Lane:
         return True
 
     def destroy(self) -> None:
-        """When idle."""
+        """Give the stream and its events back. Call it only when the lane is idle."""
         with self.lock:
             stream, self.stream = self.stream, 0
         _lanes.discard(self)
@@ -175,7 +177,7 @@ class Lane:
 
 
 class Lanes:
-    """Those of one channel, one a GPU. Thread-safe."""
+    """The lanes of one channel, one for each GPU. Thread-safe."""
 
     def __init__(self, arena: GpuArena) -> None:
         self._arena = arena

@@ -20,7 +20,7 @@ from ..region import LENT, RemoteRegion
 from ..shm.memory import PeerMemory
 
 PASS = struct.Struct("<32s64sQ")
-"""What comes with a segment, in a file: UUID in hexadecimal, IPC handle, the driver's number of the allocation."""
+"""The file that comes with a segment: UUID in hexadecimal, IPC handle, the driver's number of the allocation."""
 
 
 class PeerSegment:
@@ -38,7 +38,7 @@ class PeerSegment:
         return next((index for index in range(count()) if driver().uuid(index) == self.uuid), 0)
 
     def at(self, index: int) -> int:
-        """Where it is mapped for copies by a device. ``NotSupported`` if it cannot be."""
+        """The address at which the segment is mapped for copies by a device. Raises ``NotSupported`` if it cannot be mapped."""
         found = self._at.get(index)
         if found is None:
             gpus = self._gpus

@@ -103,7 +103,7 @@ class CudaJob(PreparedRequest):
         self._job = int(self._words.ctypes.data)
 
     def word(self, copy: int, part: int) -> int:
-        """Where in the words part 0 or 1 (destination, source) of the only group's copy number ``copy`` stands."""
+        """The index of the word with the destination (part 0) or source (part 1) of copy ``copy`` in the only group."""
         return at.JOB_HEAD + at.GROUP_HEAD + 3 * copy + part
 
     def set(self, word: int, address: int) -> None:

@@ -6,12 +6,12 @@ that work, and then has the driver count up (``count``, a host function without 
 
 Invariants:
 
-1. after the producer: a post is made when the count has reached its number, so behind all that it was given with.
-2. order: what is posted from one GPU is posted in the order in which it was given. While something of it waits, all else
-   waits behind that, wherever its own stream stands.
-3. all comes to an end: a post on a channel that has ended fails, and whoever waits for it hears that at once. A GPU that has
-   failed makes nothing any more: the channels that something waits for fail, or their peers would wait for ever.
-4. the count outlives the side stream, and the interpreter: the driver's thread writes to it. It is never freed.
+1. after the producer: a post is made when the count has reached its number, so behind all work that was given before it.
+2. order: the posts from one GPU are made in the order in which they were given. While one waits, all later ones wait behind it,
+   even if their own streams are done.
+3. every post ends: a post on a channel that has ended fails, and its waiters are told at once. A GPU that has failed completes
+   nothing any more, so the channels with waiting posts fail; else their peers would wait for ever.
+4. the count outlives the side stream, and the interpreter, because the driver's thread writes to it. It is never freed.
 
 Never run on hardware: see ``verbs/gpudirect``.
 """
@@ -53,10 +53,10 @@ class Poster(Protocol):
     peer: str
     error: RdmaError | None
     later: set[Later]
-    """What waits for a GPU."""
+    """The posts that wait for a GPU."""
 
     def lost(self, error: RdmaError) -> None:
-        """It broke."""
+        """End the channel because it broke."""
 
 
 class Later(Work):
@@ -77,20 +77,20 @@ class Later(Work):
         assert post is not None
         try:
             self._work = post()
-        except Exception as error:  # whoever waits for the work hears it; the others are posted all the same
+        except Exception as error:  # raised to those that wait for the work; the other posts are made all the same
             self._error = error if isinstance(error, RdmaError) else RdmaError(f"the post failed: {error!r}", device="verbs")
         finally:
             self._left.set()
             self.channel.later.discard(self)
 
     def fail(self, error: RdmaError) -> None:
-        """It will never be posted."""
+        """Give the post up: it fails with ``error``."""
         self._post, self._error = None, error
         self._left.set()
         self.channel.later.discard(self)
 
     def leave(self, timeout: float | None) -> None:
-        """Return when it is posted, or cannot be any more. ``TransferTimeout``."""
+        """Wait until it is posted, or cannot be any more. Raises ``TransferTimeout``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._left.is_set() and self.channel.error is None:
             left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
@@ -204,7 +204,7 @@ class Behind:
             channel.lost(error)
 
     def close(self) -> None:
-        """Nothing is posted any more."""
+        """End the thread. Posts that still wait fail."""
         with self._given:
             self._stopping = True
             self._given.notify()

@@ -184,17 +184,17 @@ class Driver:
         return ctypes.cast(getattr(self._library, name), c_void_p).value or 0
 
     def on(self, index: int) -> AbstractContextManager[None]:
-        """With the primary context of a device current in this thread, and ``relaxed``. ``RdmaError`` where the GPU has
-        failed."""
+        """Inside the block the primary context of a device is current in this thread, and the thread is ``relaxed``. Raises
+        ``RdmaError`` if the GPU has failed."""
         return _On(self, self.context(index))
 
     def relax(self) -> None:
-        """``relaxed``, for as long as this thread lives."""
+        """Make this thread ``relaxed`` for as long as it lives."""
         self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(CU_STREAM_CAPTURE_MODE_RELAXED)))
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """What this thread does now has nothing to do with any CUDA graph. Else the driver spoils what another thread captures
-        when this one as much as looks at an event."""
+        """Inside the block this thread's calls belong to no CUDA graph. Otherwise even a look at an event would spoil a graph
+        that another thread captures."""
         return _On(self, 0)
 
     # -- memory
@@ -212,7 +212,8 @@ class Driver:
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Where another process's allocation is mapped here, in the current context; until ``cuIpcCloseMemHandle``."""
+        """Map another process's allocation in the current context, and return its address. It stays mapped until
+        ``cuIpcCloseMemHandle``."""
         base = c_uint64()
         found = IpcMemHandle.from_buffer_copy(handle)
         self.call("cuIpcOpenMemHandle_v2", byref(base), found, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)

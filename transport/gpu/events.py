@@ -27,8 +27,8 @@ def status(index: int, question: str, handle: int) -> str:
 
 
 class Event:
-    """What a stream of device ``index`` (its handle) has been given until now. Any thread may use it. ``RdmaError`` where the
-    GPU has failed."""
+    """The work that a stream (its handle) of device ``index`` has been given until now. Any thread may use it. Raises
+    ``RdmaError`` if the GPU has failed."""
 
     __slots__ = ("_handle", "index")
 

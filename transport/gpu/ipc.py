@@ -81,8 +81,9 @@ class Imports:
         """How often a segment was opened."""
 
     def base(self, number: int, handle: bytes, index: int, over: Callable[[], bool]) -> int:
-        """Where a segment (the driver's ``number``) is mapped for copies to and from device ``index``. ``over()``: whether
-        the copies that the caller is about to start are over. ``RdmaError`` with the driver's word if it cannot be opened."""
+        """The address at which a segment (the driver's ``number``) is mapped for copies to and from device ``index``.
+        ``over()`` tells whether the copies that the caller is about to start are over. Raises ``RdmaError`` with the driver's
+        error if the segment cannot be opened."""
         with self._lock:
             found = self._mappings.get((number, index))
             if found is None:

@@ -67,7 +67,7 @@ class Pin:
         return self._registration.refused
 
     def pointer(self, address: int, index: int) -> int:
-        """What a device calls an address in it. ``RdmaError`` where it is not pinned."""
+        """The device pointer of an address in the pinned memory. Raises ``RdmaError`` if the memory could not be pinned."""
         found = self._pointers.get(index)
         if found is None:
             if self.refused:
@@ -100,7 +100,7 @@ def pin_segment(segment: Segment, index: int) -> Pin:
 
 
 class Pins:
-    """What one user holds, until ``close``. Thread-safe."""
+    """The pins that one part of the process holds, until ``close``. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[int, Pin] = {}

@@ -146,8 +146,8 @@ class Borrowed:
         self._released = False
 
     def wait(self, slot: int, generation: int, index: int) -> None:
-        """Before copies on the current stream of device ``index``, whose context is current. ``PeerLost`` where what is waited
-        for will not come."""
+        """Make the current stream of device ``index``, whose context is current, wait for a slot. Call it before the copies are
+        enqueued. Raises ``PeerLost`` if the peer has ended and the word will not come."""
         self._waiting[slot] = generation
         if self._released and not reached(self._address + slot * SLOT_BYTES + READY, generation):
             del self._waiting[slot]
@@ -155,11 +155,11 @@ class Borrowed:
         self._words.wait(slot * SLOT_BYTES + READY, generation, index)
 
     def done(self, slot: int, generation: int, index: int) -> None:
-        """After them, likewise."""
+        """Have the same stream write that the copies are done. Call it after they are enqueued."""
         self._words.write(slot * SLOT_BYTES + DONE, generation, index)
 
     def decline(self, slot: int, generation: int) -> None:
-        """It is not copied: no stream of ours has it, or those of a GPU that has failed."""
+        """Mark a slot done without a copy. No stream of ours waits for it, or only streams of a GPU that has failed."""
         self._waiting.pop(slot, None)
         kernels.store(self._address + slot * SLOT_BYTES + DONE, generation)
 

@@ -30,14 +30,14 @@ SEGMENT_BYTES = 64 << 20
 PINNED_SEGMENT_BYTES = 12 << 20
 """The first one where registering it pins all of it."""
 POOL_BYTES = 2 << 20
-"""The first one of a pool that one peer has, besides what is set apart there."""
+"""The bytes of the first segment in the pool of a single peer, besides memory that is set apart there."""
 READ, WRITE, OWN = range(3)
-"""What peers may do in a pool: all read; all read and write; the one whose pool it is reads and writes, others nothing."""
+"""The rights on a pool: all peers read; all peers read and write; one peer reads and writes, the others have no rights."""
 _RESERVE = 1 << 20
 _MAX_GROWTH = 1 << 30
 _HUGE_PAGE = 2 << 20
 TENSORS, SLOTS, RINGS = "tensors of this program", "slots of wrapped models", "rings"
-"""What memory is for (``Arena.note``)."""
+"""The purposes of memory (``Arena.note``)."""
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

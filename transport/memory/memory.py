@@ -26,8 +26,8 @@ from .mapping import address_of, anonymous, memfd
 
 
 class Registered(NamedTuple):
-    """What peers may touch of this process. ``pool``: which of them, and how; ``None``: foreign memory, all peers as they
-    like."""
+    """Memory of this process that peers may touch. ``pool`` gives their rights; ``None``: it is foreign memory, which all peers
+    may read and write."""
 
     address: int
     nbytes: int
@@ -39,13 +39,13 @@ NOWHERE = Registered(0, 0, 0, None)
 
 
 class Announcer(Protocol):
-    """What tells the peers of one device of foreign regions."""
+    """The object that tells the peers of one device of foreign regions."""
 
     def announce(self, number: int, key: int, address: int, nbytes: int) -> None: ...
 
 
 class Listener:
-    """What a memory tells a device on it. A device that has something to do then says so."""
+    """The calls by which a memory tells a device on it of changes. A device overrides those that it has to act on."""
 
     closed: bool
 
@@ -83,15 +83,15 @@ class Memory:
     def __init__(self, limit: int | None = None, *, shared: bool) -> None:
         self.shared = shared
         self.identity = Identity()
-        """What peers know us by, over each of the devices."""
+        """The key pair by which peers know this process, over all of its devices."""
         self.uid = uid_of(self.identity.public)
-        """64 bits, and ``epoch`` 32 more: this life of our memory, as descriptors name it."""
+        """The 64 bits, with the 32 bits of ``epoch``, by which descriptors name this life of our memory."""
         self.epoch = secrets.randbits(32)
         self.arena = Arena(self._new_segment, limit, self._drop_segment)
         self.regions: dict[int, Registered] = {}
-        """By number. To be looked up, never changed, by devices."""
+        """The registered memory, by number. Devices look things up here, and never change it."""
         self.gpu: GpuPart | None = None
-        """Its GPU memory, where a device on it reaches GPUs. What is there is not in ``regions``."""
+        """The GPU memory, if a device on this memory reaches GPUs. It is not in ``regions``."""
         self.lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # foreign memory stays alive for as long as peers may touch it
@@ -110,8 +110,8 @@ class Memory:
     # -- the devices on it
 
     def attach(self, device: Listener) -> list[Segment]:
-        """From here on ``device`` is told of each new segment and foreign region. Returned are the segments that there are;
-        one that is just being made may be among them and be announced too. By a device, before it lets peers in."""
+        """Tell ``device`` of each new segment and foreign region from now on. Returns the segments that there are; one that is
+        just being made may be returned and announced too. A device calls this before it lets peers in."""
         with self.lock:
             self._devices.append(device)
             return list(self._segments.values())
@@ -194,7 +194,7 @@ class Memory:
         return segment
 
     def _drop_segment(self, segment: Segment) -> None:
-        """Nothing uses it, here or at a peer."""
+        """Give a segment back that nothing uses any more, here or at a peer."""
         with self.lock:
             self._segments.pop(segment.number, None)
             self.regions.pop(segment.number, None)

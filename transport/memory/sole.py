@@ -60,7 +60,8 @@ def _uses(others: list[object] | None) -> int:
 
 
 def _calibrated(count: Callable[[list[object] | None], int]) -> int:
-    """What ``count`` finds for what nobody else has; -1, which nothing is below, if ``others`` make no difference to it."""
+    """The result of ``count`` for an object without further references; -1, which is below all counts, if ``count`` does not
+    see further references."""
     alone, shared = count(None), count([])
     return alone if shared > alone else -1
 

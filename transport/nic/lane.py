@@ -20,7 +20,8 @@ _NO_PATH = "is UDP port 4791 open between the hosts, are both in one routed RoCE
 
 
 class Lane:
-    """Any thread. The channel that owns it closes the queue pair; the words stay for whoever still looks at them."""
+    """The sending side of one queue pair, and its words. Any thread. The channel that owns it closes the queue pair; the words
+    stay for as long as a thread may look at them."""
 
     __slots__ = ("__weakref__", "_words", "address", "chain_max", "depth", "max_inline", "peer", "port", "qp")
 
@@ -62,19 +63,19 @@ class Lane:
         return kernels.load(self.address) >= seq
 
     def wait(self, seq: int, timeout: float | None) -> None:
-        """Until ``passed``. ``TransferTimeout``."""
+        """Wait until ``passed(seq)``. Raises ``TransferTimeout``."""
         wait_done(self.address, seq, timeout, self.port, peer=self.peer, device="verbs")
 
     def wait_for_room(self, count: int, limit_ns: int = kernels.SLICE_NS) -> None:
-        """Until ``count`` more requests fit, or a moment has passed."""
+        """Wait until ``count`` more requests fit, or ``limit_ns`` have passed."""
         kernels.wait_count(self.address, self.posted + count - self.depth, kernels.SPIN, limit_ns, self.port)
 
     def end(self) -> None:
-        """No post any more, and every wait returns."""
+        """Refuse all later posts, and let every wait return."""
         completions.end_lane(self.address)
 
     def shut(self) -> None:
-        """In a forked child: no post any more."""
+        """In a forked child, refuse all later posts."""
         kernels.store(self.address + 8 * completions.LANE_CLOSED, completions.SHUT)
 
     def seen(self) -> bool:
@@ -132,8 +133,8 @@ class Probe:
         self._chain = Chain([(at.WR_RDMA_WRITE, 0, 0, 0, 0, 0, 0, 0)])
 
     def prove(self, timeout: float, ended: Callable[[], RdmaError]) -> None:
-        """RDMA packets go to the peer and back. ``NotSupported`` if they do not, after about two seconds; ``TransferTimeout``;
-        ``ended()`` where nothing can be posted any more."""
+        """Check that RDMA packets go to the peer and back. Raises ``NotSupported`` if they do not, after about two seconds,
+        ``TransferTimeout``, and ``ended()`` if nothing can be posted any more."""
         lane = self._lane
         seq = completions.post(lane.address, self._chain.address)
         if seq <= 0:
@@ -146,7 +147,7 @@ class Probe:
             raise NotSupported(why, peer=lane.peer, device="verbs", status=error.status, hint=_NO_PATH)
 
     def keep_alive(self) -> None:
-        """Nothing came for a while: have the peer's adapter acknowledge something, or the retries run out."""
+        """Make the peer's adapter acknowledge a WRITE of no bytes if the lane is idle. If it does not, the retries run out."""
         lane = self._lane
         idle = not lane.seen() and lane.posted == lane.reached
         if idle and completions.post(lane.address, self._chain.address) > 0:

@@ -151,10 +151,10 @@ def library() -> ctypes.CDLL:
 
 
 def fork_init() -> None:
-    """Before the first device is opened: what is registered stays the parent's in a fork. Kernels from 5.12 on see to that (a
-    fork copies pinned pages), and some older ones of distributions; libibverbs knows. Elsewhere it keeps registered pages out
-    of children (``madvise(MADV_DONTFORK)``): a child that touches such a page, and be it for what else lies in it, dies. So it
-    is asked for only where it has to be."""
+    """Keep registered memory the parent's in a fork. Call it before the first device is opened. Kernels from 5.12 on do this by
+    themselves (a fork copies pinned pages), and so do some older ones of distributions; libibverbs knows. On other kernels
+    libibverbs keeps registered pages out of children (``madvise(MADV_DONTFORK)``): a child that touches anything in such a page
+    dies. So this asks for that only where it is needed."""
     lib = library()
     if hasattr(lib, "ibv_is_fork_initialized") and lib.ibv_is_fork_initialized() == _FORK_UNNEEDED:
         return

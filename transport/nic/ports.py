@@ -39,7 +39,7 @@ _OVERHEAD = 104
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """What was chosen, opened. The device that asked for it owns ``context`` and closes it."""
+    """The chosen port, opened. The device that asked for it owns ``context`` and closes it."""
 
     name: str
     """``"mlx5_0:1"``"""

@@ -18,7 +18,7 @@ LOCAL, REMOTE_READ, REMOTE_WRITE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttr:
-    """What a device can do (``ibv_query_device``)."""
+    """The limits of a device (``ibv_query_device``)."""
 
     fw_ver: str
     node_guid: int
@@ -128,11 +128,12 @@ class QueuePair(abc.ABC):
 
     @abc.abstractmethod
     def connect(self, route: Route) -> None:
-        """From INIT to ready-to-receive and ready-to-send (``rnr_retry`` 7: the receiver being slow is no error)."""
+        """Bring the queue pair from INIT to ready-to-receive and ready-to-send. ``rnr_retry`` is 7: a slow receiver is no
+        error."""
 
     @abc.abstractmethod
     def error(self) -> None:
-        """To the error state: what is posted is flushed, nothing of the peer lands any more. Idempotent."""
+        """Bring the queue pair to the error state: posts are flushed, and no data of the peer lands any more. Idempotent."""
 
     @abc.abstractmethod
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from .native import HOP_LIMIT, NativeContext, Package, fork_init, release
 from .provider import Context, Provider, Route
 
 _FOLDERS = ("/usr/lib/python3/dist-packages", "/usr/lib64/python3*/site-packages", "/usr/lib/python3*/site-packages")
-"""Where Debian, Fedora and SUSE put it."""
+"""The folders where Debian, Fedora and SUSE install pyverbs."""
 _GRH_REQUIRED = 1
 """``IBV_QPF_GRH_REQUIRED``, of a port's flags: virtual InfiniBand ports."""
 _MODULES = ("addr", "cq", "device", "mr", "pd", "qp", "srq")

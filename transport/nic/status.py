@@ -17,7 +17,7 @@ from .provider import DeviceAttr
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a status is to us: the class of the error, the likely cause, what to do."""
+    """The meaning of a status: the class of the error to raise, the likely cause, and what to do."""
 
     error: type[RdmaError]
     cause: str
@@ -142,12 +142,12 @@ EVENT_MEANINGS = {
     "GID_CHANGE": ("port", "the addresses of the port changed: connections over an address that went away are broken"),
     "PKEY_CHANGE": ("port", "the partitions of the port changed"),
 }
-"""What an event is about (``device``: everything is lost; ``connection``: one is; ``port``: to be known) and what happened.
-The others (``COMM_EST``, ``SM_CHANGE``, ...) are of no consequence here."""
+"""For each event its scope (``device``: all connections are lost; ``connection``: one is; ``port``: it is only reported) and
+what happened. Other events (``COMM_EST``, ``SM_CHANGE``, ...) have no effect here."""
 
 
 def status_name(status: int) -> str:
-    """``"REM_ACCESS_ERR"`` for 10; ``"STATUS_99"`` for what nobody named yet."""
+    """The name of a completion status: ``"REM_ACCESS_ERR"`` for 10, ``"STATUS_99"`` for an unknown one."""
     return STATUSES[status] if 0 <= status < len(STATUSES) else f"STATUS_{status}"
 
 

@@ -114,7 +114,8 @@ def _port(device: str, number: int) -> Found:
 
 
 def _interfaces(device: str, number: int) -> list[str]:
-    """Those beside the GID table: of an InfiniBand port (IPoIB), and below a software device."""
+    """The network interfaces that the GID table does not name: those of an InfiniBand port (IPoIB), and the one below a
+    software device."""
     found = [_read(ROOT, device, "parent")]
     for name in _list(ROOT, device, "device", "net"):
         port = _read(NETWORK, name, "dev_port")

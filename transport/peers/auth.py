@@ -73,7 +73,8 @@ def authenticate(
     expect: str = "",
     binding: bytes = b"",
 ) -> bytes:
-    """Run by both ends, under the socket's timeout. Returns the peer's key: whoever is there holds its private half.
+    """Authenticate both ends, which both run this under the socket's timeout. Returns the peer's key. The other end has proven
+    that it holds the private half.
 
     ``expect``: the uid (``identity.uid_of``, 16 hexadecimal digits) that the other end must have; ``PeerLost`` with the status
     ``STALE_ADDRESS`` if it is another one. ``binding``: what the proofs cover besides, the same at both ends, so that they hold

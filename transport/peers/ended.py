@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 def nobody(*_: object) -> None:
-    """In place of a callback whose owner has ended, so that whoever would call it does not keep the owner alive."""
+    """A callback that does nothing. It replaces the callback of an owner that has ended, which would else be kept alive."""

@@ -52,7 +52,7 @@ def need_descriptors(count: int) -> None:
 
 
 def hint_for(error: BaseException) -> str:
-    """What helps when the system had too little of something; empty: nothing known."""
+    """The hint for an error of a system that had too little of something; empty if none is known."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library
         number = errno.EMFILE
@@ -66,7 +66,7 @@ def hint_for(error: BaseException) -> str:
 
 
 def broken_by(error: BaseException, doing: str, *, peer: str, device: str) -> RdmaError:
-    """What the users of a channel are told that ended because ``error`` came while it was served."""
+    """The error for the users of a channel that ended because ``error`` was raised while it was served."""
     if isinstance(error, RdmaError):
         if error.peer:
             return error

@@ -1,8 +1,8 @@
-"""Connections that are being made: how strangers are kept from holding up those who belong here.
+"""Connections that are being made: how strangers are kept from delaying the peers of this job.
 
-Each that comes to the listener is welcomed on a thread of its own. Until a peer has proven that it belongs here it is
-*unproven*, and there are at most ``MAX_UNPROVEN`` of these: one more, and the oldest is hung up on. A peer that belongs here
-needs a moment for its proof, so it is hardly ever the oldest; if it is, ``reach`` connects again.
+Each peer that connects to the listener is welcomed on a thread of its own. Until a peer has proven that it belongs here it is
+*unproven*. There are at most ``MAX_UNPROVEN`` of these: if one more comes, the oldest is hung up on. A peer of this job proves
+itself within a moment, so it is hardly ever the oldest; if it is, ``reach`` connects again.
 
 A handshake has one deadline. The thread that serves the device hangs up when it passes, however slowly the peer trickles; so
 everything in between may use the socket as if it had for ever.
@@ -24,21 +24,21 @@ from .guard import Guard, hint_for
 
 Stream = TypeVar("Stream")
 HANDSHAKE_S = 5.0
-"""What an acceptor gives a peer for all that it has to say."""
+"""The seconds that an acceptor gives a peer for its whole handshake."""
 MAX_UNPROVEN = 128
 EXPECTED = (RdmaError, ConnectionError, TimeoutError)
-"""What a peer may cause as it connects: nothing to tell anybody here."""
+"""Errors that a peer may cause as it connects. They are not reported here."""
 _LOOK_S = 0.25
 _NO_DESCRIPTOR_S = 0.02
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
 
 
 class Handshakes:
-    """Those of one device, in both directions. Thread-safe; ``accept`` and ``hang_up_on_the_slow`` are called by the one thread
-    that serves it. Owns the listener.
+    """The handshakes of one device, in both directions. Owns the listener. Thread-safe; ``accept`` and ``hang_up_on_the_slow``
+    are called only by the thread that serves the device.
 
-    ``welcome`` runs on a thread for each connection; it has to call ``proven``. ``admits``: whether a peer may come at all, as
-    far as the system tells at once. ``wake``: makes the serving thread look how long it may sleep (``pause``).
+    ``welcome`` runs on a thread for each connection; it has to call ``proven``. ``admits`` tells whether a peer may connect at
+    all, as far as the system shows that at once. ``wake`` makes the serving thread ask again how long it may sleep (``pause``).
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Handshakes:
 
     @property
     def pause(self) -> float | None:
-        """For how long (s) nobody has to be hung up on."""
+        """The seconds that the serving thread may sleep before a handshake can be too slow; ``None``: there is none."""
         return _LOOK_S if self._deadlines else None
 
     def accept(self) -> None:
-        """One connection, when there is one."""
+        """Accept one connection, if one has come."""
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
@@ -137,25 +137,25 @@ class Handshakes:
     # -- the end
 
     def hang_up(self) -> None:
-        """On everybody."""
+        """Hang up on all peers that are in a handshake."""
         with self._lock:
             for sock in {**self._deadlines, **self._unproven}:
                 self._hang_up(sock)
 
     def end(self) -> None:
-        """After ``hang_up``: let go of whom connections were for. Those that come now are closed."""
+        """Release the callbacks, after ``hang_up``. Connections that come from now on are closed."""
         self._welcome, self._wake = socket.socket.close, nobody
 
     def drop(self) -> None:
-        """In a forked child: close our copies. Takes no lock, which a thread of the parent may hold."""
+        """In a forked child, close our copies of the sockets. Takes no lock, as a thread of the parent may hold it."""
         for sock in {**self._deadlines, **self._unproven}:
             sock.close()
         self.listener.close()
 
 
 def dial(where: str, timeout: float, *, device: str) -> socket.socket:
-    """A connection to ``HOST:PORT`` within so many seconds. ``PeerLost`` if there is nobody; ``TimeoutError``, and an
-    ``OSError`` about what this process lacks, as they are."""
+    """Connect to ``HOST:PORT`` within ``timeout`` seconds. Raises ``PeerLost`` if nobody listens there, ``TimeoutError``, and
+    ``OSError`` if this process lacks something, such as file descriptors."""
     host, _, port = where.rpartition(":")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout)
@@ -167,8 +167,9 @@ def dial(where: str, timeout: float, *, device: str) -> socket.socket:
 
 
 def reach(dial: Callable[[float], socket.socket], prove: Callable[[socket.socket], Stream], deadline: float) -> Stream:
-    """What ``prove`` returns: a stream on which both ends have proven themselves. ``dial`` connects within so many seconds,
-    ``prove`` talks. A peer that hangs up meanwhile had to make way for others: then once more, until the deadline."""
+    """Connect until both ends have proven themselves, and return the stream that ``prove`` returns. ``dial(seconds)`` connects,
+    ``prove(sock)`` does the handshake. If the peer hangs up meanwhile, to make way for others, both are tried again until the
+    ``deadline`` (``time.monotonic``)."""
     pause = _FIRST_PAUSE_S
     while True:
         sock = dial(max(deadline - time.monotonic(), 0.001))

@@ -1,9 +1,9 @@
 """Sending on a stream so that signs of life get through whatever Python does.
 
 A *pulse* is the row of a stream in the table of its device's heart (``heartbeat``), of sixteen words, and an array of buffers
-(``iovec``) beside it. Whoever sends, a poster or the heart, does so in a kernel without the GIL, and leaves the row as it
-should be found: a thread that needs the GIL back after sending keeps nobody from beating, and a frame that the socket
-took half of is pushed on by the heart, for bytes are a sign of life too.
+(``iovec``) beside it. A poster and the heart both send in a kernel without the GIL, and leave the row in a consistent state. So
+a thread that needs the GIL back after sending does not keep the heart from beating. If the socket took half of a frame, the
+heart pushes the rest, as any bytes are a sign of life.
 
     +0   lock    FREE (between frames, nothing is left), LEFT (buffers may be left, nobody sends), BUSY (somebody sends), CLOSED
     +8   fd      the socket
@@ -15,10 +15,11 @@ took half of is pushed on by the heart, for bytes are a sign of life too.
     +56  base    address of the buffers
     +64  a ``struct msghdr``: name, namelen, iov (the first buffer that is not all sent), iovlen, control, controllen, flags
 
-Invariants: (1) all words but ``lock`` are touched by whoever changed it from FREE or LEFT to BUSY, or is the one sender of a
-CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside a frame; (3)
-buffers are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock`` became CLOSED,
-so nothing goes to another socket of the same number. The senders of a stream exclude each other by a lock of its channel.
+Invariants: (1) all words but ``lock`` are touched only by the thread that changed it from FREE or LEFT to BUSY, or that is the
+one sender of a CLOSED row; (2) a beat goes out when ``lock`` was FREE, or LEFT with no buffer left and ``whole``: never inside
+a frame; (3) buffers are alive until they were reported as sent, or withdrawn; (4) the descriptor is closed after ``lock``
+became CLOSED, so nothing goes to another socket of the same number. The senders of a stream exclude each other by a lock of its
+channel.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ..words.compiled import compiled
 
 ROW_WORDS = 16
 MAX_BUFFERS = 512
-"""In one ``Pulse.send``; below IOV_MAX."""
+"""How many buffers one ``Pulse.send`` takes; below IOV_MAX."""
 FREE, LEFT, BUSY, CLOSED = range(4)
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT | MSG_NOSIGNAL
 _EINTR, _EAGAIN = 4, 11
@@ -81,7 +82,8 @@ def _send_some(row: int) -> int:
 
 @compiled(i64(i64, i64, i64, i64))
 def beat(row: int, time_now: int, frame: int, nbytes: int) -> int:
-    """What the heart does with a row that is due: push what is left, or send the ``nbytes`` of a beat at ``frame``."""
+    """Serve a row that is due, on the heart's thread: push the rest of a frame, or send the ``nbytes`` of a beat at
+    ``frame``."""
     rest = FREE
     if compare_exchange(row, FREE, BUSY) == 0:
         rest = LEFT
@@ -138,9 +140,10 @@ def push(row: int, count: int, whole: int, room: int, drop: int, frame: int, nby
 
 
 class Pulse:
-    """The sending side of one stream; beats from the moment it is made. Its methods under the lock of whoever sends.
+    """The sending side of one stream, which beats from the moment it is made. Its methods are called under the lock that the
+    senders of the stream share.
 
-    ``row``: a row of the heart's table, its owner's until ``end``. ``frame``: address and size of what a beat is.
+    ``row``: a row of the heart's table, which belongs to it until ``end``. ``frame``: address and size of the frame of a beat.
     """
 
     def __init__(self, row: np.ndarray, fd: int, every: float, frame: tuple[int, int], drop: Callable[[], None]) -> None:
@@ -173,17 +176,17 @@ class Pulse:
         return result
 
     def withdraw(self) -> int:
-        """Nobody sends, or reads, the buffers that are left any more. Returns the bytes that went out before. If
-        there were any, nothing goes out until the next ``send``."""
+        """Take back the unsent buffers: they are neither sent nor read any more. Returns the bytes that went out before. If
+        buffers were left, nothing goes out until the next ``send``."""
         return push(self.at, 0, 0, 0, _DROP, *self._frame)
 
     def close(self) -> None:
-        """No beat, and nothing of what is left, any more; before the socket is closed. One can still ``send``."""
+        """Stop the beats and drop the unsent buffers, before the socket is closed. ``send`` still works."""
         while not (kernels.swap_if(self.at, FREE, CLOSED) or kernels.swap_if(self.at, LEFT, CLOSED)):
             if kernels.load(self.at) == CLOSED:
                 return
             time.sleep(0)
 
     def end(self) -> None:
-        """After ``close``, once: give the row back."""
+        """Give the row back. Call it once, after ``close``."""
         self._drop()

@@ -29,8 +29,8 @@ def user_secret() -> tuple[bytes, Path]:
 
 
 def read_private(path: str | Path) -> bytes:
-    """What is in a file (less white space around it) that nobody but this user, or root, may read or write.
-    ``AuthenticationError`` for any other file, ``FileNotFoundError``."""
+    """The content (without white space around it) of a file that only this user, or root, may read or write. Raises
+    ``AuthenticationError`` for any other file, and ``FileNotFoundError``."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def _not_ours(folder: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """It appears under its name complete, or not at all; of several who make it at once, one wins."""
+    """Make the file. It appears under its name complete, or not at all; if several processes make it at once, one wins."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

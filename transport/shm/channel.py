@@ -56,7 +56,7 @@ def runs(pid: int) -> bool:
 
 
 class Home(Parent, Protocol):
-    """What a channel uses of its device."""
+    """The part of a device that its channels use."""
 
     def forget(self, channel: ShmChannel) -> None:
         """A channel has ended: stop watching it, and close its socket."""
@@ -249,12 +249,12 @@ class ShmChannel(Channel):
         self.send(GONE_ACK, number)
 
     def _hear_more(self, kind: int, number: int, key: int, address: int, nbytes: int, fds: list[int]) -> None:
-        """What a peer with GPUs tells besides, and is not for us (``cuda/channel``)."""
+        """Handle the announcements of a peer with GPUs, which this device ignores (``cuda/channel`` overrides it)."""
 
     # -- the end
 
     def ended(self) -> RdmaError:
-        """Why, after it was found that the channel has ended."""
+        """The reason why the channel has ended. Call it only after the end was found."""
         # The peer closes its inbox a moment before its goodbye reaches us.
         if self.error is not None:
             return fresh(self.error)

@@ -59,7 +59,7 @@ def _new_inbox() -> Iterator[tuple[mmap.mmap, int]]:
 
 
 def _dial(uid: str, timeout: float) -> socket.socket:
-    """To the listener of that device. ``NotSupported`` if another user listens there."""
+    """Connect to the listener of the device ``uid``. Raises ``NotSupported`` if another user listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = time.monotonic() + timeout
     try:
@@ -118,7 +118,7 @@ class ShmDevice(Device):
             undo.pop_all()
 
     def _attach(self) -> None:
-        """Before peers are let in."""
+        """Attach the device to its memory, before peers are let in."""
         self.memory.attach(self)  # mapped segments need nothing of ours: peers are told as they come
 
     @property
@@ -244,7 +244,7 @@ class ShmDevice(Device):
     # -- announcements
 
     def _introduce(self, channel: ShmChannel) -> None:
-        """What else a new peer has to be told. Under our lock."""
+        """Send a new peer the announcements of a subclass. Called with the device's lock held."""
 
     def _shm_channels(self) -> list[ShmChannel]:
         with self._lock:
@@ -283,7 +283,7 @@ class ShmDevice(Device):
             self._finish(channel)
 
     def lost(self, channel: ShmChannel, error: RdmaError) -> None:
-        """End a channel because serving it failed: the peer is told, and whoever listens here. Any thread."""
+        """End a channel because serving it failed. The peer is told, and the listener here. Any thread."""
         channel.give_up(error, BROKEN)
         self._finish(channel)
 
@@ -294,7 +294,7 @@ class ShmDevice(Device):
         self.lost(channel, broken_by(error, doing, peer=channel.peer, device=self.kind))
 
     def _finish(self, channel: ShmChannel) -> None:
-        """What is left to do for a channel that has ended: nobody watches it any more, and a loss is told, once."""
+        """Finish a channel that has ended: stop watching it, and tell ``on_lost`` once if it broke."""
         self.forget(channel)
         with self._lock:
             told, channel.told = channel.told, True

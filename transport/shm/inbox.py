@@ -90,12 +90,12 @@ class WorkRequest:
         self.block, self.address = block, block.ctypes.data
 
     def disarm(self) -> None:
-        """From now on it does nothing but fail."""
+        """Make every later post of this request fail."""
         kernels.store(self.address + 8 * kernels.WR_INFLIGHT, 0)
 
 
 class Requests:
-    """Those of one channel: all are disarmed when it ends. Thread-safe. Keeps none of them."""
+    """The work requests of one channel. All are disarmed when the channel ends. Thread-safe. It does not keep them alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,6 +115,6 @@ class Requests:
         self.forked()
 
     def forked(self) -> None:
-        """In a forked child: those that there are. Takes no lock."""
+        """Disarm all requests in a forked child, without a lock."""
         for request in list(self._armed):
             request.disarm()

@@ -19,7 +19,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Posting(Protocol):
-    """What a post uses of its channel."""
+    """The part of a channel that a post uses."""
 
     inboxes: Inboxes
     requests: Requests
@@ -28,7 +28,7 @@ class Posting(Protocol):
     def check(self) -> None: ...
 
     def ended(self) -> RdmaError:
-        """Why, after it was found that the channel has ended."""
+        """The reason why the channel has ended. Call it only after the end was found."""
 
     def notify(self, imm: int) -> None: ...
 

@@ -18,10 +18,10 @@ class Access:
     """Looked up for every frame: nothing is announced, so nothing has to be taken back. Any thread lends."""
 
     def __init__(self, device: Device, channel: Channel) -> None:
-        """``channel``: whose ``own_pool`` its peer may touch; it is not kept."""
+        """``channel``: the channel, whose peer may touch its ``own_pool``. It is not kept alive."""
         self._device, self._channel = device, weakref.ref(channel)
         self.lent: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
-        """What this peer may READ besides: key -> (address, bytes, the storage, which takes the entry with it)."""
+        """Memory lent to this peer for READs, by key: address, bytes, the storage. The entry goes when the storage dies."""
 
     def lend(self, tensor: torch.Tensor) -> RemoteRegion:
         """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""

@@ -122,12 +122,12 @@ class TcpChannel(Channel):
     # -- for the device
 
     def start(self, heart: Heart) -> None:
-        """From here on the I/O thread serves this channel; what was posted before goes out now."""
+        """Let the I/O thread serve this channel from now on, and send the frames that were posted before."""
         with self.outbox.lock:
             self.outbox.start(heart.pulse(self.sock.fileno(), self._beat_s))
 
     def look(self, seconds: float) -> float:
-        """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (I/O thread)."""
+        """Note that ``seconds`` have passed since the last look. Returns for how long (s) nothing has come (I/O thread)."""
         self._silence = 0.0 if self.reader.heard else self._silence + seconds
         self.reader.heard = False
         return self._silence

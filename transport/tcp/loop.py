@@ -131,7 +131,7 @@ class Loop:
             self._lose(channel, channel.end(error))
 
     def _lose(self, channel: TcpChannel, broke: bool) -> None:
-        """What is left to do for a channel that has ended. ``broke``: just now, not because somebody here wanted it."""
+        """Finish a channel that has ended: stop watching it, and tell its loss if it ``broke``, so was not closed here."""
         try:
             self._drop(channel)
         finally:

@@ -40,7 +40,7 @@ class Outbox:
         return not self._queue
 
     def start(self, pulse: Pulse) -> None:
-        """From here on the I/O thread serves this stream; what was posted before goes out now."""
+        """Let the I/O thread serve this stream from now on, and send the frames that were posted before."""
         with self.lock:
             self._pulse = pulse
             self.flush()
@@ -74,7 +74,7 @@ class Outbox:
             self._await_room()
 
     def _flush(self) -> None:
-        """As much as the socket takes, and one channel may send in its turn."""
+        """Send as much as the socket takes, and as one channel may send in its turn."""
         assert self._pulse is not None
         room = TURN_BYTES
         try:
@@ -104,7 +104,7 @@ class Outbox:
             self._given -= 1
 
     def _withdraw(self) -> None:
-        """Nobody but us touches the queue any more, until the next ``_flush``."""
+        """Take the buffers back from the pulse: no other thread sends from the queue until the next ``_flush``."""
         if self._given and self._pulse is not None:
             self._sent(self._pulse.withdraw())
             self._given = 0
@@ -114,7 +114,7 @@ class Outbox:
             self._watch(self._sock, bool(self._queue))
 
     def revoke(self, region: int) -> None:
-        """No byte of this region of ours is read after the return: what is left of it is copied."""
+        """Copy the unsent bytes of a region of ours. The region is not read any more when this returns."""
         self._withdraw()
         for at, (view, source) in enumerate(self._queue):
             if source == region:
@@ -124,7 +124,7 @@ class Outbox:
             self._flush()
 
     def end(self) -> bool:
-        """Let go of what is left, and beat no more. Whether no frame is half sent: then one more can be."""
+        """Drop the unsent frames and stop the heartbeat. Returns whether no frame is half sent, so that a last one can be."""
         if self._pulse is not None:
             self._pulse.close()
             self._withdraw()
@@ -133,7 +133,7 @@ class Outbox:
         return whole
 
     def close(self) -> None:
-        """Before the socket is closed (I/O thread)."""
+        """Stop using the socket. Call it before the socket is closed (I/O thread)."""
         if self._pulse is not None:
             self._pulse.close()
             self._pulse.end()

@@ -92,12 +92,12 @@ class Posts:
     # -- answers
 
     def target(self, seq: int, index: int) -> memoryview | None:
-        """Where the data of copy ``index`` of a post goes; ``None``: nobody asked for it. Once."""
+        """The memory for the data of copy ``index`` of a post. ``None`` if that copy was not asked for, or has come before."""
         work = self._pending.get(seq)
         return None if work is None else work.reads.pop(index, None)
 
     def answer(self, seq: int) -> None:
-        """All up to ``seq`` are done (I/O thread). ``PeerLost`` where that cannot be."""
+        """Complete all posts up to ``seq`` (I/O thread). Raises ``PeerLost`` if the peer has not sent the data of a READ."""
         callbacks = []
         with self._outbox.lock:
             while self._pending:
@@ -122,7 +122,7 @@ class Posts:
             callback()
 
     def refuse(self, seq: int, error: RemoteAccessError) -> None:
-        """As ``answer``; that one failed."""
+        """As ``answer``, but the post ``seq`` itself failed with ``error``."""
         work = self._pending.get(seq)
         if work is None:
             raise error
@@ -130,7 +130,8 @@ class Posts:
         self.answer(seq)
 
     def call_when_answered(self, work: TcpWork, callback: Callable[[], None]) -> bool:
-        """Have ``callback()`` run (I/O thread, or whoever ends the channel) when that is over. ``False`` if it is."""
+        """Have ``callback()`` run (on the I/O thread, or the thread that ends the channel) when ``work`` is answered. Returns
+        ``False`` if it is answered already."""
         with self._outbox.lock:
             if self._pending.get(work.seq) is not work:
                 return False
@@ -138,7 +139,8 @@ class Posts:
             return True
 
     def end(self, error: RdmaError) -> list[Callable[[], None]]:
-        """Whatever waits fails with ``error``, when ``release`` is called. Returns what is to be called after that."""
+        """End all posts: those without an answer fail with ``error`` as soon as ``release`` is called. Returns the callbacks to
+        call after that."""
         self.error = error
         callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
         self._pending.clear()

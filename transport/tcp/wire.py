@@ -26,13 +26,13 @@ from ..errors import RemoteAccessError
 WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
 LAST, SILENT = 1, 2  # SILENT: no ACK wanted, a later one will cover it
 END_CLOSED, END_SILENT, END_BROKEN = range(3)
-"""Somebody closed it; the receiver of this was silent for too long; the sender could not go on."""
+"""Why a channel ended: it was closed; the receiver of the BYE was silent for too long; the sender could not go on."""
 
 HEADER = struct.Struct("<BBHIQQQQQ")
 """op, flags, index, imm, seq, region, key, offset, nbytes"""
 MAX_COPIES = 1 << 16
 TURN_BYTES = 4 << 20
-"""What one channel sends or receives before it is another's turn."""
+"""The bytes that one channel sends or receives before it is another channel's turn."""
 MAX_REASON = 1024
 
 Buffers = list[bytes | memoryview]
@@ -44,10 +44,10 @@ _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """These bytes of this process. The caller sees to it that they outlive the view."""
+    """A view of ``nbytes`` of this process's memory. The caller keeps the memory alive for as long as the view."""
     return _from_memory(address, nbytes, _PyBUF_WRITE) if nbytes else memoryview(b"")
 
 
 def refusal(why: str, peer: str) -> RemoteAccessError:
-    """A descriptor gives no access there."""
+    """The error of a copy that its descriptor does not permit."""
     return RemoteAccessError(why, peer=peer, device="tcp", status="REM_ACCESS_ERR")

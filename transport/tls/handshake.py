@@ -57,7 +57,8 @@ class SealedStream(socket.socket):
 
 
 class Tls:
-    """What one device needs: ``seal`` its streams, and ``close`` after them. Thread-safe. ``renew_bytes``: under one key."""
+    """TLS for the streams of one device: ``seal`` encrypts one, ``close`` is called after all have ended. Thread-safe.
+    ``renew_bytes``: how many bytes are sent under one key."""
 
     def __init__(self, given: TlsOptions, secret: bytes, device: str, renew_bytes: int = RENEW_BYTES) -> None:
         self._lib, self._device, self._renew = openssl.library(), device, renew_bytes
@@ -203,7 +204,7 @@ class Tls:
         return AuthenticationError(f"the TLS handshake failed: {why}", device=self._device, status="TLS", hint=hint)
 
     def close(self, timeout: float) -> None:
-        """When the streams are closed: until all that was sent on them is out, but no longer than that (s)."""
+        """Wait until all that was sent on the closed streams is out, for at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._lock:
             relays = list(self._relays)

@@ -110,11 +110,11 @@ def version(lib: ctypes.CDLL) -> str:
 
 
 def address(function: object) -> int:
-    """Where a function of the library lies, for kernels."""
+    """The address of a function of the library, for kernels."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
 def reason(code: int) -> str:
-    """What an error's number (``ERR_get_error``) means; empty: unknown."""
+    """The text of an error's number (``ERR_get_error``); empty if it is unknown."""
     text = library().ERR_reason_error_string(code)
     return text.decode("utf-8", "replace") if text else ""

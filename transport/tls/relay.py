@@ -71,8 +71,8 @@ def _word(at: int, number: int) -> int:
 
 @compiled(i64(i64, i64, i64))
 def _waits_for(at: int, result: int, heard: int) -> int:
-    """After an operation on the ``SSL``: what the stream has to be ready for, or minus the kind of error. ``heard``: 1 after a
-    read, whose error is why the stream ended."""
+    """What the stream has to be ready for after an operation on the ``SSL`` that did not complete, or minus the kind of error.
+    ``heard``: 1 after a read, whose error is the reason for the stream's end."""
     code = errno()
     kind = call(_word(at, _GET_ERROR), _word(at, _SSL), result, 0, 0)
     if kind == ERROR_WANT_READ:
@@ -94,7 +94,7 @@ def _seal(at: int, function: int, buffer: int, nbytes: int) -> int:
 
 @compiled(i64(i64))
 def relay(at: int) -> int:
-    """Until both directions have ended. ``at``: the words of a ``Relay``.
+    """Relay until both directions have ended. ``at``: the words of a ``Relay``.
 
     Longer than a screen: one loop over a dozen local variables, which compiled functions could share only through memory."""
     tcp, local = types.int32(_word(at, _TCP)), types.int32(_word(at, _LOCAL))
@@ -199,7 +199,7 @@ class Relay:
             self._local.close()
 
     def join(self, timeout: float) -> None:
-        """When the worker's end has been closed: wait until what it sent is out, but no longer than that (s)."""
+        """Wait until all that the worker sent is out, for at most ``timeout`` seconds. Call it after its end was closed."""
         self._thread.join(max(timeout, 0.0))
         if self._thread.is_alive():
             try:
@@ -209,7 +209,7 @@ class Relay:
             self._thread.join(1.0)
 
     def drop(self) -> None:
-        """In a forked child, where the thread is not: close our copies of the sockets."""
+        """In a forked child, which does not have the thread, close our copies of the sockets."""
         self.tcp.close()
         self._local.close()
 

@@ -31,7 +31,7 @@ def failure(sock: socket.socket) -> PeerLost | None:
 
 
 def prepare(tls: bool | TlsOptions, secret: bytes, device: str) -> Tls | None:
-    """What a device does with its argument ``tls``. ``None``: it is off."""
+    """The ``Tls`` for a device's argument ``tls``; ``None`` if it is off."""
     check(tls)
     if not tls:
         return None

@@ -3,8 +3,8 @@
 What the hardware refuses, past the checks of ``Places``, ends the channel, as every work completion error does (the queue pair
 is in the error state then).
 
-No late write: whoever ends the channel puts its queue pair into the error state and destroys it. Packets for it are dropped
-by the device from then on, whoever sends them and however long they were on their way."""
+No late write: the end of a channel puts its queue pair into the error state and destroys it. From then on the adapter drops all
+packets for it, however long they were on their way."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Owner(Protocol):
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None: ...
 
     def forget(self, channel: VerbsChannel) -> None:
-        """It has ended: its stream is watched no more."""
+        """Stop watching the stream of a channel that has ended."""
 
 
 class Watching(Protocol):
-    """What takes completions of all channels (``verbs/watch``)."""
+    """The object that takes the completions of all channels (``verbs/watch``)."""
 
     def drop(self, qp_num: int) -> None: ...
 
@@ -82,7 +82,7 @@ class VerbsChannel(Channel):
         self.peer, self.peer_hello, self.peer_uid, self.peer_epoch = stream.peer, b"", peer.uid, peer.epoch
         self.max_msg_sz = min(owner.max_msg_sz, peer.max_msg_sz)
         self.known = False
-        """To somebody above, who is told when it is lost."""
+        """Whether the user of the device knows this channel, and so has to be told when it is lost."""
         self.port = device.port
         self._inbox = anonymous(MAX_NOTIFY * RECORD_BYTES)
         self._records = torch.frombuffer(self._inbox, dtype=torch.uint8, count=1).data_ptr()
@@ -93,7 +93,7 @@ class VerbsChannel(Channel):
         self.leftovers = Leftovers(self.lane, local.arena)
         self.gpus = bool(local.gpu_kind)
         self.later: set[Later] = set()
-        """What waits for a GPU (``gpu/behind``)."""
+        """The posts that wait for a GPU (``gpu/behind``)."""
         self._end_lock = threading.Lock()
         self._released = False
         self._silence = 0.0
@@ -133,7 +133,7 @@ class VerbsChannel(Channel):
         return FlushedExpectation(self, imm, count, self.count(imm), self.local.arrived)
 
     def make_room(self, why: int, count: int) -> None:
-        """After a post that was not taken: return when it may be tried again, or raise."""
+        """Handle a post that was not taken for the reason ``why``: return when it may be tried again, or raise."""
         if why == completions.FULL:
             self.device.count("send_queue_full")
             self.lane.wait_for_room(count)
@@ -269,11 +269,11 @@ class VerbsChannel(Channel):
         self.lane.shut()
 
     def lost(self, error: RdmaError) -> None:
-        """It broke: end it, and tell whoever listens, once."""
+        """End the channel because it broke, and tell the listener once."""
         self._owner.lost(self, error)
 
     def break_off(self, error: BaseException, doing: str) -> None:
-        """Something that nobody expected went wrong with it: it ends, with a named error, and nothing else does."""
+        """End this channel alone after an unexpected error, with an error that names what was being done."""
         if not isinstance(error, RdmaError):
             self._owner.guard.note(error, doing)
         self.lost(broken_by(error, doing, peer=self.peer, device="verbs"))

@@ -164,7 +164,7 @@ class ControlStream:
             return 0
 
     def receive(self) -> list[Message]:
-        """What has come. Raises ``PeerLost`` at the end of the stream."""
+        """The messages that have come. Raises ``PeerLost`` at the end of the stream."""
         try:
             data = self.sock.recv(64 << 10, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -331,7 +331,7 @@ class VerbsDevice(Device):
     # -- for the channels
 
     def lost(self, channel: VerbsChannel, error: RdmaError) -> None:
-        """A channel broke: end it, and tell whoever listens, once. The peer is told too: it may not know yet."""
+        """End a channel that broke, and tell the listener once. The peer is told too, as it may not know yet."""
         if channel.error is None and channel.known:
             channel.stream.goodbye(control.BROKEN, 0.0)
         if channel.end(error) and channel.known:

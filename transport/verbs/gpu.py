@@ -48,7 +48,7 @@ _SPINS = 50  # looks at an event before the thread sleeps between them; one take
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 _TEND_S, _JOIN_S = 0.5, 5.0
 _FOR_GOOD = ("EOPNOTSUPP", "EPROTONOSUPPORT", "ENOSYS", "CUDA_ERROR_NOT_SUPPORTED")
-"""What refuses a way as such, and not this memory."""
+"""Errors that refuse a way for all memory, not only for one allocation."""
 _WAIT_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
 
 
@@ -197,7 +197,7 @@ class GpuMemory:
         return self._context.register(segment.base, segment.nbytes, REMOTE_WRITE, device_memory=True)
 
     def reach(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """What work requests call the tensor's first byte, and its key; ``None``: it has to be staged."""
+        """The address of the tensor's first byte in work requests, and its key; ``None`` if it has to be staged."""
         pointer, nbytes = local_bytes(tensor, self.kind)
         try:
             segment = self.segment(pointer, nbytes, tensor.device.index)
@@ -208,7 +208,7 @@ class GpuMemory:
         return (segment.mr.address + pointer - segment.base, segment.mr.lkey) if segment.mr is not None else None
 
     def share(self, tensor: torch.Tensor) -> MemoryRegion:
-        """For peers. ``RegistrationError`` says why it cannot be, for each way."""
+        """Register a tensor for peers. Raises ``RegistrationError`` with the reason against each way, if there is none."""
         pointer, nbytes = local_bytes(tensor, self.kind)
         try:
             segment = self.segment(pointer, nbytes, tensor.device.index)
@@ -282,8 +282,8 @@ class GpuMemory:
         return status == NOT_READY
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Until what the current streams of these GPUs have been given is done; others may run meanwhile. ``RdmaError`` with
-        the driver's word if it failed, ``TransferTimeout`` after ``WAIT_LIMIT_S``."""
+        """Wait until the current streams of these GPUs have done what they have been given; other threads may run meanwhile.
+        Raises ``RdmaError`` with the driver's error if that failed, ``TransferTimeout`` after ``WAIT_LIMIT_S``."""
         for index in indices:
             stream = driver.current_stream(index)
             if not self._busy(index, stream):
@@ -309,7 +309,7 @@ class GpuMemory:
         return bool(self._flushed)
 
     def flush(self) -> None:
-        """What arrived until now is visible to what is started on the GPUs from now on."""
+        """Make the data that has arrived so far visible to work that is started on the GPUs from now on."""
         for index in list(self._flushed):
             with self._cuda.on(index):
                 self._flushers[index]()
@@ -389,7 +389,7 @@ def _close(segment: Segment) -> None:
 
 
 class FlushedExpectation(Expectation):
-    """What arrived before the notifications is visible to GPUs when ``wait`` returns: ``arrived`` sees to that."""
+    """An expectation that calls ``arrived`` when ``wait`` returns, so that GPUs see the data that came before."""
 
     __slots__ = ("_arrived",)
 
@@ -403,8 +403,8 @@ class FlushedExpectation(Expectation):
 
 
 class FlushedPoller(Poller):
-    """What arrived before the notifications is visible to GPUs when ``wait`` or ``take`` returns them: ``arrived`` sees to
-    that."""
+    """A poller that calls ``arrived`` when ``wait`` or ``take`` returns a notification, so that GPUs see the data that came
+    before."""
 
     def __init__(self, memory: Memory, port: int, arrived: Callable[[], None]) -> None:
         super().__init__(memory, port)

@@ -101,18 +101,18 @@ class Decision:
         return better(self.refused, self.way)
 
     def without(self, refused: Refused) -> Decision:
-        """After an adapter or a driver turned out not to take a way."""
+        """This decision without a way that an adapter or a driver turned out not to take."""
         ways = tuple(way for way in self.ways if way != refused.way)
         return replace(self, ways=ways, refused=(*self.refused, refused))
 
 
 def better(refused: Iterable[Refused], way: str) -> tuple[Refused, ...]:
-    """Those that would have been taken before ``way``."""
+    """The refused ways that would have been preferred to ``way``."""
     return tuple(each for each in refused if WAYS.index(each.way) < WAYS.index(way))
 
 
 def decide(gpu: Gpu, adapter: Adapter, module: str) -> Decision:
-    """``module``: what ``peermem`` found."""
+    """How an adapter reaches the memory of a GPU. ``module``: the result of ``peermem``."""
     flush = flush_of(gpu)
     common: tuple[str, ...] = ()
     if not adapter.path:
@@ -129,7 +129,7 @@ def decide(gpu: Gpu, adapter: Adapter, module: str) -> Decision:
 
 
 def flush_of(gpu: Gpu) -> str:
-    """What makes arrived data visible to the GPU; empty: nothing does."""
+    """The kind of flush that makes arrived data visible to the GPU (``NONE``: it needs none); empty if there is no way."""
     if gpu.ordering >= _ORDERING_OWNER:
         return NONE
     if gpu.flush_options & _OPTION_HOST:

@@ -20,7 +20,7 @@ Place = tuple[int, int]
 
 
 class User(Protocol):
-    """What was prepared for a region that may go: a transfer."""
+    """A transfer that was prepared for a region that the peer may withdraw."""
 
     def revoke(self, why: str) -> int: ...
 
@@ -75,7 +75,7 @@ class Places:
         return remote.region not in self._foreign
 
     def use(self, user: User, remotes: Iterable[RemoteRegion]) -> None:
-        """These are what was prepared for: should one go, it is revoked. ``RemoteAccessError`` if one has gone meanwhile."""
+        """Have ``user`` revoked if one of these regions is withdrawn. Raises ``RemoteAccessError`` if one was meanwhile."""
         with self._lock:
             for remote in remotes:
                 if (users := self._foreign.get(remote.region)) is not None:
@@ -93,7 +93,8 @@ class Places:
         self._questions.news()
 
     def withdraw(self, number: int) -> int:
-        """That region goes: nothing is posted for it any more. Returns what has to be completed until all there is quiet."""
+        """Take a withdrawn region out: nothing is posted for it any more. Returns the number of the last post that may still
+        touch it."""
         with self._lock:
             self.known.pop(number, None)
             users = list(self._foreign.pop(number, ()))

@@ -63,7 +63,7 @@ class Registrations:
         return region
 
     def share(self, tensor: torch.Tensor, region: MemoryRegion) -> Announcement:
-        """From here on peers may touch what ``on_gpu`` registered. With the lock held."""
+        """Open memory that ``on_gpu`` registered to peers. Call it with the lock held."""
         number, key = self._memory.take_number()
         self._regions[number], self._shared[number] = region, (tensor, key)
         return REGION, number, key, region.address, tensor.nbytes, region.rkey
@@ -79,12 +79,12 @@ class Registrations:
             region.close()
 
     def forget_gpu(self, number: int) -> None:
-        """What ``share`` kept is let go, after ``forget``."""
+        """Release the tensor that ``share`` kept. Call it after ``forget``."""
         with self._lock:
             self._shared.pop(number, None)
 
     def announcements(self, own: Pool | None) -> Iterator[Announcement]:
-        """All that a new peer has to be told, whose own pool is ``own``. With the lock held."""
+        """The announcements for a new peer whose own pool is ``own``. Call it with the lock held."""
         segments, foreign = self._memory.registered(own)
         for number, region in self._regions.items():
             if (segment := segments.get(number)) is not None:

@@ -225,7 +225,7 @@ class StripedChannel(Channel):
                     work.wait()
                 self.rails[0].notify(imm)
             except RdmaError:
-                pass  # the channel has ended, or ends: whoever waits hears of that
+                pass  # the channel has ended, or ends, and its waiters are told
             except BaseException as error:
                 self.rails[0].break_off(error, "telling of a copy over several ports")
             with self._told:

@@ -107,7 +107,7 @@ class GpuReadWork(VerbsWork):
 
 
 class Held:
-    """What a transfer has besides its tensors, which outlives it (``Leftovers``)."""
+    """The blocks and memory regions of a transfer, which outlive it (``Leftovers``)."""
 
     __slots__ = ("blocks", "regions")
 
@@ -117,13 +117,13 @@ class Held:
 
 
 class Leftovers:
-    """What transfers of one channel have left behind that are no more. It is given back when nothing of it is under way."""
+    """The blocks and regions of one channel's dead transfers. They are given back when no post on them is under way."""
 
     def __init__(self, lane: Lane, arena: Arena) -> None:
         self._lane, self._arena = lane, arena
         self._left: deque[tuple[int, Held]] = deque()  # filled by finalizers: append only
         self.ended = False
-        """Nothing is under way any more."""
+        """Whether the lane has ended, so that no post is under way any more."""
 
     def __len__(self) -> int:
         return len(self._left)
@@ -160,9 +160,9 @@ class _Piece:
         self.block: Block | None = None
         self.staged = False
         self.gpu = -1
-        """Index of the GPU whose memory the tensor is; below 0: it is the host's."""
+        """Index of the GPU on which the tensor lies; below 0 for the host."""
         self.source = (0, 0)
-        """What work requests call its first byte, or that of its copy in the arena, and the key."""
+        """The address, in work requests, of the first byte of the tensor or of its copy in the arena, and the key."""
 
 
 class VerbsTransfer(Transfer):
@@ -238,7 +238,7 @@ class VerbsTransfer(Transfer):
             piece.source = address, piece.registered.lkey
 
     def _stage(self, piece: _Piece, nbytes: int) -> None:
-        """It goes through memory of the arena."""
+        """Have a piece copied through a block of the arena."""
         local = self._channel.local
         if piece.block is None:
             piece.block = local.arena.allocate(nbytes)
@@ -257,7 +257,7 @@ class VerbsTransfer(Transfer):
         return self._held
 
     def _let_go(self, piece: _Piece) -> None:
-        """Its last post is done."""
+        """Release what a piece holds, after its last post is done."""
         region, piece.registered = piece.registered, None
         if region is not None and self._held is not None:
             self._held.regions.remove(region)
@@ -334,7 +334,7 @@ class VerbsTransfer(Transfer):
         self._pieces[index].tensor = _NOTHING
 
     def revoke(self, why: str) -> int:
-        """Some of its remote memory is gone: it is never posted again. Returns what has to be completed until all is quiet."""
+        """Never post this transfer again, because remote memory of it is gone. Returns the number of its last post."""
         self.revoked = why
         return max((completions.revoke(self._lane.address, chain.address) for chain in self._chains), default=0)
 

@@ -21,9 +21,9 @@ from numba.core.caching import FunctionCache
 
 _NUMBAS, _PRIVATE, _NONE = range(3)
 _place = _NUMBAS
-"""Where this process looks for compiled kernels, and keeps them."""
+"""The kind of folder where this process looks for compiled kernels, and keeps them."""
 _checked: set[tuple[Path, int]] = set()
-"""Folders of sources, and the place that was found good for them."""
+"""Folders of sources, each with the kind of cache folder that was found safe for it."""
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -113,7 +113,7 @@ CHAIN_WORDS = 4
 
 CLOSED, FULL, REVOKED, REFUSED = -1, -2, -3, -4
 ENDED = 1 << 62
-"""What ``LANE_COMPLETED`` becomes when the lane ends, so that every wait on it returns."""
+"""The value of ``LANE_COMPLETED`` when the lane ends, so that every wait on it returns."""
 OPEN, SHUT = 0, 1
 """``LANE_CLOSED``: posts are taken; never again."""
 
@@ -200,8 +200,8 @@ def unlock(word: int) -> int:
 
 @compiled(i64(i64, i64))
 def _find_slot(port: int, qp_num: int) -> int:
-    """Where the table has a queue pair, or where it may be entered. The table is one of (number, lane) with open addressing:
-    number 0, nobody was ever here; lane 0, somebody was."""
+    """The address of a queue pair's entry in the table, or of the entry where it may be put. The table has entries (number,
+    lane) with open addressing: number 0 is an entry that was never used, lane 0 one that is free again."""
     table, mask = load_acquire(port + 8 * PORT_TABLE), load_acquire(port + 8 * PORT_TABLE_MASK)
     slot, free = qp_num & mask, 0
     while True:

@@ -14,8 +14,8 @@ Invariants (C11 order):
 2. no lost wake-up: the sender does ``fetch_add(count)``; fence; load ``sleepers``. The receiver does
    ``fetch_add(sleepers, 1)``; fence; load ``count``; futex wait. One of the two must see the other.
 3. no copy after abort: the sender does ``fetch_add(inflight, 1)``; load ``closed`` (the receiver's word) and ``WR_INFLIGHT``
-   of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. Whoever aborts stores ``closed`` or disarms; fence;
-   waits for ``inflight`` == 0.
+   of its own block (0 = disarmed); copy; ``fetch_add(inflight, -1)``. An abort stores ``closed`` or disarms; fence; waits for
+   ``inflight`` == 0.
 
 Large copies adapt too (``_move``): writing to memory that a far core has in its cache can be ten times slower than a warm
 memcpy, because every line's ownership has to come over first; stores that go past the caches do not wait for that, but are
@@ -107,7 +107,7 @@ def swap_if(address: int, expected: int, desired: int) -> int:
 
 @compiled(i64(i64))
 def progress(port: int) -> int:
-    """Before a look at a record without a wait: take what a port has for us (``port`` 0: there is none)."""
+    """Poll a port (0: there is none). Call it before looking at a record without a wait."""
     return poll(port) if port != 0 else 0
 
 
@@ -155,8 +155,8 @@ def _move(dst: int, src: int, nbytes: int, state: int) -> int:
 
 @compiled(i64(i64))
 def enter(block: int) -> int:
-    """First half of invariant 3: the address of ``inflight``, which counts us now, or 0 if no copy may start. Whoever entered
-    adds -1 there when it has written."""
+    """Begin a copy (invariant 3). Returns the address of ``inflight``, which counts the copy now, or 0 if no copy may start.
+    The caller adds -1 there when it has written."""
     inflight = load_acquire(block + 8 * WR_INFLIGHT)
     if inflight == 0:
         return 0

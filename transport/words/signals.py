@@ -1,5 +1,5 @@
-"""Counting a notification, and waking whoever sleeps for it: what every sender's and every receiver's kernel ends with. The
-words and their invariants: ``kernels``."""
+"""Counting a notification, and waking the threads that sleep for it: the last step of every sender's and every receiver's
+kernel. ``kernels`` has the words and their invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ring_bell(bell: int) -> int:
 
 @compiled(i64(i64, i64))
 def signal(record: int, bells: int) -> int:
-    """Count one notification and wake whoever sleeps for it."""
+    """Count one notification and wake the threads that sleep for it."""
     fetch_add(record, 1)
     fence()
     word = load_acquire(record + 8)
