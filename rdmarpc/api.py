@@ -33,7 +33,7 @@ from .transport import PeerLost, RdmaError
 from .transport.peers.guard import hint_for, need_descriptors
 
 _DESCRIPTORS = 32
-"""What a worker of a small group takes: its store, its device, the connections to one or two others."""
+"""The file descriptors that a worker of a small group needs: for its store, its device, and one or two connections."""
 
 
 def init_rpc(
@@ -82,8 +82,8 @@ def init_rpc(
 
 
 def _end_with_the_interpreter(agent: Agent, process: int) -> None:
-    """For programs that end without ``shutdown``: a thread of ours that is inside torch when the interpreter goes would
-    abort the process. Bounded, as ``shutdown(graceful=False)`` is."""
+    """Close the agent of a program that ends without ``shutdown``: a thread of ours that is inside torch when the interpreter
+    ends would abort the process. It takes a bounded time, as ``shutdown(graceful=False)`` does."""
     if agent is _agent.found() and os.getpid() == process:
         here.set_current(None)
         agent.say_goodbye()
@@ -204,7 +204,7 @@ def _rref_context_get_debug_info() -> dict[str, int]:
 
 
 def _get_debug_info() -> dict[str, int]:
-    """What references, calls and autograd say of themselves, in one."""
+    """The debug information of references, calls and autograd, in one dictionary."""
     _get_current_rpc_agent()
     return {**_rref_context_get_debug_info(), **debug.debug_info(), **autograd._get_debug_info()}
 

@@ -69,7 +69,7 @@ def _find(context_id: int) -> Context:
 
 
 class _Send(NamedTuple):
-    """What a message took along, looked at as a node."""
+    """The tensors of a sent message, seen as a node of the autograd graph."""
 
     next_functions: tuple[tuple[Any, int], ...]
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAY_DEFER = object()
-"""For functions of our own, as ``_wrapped_async_rpc_function``: a result that is no future is the answer itself."""
+"""A value of ``_wrapped_async_rpc_function`` for functions of our own: a result that is no future is the answer itself."""
 TOLD_WHO = object()
-"""As ``MAY_DEFER``; besides, the callee puts the number of the worker that calls in front of the arguments: who it is, is
-known by the link that the call came by, and no word of the message says so."""
+"""As ``MAY_DEFER``; besides, the callee puts the caller's number in front of the arguments. It takes the number from the link
+by which the call came, not from the message, so it cannot be forged."""
 
 
 def async_execution(function: F) -> F:

@@ -45,8 +45,8 @@ class RpcBackendOptions:
     * ``secret``: random text of at least 16 bytes that every worker must know. Default: ``RDMARPC_SECRET``, or the content of
       the file ``RDMARPC_SECRET_FILE`` (mode 600). Without any, all workers have to be of one user on one host
       (``group/job_secret``), else ``AuthenticationError``.
-    * ``insecure`` (or ``RDMARPC_INSECURE=1``), at every worker: no secret is needed. Then whoever reaches the store can run any
-      code in every worker.
+    * ``insecure`` (or ``RDMARPC_INSECURE=1``), at every worker: no secret is needed. Then every process that reaches the store
+      can run any code in every worker.
     * ``pickler``: ``"pickle"`` (functions and classes by reference, as in torch), or ``"cloudpickle"``: lambdas, local
       functions and definitions of ``__main__`` travel by value, as code. It has to be installed at every worker.
     * ``peer_timeout``: seconds after which a peer that shows no sign of life, or that the network cut off, is lost (at least 1;

@@ -102,7 +102,7 @@ class Timeline:
             self.agent.device.on_staged = None
 
     def trace(self) -> events.Trace:
-        """What was recorded. After ``stop``."""
+        """The trace of the recorded facts. Call it after ``stop``."""
         records = list(self._records)
         worker = self._worker | {"dropped": next(self._count) - len(records)}
         for serving in list(self._calls.serving_now.values()):
@@ -112,8 +112,8 @@ class Timeline:
     # -- the whole group's
 
     def gather(self, deadline: float | None) -> None:
-        """In a graceful shutdown, when no call is under way any more: bring all timelines together at rank 0, which writes
-        them. Returns when that is done; whoever's did not get there writes its own in ``close``."""
+        """Bring all timelines together at rank 0, which writes them. Called in a graceful shutdown, when no call is under way
+        any more. Returns when that is done; a worker whose timeline did not get there writes its own in ``close``."""
         self.stop()
         limit = _GATHER_TIMEOUT_S if deadline is None else min(_GATHER_TIMEOUT_S, max(0.1, deadline - time.monotonic()))
         if self.rank == 0:

@@ -206,9 +206,9 @@ class Agent:
         }
 
     def refused(self) -> dict[str, int]:
-        """What came from peers and was not theirs to say (docs/protocols.md, 13): answers to calls that were made to others,
-        words about references that others hold, ends of others' autograd contexts, gradients of tensors that others got,
-        landing places that others hold, and names that ``allow`` does not have."""
+        """The numbers of messages that their senders had no right to (docs/protocols.md, 13): answers to calls that were made
+        to others, messages about references that others hold, ends of others' autograd contexts, gradients of tensors that
+        others got, landing places that others hold, and names that ``allow`` does not have."""
         return {
             "refused_answers": self.caller.refused,
             "refused_references": self.rrefs.refused,
@@ -387,7 +387,7 @@ class Agent:
         self.pool.stop()
         self.losses.stop()
         self.device.close()
-        self.contexts.clear()  # not before: who still asks for one is to hear that we are gone, not that it is
+        self.contexts.clear()  # only now: those that still ask for one have to hear that we are gone, not that it is
         self._fail_calls(error)  # those begun meanwhile; from here on sending fails
         if gpu.current is not None:
             gpu.current.close()
@@ -408,8 +408,8 @@ class Agent:
             self.timeline.close()
 
     def forked(self) -> object:
-        """In a forked child: whoever still has a reference, a future or a model of this agent gets an error. Takes no lock.
-        Returns what has to be kept for ever."""
+        """Make every use of this agent's references, futures and models in a forked child an error. Takes no lock. Returns what
+        has to be kept for ever."""
         kept = self, self._links
         self._links = self.links.by_worker = {}  # so that every call comes to ``Connections.to``, which refuses it
         self.caller.forked(RdmaError(forked.TEXT))

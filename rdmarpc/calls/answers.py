@@ -1,4 +1,4 @@
-"""Answers read back, by whoever has made the call: the tensors, the value, and the landing places for calls to come."""
+"""Reading answers, at the worker that made the call: the tensors, the value, and the landing places for later calls."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Answers:
             raise pending.timed_out() from None
 
     def _whole(self, pending: Pending, frame: Frame, fetch: Fetch | None) -> Frame:
-        """With the body that did not fit its frame."""
+        """The frame with its whole body, which had to be READ because it did not fit the frame."""
         try:
             if fetch is None:
                 return bulks.fetch(frame, self._memory, pending.link, _deadline(pending))
@@ -124,7 +124,7 @@ class Answers:
             raise
 
     def _keep_places(self, pending: Pending, head: Head) -> None:
-        """For calls to come."""
+        """Keep the landing places that an answer grants for later calls."""
         link, sizes, grant = pending.link, pending.key[1], head.grant
         if grant and not 0 < len(head.places) == RemoteRegion.WIRE_SIZE * len(sizes):
             self.refused_grants += 1
@@ -138,7 +138,8 @@ class Answers:
             tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
 
     def _tensors(self, pending: Pending, frame: Frame, table: bytes, data: bytes, fetch: Fetch | None) -> list[torch.Tensor]:
-        """Those of an answer. The callee is told when all that it left in its memory for us has been READ, or is not wanted."""
+        """The tensors of an answer. The callee is told when all that it left for us in its memory has been READ, or will not
+        be."""
         link, was_read = pending.link, False
         tensors: list[torch.Tensor] = []
         sizes: tuple[int, ...] = ()
@@ -169,7 +170,7 @@ class Answers:
 
 
 def _deadline(pending: Pending) -> float | None:
-    """Until when memory may be waited for: of an answer that nobody wants any more as long as it takes."""
+    """The time until which memory for an answer may be waited for. ``None``, without limit, if the call was given up."""
     return None if pending.expired else pending.deadline
 
 

@@ -175,13 +175,14 @@ class Callee:
     # -- running a request
 
     def begin(self, link: Link, request: Fetch) -> None:
-        """What was held may begin."""
+        """Begin a request that was held."""
         answering = Answering(link, request.frame)
         answering.request = request
         self._serve(answering)
 
     def _serve(self, answering: Answering) -> None:
-        """For the first time, or when the references among the arguments are confirmed."""
+        """Serve a request: when it comes, when it is held no longer, or when the references among its arguments are
+        confirmed."""
         link, flags = answering.link, answering.frame.flags
         first = answering.request is None and answering.references is None
         if first and (link.crowded or link.held.any or (flags & AWAY and link.channel.reads_take_peer)):
@@ -445,10 +446,10 @@ class Callee:
         return payload, out, [*(tensors or ()), *parts], flags
 
     def _hand_over(self, link: Link, result: torch.Tensor, block: Block) -> Outgoing:
-        """A result that is ours alone, where it lies; nothing if it has to be copied after all."""
+        """Hand over a result that nobody here needs, where it lies. Returns ``NOTHING`` if it has to be copied after all."""
         if result.is_conj() or result.is_neg() or not result.is_contiguous():
             return NOTHING
-        if block.segment.pool is not link.pool:  # whoever owns it may write it, which this peer cannot there
+        if block.segment.pool is not link.pool:  # the receiver may write what it owns, and this peer may not write there
             return NOTHING
         run, text = describe(result)
         place = self.handovers.give(link.channel, run, block)
@@ -474,7 +475,7 @@ class Callee:
         if not control:
             self.failures.tell(error, errors.text_of(payload))
         if rref is not None:
-            # The creator learns that the reference exists; the error waits for whoever fetches the value.
+            # The creator learns that the reference exists; a fetch of the value raises the error.
             error = errors.ordinary(error)
             traceback.clear_frames(error.__traceback__)  # the references among their variables would live as long as the error
             self.rrefs.store.fail(rref, error)
@@ -501,4 +502,4 @@ def _within(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict
 
 
 SERVE = Callee._serve.__code__
-"""On the stack of a thread that serves a request, this is below the user's function."""
+"""The code object that lies below the user's function on the stack of a thread that serves a request."""

@@ -106,7 +106,7 @@ def _place(
 
 
 def _expect(pending: Pending) -> bytes:
-    """Landing places for the result of a call, whose function's results are known by size."""
+    """The landing places for the result of a call, if the sizes of its function's results are known."""
     link = pending.link
     sizes = link.grants.result_sizes.get(pending.key)
     if not sizes:  # another thread was faster
@@ -136,9 +136,9 @@ class Caller:
         self.device, self.role, self.pool, self.post, self.rrefs = device, role, pool, post, rrefs
         self.pending, self.expired = outstanding.pending, outstanding.expired
         self.futures: dict[int, object] = role.outstanding
-        """Those of ``pending`` that users hold futures of."""
+        """The calls of ``pending`` for which users hold futures."""
         self.refused = 0
-        """Answers to calls that were made to another worker."""
+        """The number of answers to calls that were made to another worker."""
         self.observer: Calling | None = None
         self.answers = Answers(post.memory, rrefs, self._expect_rest, distrust)
         self._decode = self.answers.decode
@@ -274,7 +274,7 @@ class Caller:
 
     def _arrived(self, pending: Pending, fetch: Fetch) -> None:
         """Take an answer of which all has been READ, or never will be (mostly called by the thread that hears the peers)."""
-        lost = pending.link.channel.error is not None  # whoever deals with the loss answers the call
+        lost = pending.link.channel.error is not None  # the handling of the loss answers the call then
         if not lost and self.pending.pop(pending.call, None) is not None:
             self._answer(pending, fetch)
             self.role.interrupt()
@@ -405,7 +405,7 @@ class Caller:
     # -- giving up
 
     def _expect_late(self, pending: Pending) -> bool:
-        """Move a call to those whose answers nobody wants. ``False`` if its answer came at the last moment."""
+        """Move a call to ``expired``, as nobody wants its answer any more. ``False`` if its answer came at the last moment."""
         # In one table or the other at every moment: ``creates`` must find it.
         self.expired[pending.call] = pending
         if self.pending.pop(pending.call, None) is None:
@@ -439,7 +439,7 @@ class Caller:
             self.rrefs.collect()
 
     def forked(self, error: RdmaError) -> None:
-        """In a forked child: no answer ever comes to a call of the parent."""
+        """Fail all calls in a forked child, where no answer to a call of the parent ever comes."""
         for pending in list(self.pending.values()):
             pending.answers.append(error)
             pending.done = True

@@ -24,8 +24,8 @@ _PICKLER_HINT = (
 
 
 def dump(error: BaseException, me: WorkerInfo) -> bytes:
-    """What is sent. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and ``KeyboardInterrupt`` of a
-    function are ``RuntimeError`` for the caller: they must not end it."""
+    """The payload of an ``ERROR``. Raises nothing, whatever the exception's own methods do. ``SystemExit`` and
+    ``KeyboardInterrupt`` of a function become ``RuntimeError`` for the caller, which they must not end."""
     error = for_others(error, me.name)
     name = type(error).__name__
     try:
@@ -40,7 +40,7 @@ def dump(error: BaseException, me: WorkerInfo) -> bytes:
 
 
 def text_of(payload: bytes) -> str:
-    """What people are to see of it: type, text and traceback."""
+    """The type, text and traceback of an error, for people."""
     return str(pickle.loads(payload)[1])
 
 
@@ -65,17 +65,17 @@ def rebuild(payload: bytes) -> Exception:
 
 
 def unknown_name(error: Exception) -> RuntimeError:
-    """For a function, or a class, that unpickling did not find in this process."""
+    """The error for a function, or a class, that unpickling did not find in this process."""
     return RuntimeError(f"{type(error).__name__}: {error}. {_PICKLER_HINT}")
 
 
 def ordinary(error: BaseException) -> Exception:
-    """An exception that may cross, or be kept: those that would end an interpreter are ``RuntimeError`` for everybody else."""
+    """The exception to send, or to keep, for an error. Those that would end an interpreter become ``RuntimeError``."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def unsendable(error: BaseException) -> BaseException:
-    """For a result that cannot be pickled: a ``RuntimeError`` in any case, as it is not the function that failed."""
+    """The error for a result that cannot be pickled. It is always a ``RuntimeError``, as the function itself has not failed."""
     if isinstance(error, RuntimeError):
         return error
     made = RuntimeError(f"the result of the function cannot be sent: {type(error).__name__}: {error}")

@@ -11,7 +11,7 @@ from ..links.ring import Link
 from .pending import Answer, Pending
 
 Noted = tuple[int, dict[str, int]]
-"""When a function ended, and what its answer carries if ``packed`` is not called for it."""
+"""The time when a function ended, and the byte counts of its answer, if ``packed`` is not called for it."""
 
 
 class Request(Protocol):
@@ -28,7 +28,7 @@ class Calling(Sending, Protocol):
         """A call begins on this thread. The time, for ``sent``."""
 
     def sent(self, begin: int, pending: Pending, function: Any, args: Sequence[Any], flags: int, future: bool) -> None:
-        """Its request was pickled and written."""
+        """The call's request was pickled and written."""
 
     def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
         """``wait()`` for a future of this thread's."""
@@ -44,30 +44,30 @@ class Serving(Sending, Protocol):
         """A request was read from the ring."""
 
     def serving(self, request: Request) -> None:
-        """It begins on this thread, or goes on."""
+        """The request begins on this thread, or goes on."""
 
     def unpickled(self, request: Request, function: Any, args: Sequence[Any]) -> None: ...
 
     def returned(self, request: Request, values: Sequence[Any] | None) -> Noted:
-        """Its function has ended; on its own thread or, of an asynchronous one, on any. It will be answered with ``values``
-        (one), or (``None``) an error."""
+        """The request's function has ended: on its own thread or, if it is asynchronous, on any thread. The answer will be
+        ``values`` (one value), or (``None``) an error."""
 
     def replied(self, request: Request, noted: Noted, error: str) -> None:
-        """It was answered; ``error`` is the name of its type, if it is one."""
+        """The request was answered. ``error``: the name of the error's type, if the answer is one."""
 
     def served(self, request: Request) -> None:
-        """This thread has done with it."""
+        """This thread has finished its work on the request."""
 
 
 class Observer(Calling, Serving, Protocol):
-    """Sees both."""
+    """Sees both sides of calls."""
 
 
 class Recorder(Protocol):
     """Records a whole run."""
 
     def gather(self, deadline: float | None) -> None:
-        """In a graceful shutdown, when no call is under way any more."""
+        """Bring the records of all workers together. Called in a graceful shutdown, when no call is under way any more."""
 
     def close(self) -> None:
         """This worker has ended."""

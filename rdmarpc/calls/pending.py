@@ -20,14 +20,14 @@ from ..polling.role import Role
 from ..transport import TransferTimeout, bare
 
 Answer = Frame | Fetch | Exception
-"""What came; with a ``Fetch`` all of it, unless there was no memory (``Caller``)."""
+"""An answer: its frame, or a ``Fetch`` that has READ all of it (unless there was no memory: ``Caller``), or an error."""
 
 if TYPE_CHECKING:
     from ..gradients.context import Context
 
 
 class Waiting(Protocol):
-    """Sees who waits for futures: see ``calls/observer``."""
+    """Sees the threads that wait for futures (``calls/observer``)."""
 
     def waiting(self, wait: Callable[[], None], pending: Pending) -> None:
         """``wait()``."""
@@ -45,14 +45,14 @@ class Asked(Protocol):
         """Wait for the answer of a call without a future, and decode it."""
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody wants the answer any more."""
+        """Give a call up, whose answer nobody wants any more."""
 
     def finish(self, pending: Pending) -> None:
         """Decode the answer of a call with a future, once, and complete the future."""
 
 
 def timed_out(timeout: float, worker: str) -> TransferTimeout:
-    """What ends a call to a worker that took longer than so many seconds."""
+    """The error of a call to ``worker`` that took longer than ``timeout`` seconds."""
     text = f"RPC ran for more than set timeout ({int(timeout * 1000)} ms) and will now be marked with an error"
     return TransferTimeout(f"RPCErr:1:{text}", peer=worker)
 
@@ -63,23 +63,23 @@ class Pending:
     # Class attributes are the defaults: an instance only carries what differs, and is quickly made.
     deadline: float | None = None
     event: Any = None
-    """The profiler's, of a call that somebody waits for at once (``profiling``)."""
+    """The profiler's event, of a call whose caller waits at once (``profiling``)."""
     since = 0.0
-    """When it was sent, where no deadline tells."""
+    """When it was sent (``time.monotonic``), if it has no deadline."""
     control = False
     done = False
-    """The answer is there (not yet decoded)."""
+    """Whether the answer is there. It may not be decoded yet."""
     waited = False
-    """Some thread waits in ``Future.wait`` and will decode the answer itself."""
+    """Whether a thread waits in ``Future.wait``, which will decode the answer itself."""
     future: Future | None = None
     key: Signature = (b"", ())
     """The signature: function and sizes of the large arguments."""
     keep: Any = None
-    """What the callee may still read."""
+    """Memory that the callee may still read."""
     landing: Landing | None = None
-    """Where the callee may still write the result."""
+    """The landing places where the callee may still write the result."""
     context: Context | None = None
-    """The autograd context that it carries."""
+    """The autograd context that the call carries."""
     rref: int | None = None
     """The reference whose value the call creates (``remote``). 0 is one."""
     expired = False
@@ -157,8 +157,8 @@ class Future(torch.futures.Future[Any]):
     """The result has tensors on GPUs, which this object does not know of. They are there."""
 
     def __init__(self, caller: Asked, pending: Pending, devices: Sequence[torch.device] = ()) -> None:
-        """``devices``: those that the result may have tensors on. What is done in the order of their streams is then usable by
-        whoever waits, without waiting for the devices; it costs a pickling of the result."""
+        """``devices``: the devices on which the result may have tensors. A waiter can then use the result in the order of its
+        streams, without waiting for the devices. This costs a pickling of the result."""
         # The C++ class directly, here and below: torch's Python layer in between costs as much as all of the rest.
         torch._C.Future.__init__(self, list(devices))
         self.on_gpu = bool(devices)

@@ -35,7 +35,8 @@ def name_of(function: Any, args: Any = ()) -> str:
 
 
 def kind_of(function: Any, flags: int, future: bool) -> str:
-    """What a call is for its user; ``control``: a message of our own. One that users ask for has its name in ``_asked_by``."""
+    """The name of a call's kind, as its user knows it; ``control`` for a message of our own. If users ask for such a message,
+    the function's ``_asked_by`` has the name."""
     if flags & CONTROL:
         return str(getattr(function, "_asked_by", "control"))
     if flags & REMOTE:

@@ -70,7 +70,7 @@ class Termination:
         self._lock = threading.Lock()
 
     def report(self, number: int, rank: int, sent: int, answered: int) -> torch.futures.Future[bool]:
-        """On rank 0: a worker's counts in round ``number``; completes with whether all is done."""
+        """Take a worker's counts in round ``number`` (on rank 0). The future completes with whether all is done."""
         future: torch.futures.Future[bool] = torch.futures.Future()
         with self._lock:
             if self._error is not None:
@@ -117,13 +117,14 @@ class Termination:
                 agent.timeline.gather(deadline)
             agent.group.part()
         except RdmaError as error:
-            self.fail(kept(error))  # who has come already, and waits for all others
+            self.fail(kept(error))  # for the workers that have come already, and wait for all others
             # Others may still wait for functions that run here.
             self._finish(deadline)
             raise
 
     def _leave(self, deadline: float | None) -> None:
-        """A dynamic group: our own calls end first; then no new caller finds us, and who called gets its answer."""
+        """Leave a dynamic group: our own calls end first; then no new caller finds us, and earlier callers get their
+        answers."""
         agent = self._agent
         while not agent.outstanding.idle:
             if deadline is not None and time.monotonic() > deadline:

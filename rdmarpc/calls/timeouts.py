@@ -21,7 +21,7 @@ class Timeouts:
     def __init__(self, pending: Mapping[int, Pending], give_up: Callable[[Pending], None]) -> None:
         self._pending, self.give_up = pending, give_up
         self.ticking = threading.Event()
-        """To be set when a call has begun."""
+        """Set it when a call has begun."""
         self.on_tick: Callable[[], None] = nobody
         """Called every second or so, more often while calls are under way."""
         self._stopped = threading.Event()

@@ -52,7 +52,7 @@ def memlock(root: Path, needed: int) -> Finding:
 
 
 def memory(root: Path, needed: int) -> Finding:
-    """What the cgroup lets this process use. ``needed``: bytes, the arena's limit."""
+    """The memory that the cgroup lets this process use. ``needed``: the arena's limit in bytes."""
     limits = [int(text) for text in _cgroup_values(root, "memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()]
     limit = min(limits, default=_NO_LIMIT)
     if limit >= _NO_LIMIT:
@@ -65,7 +65,7 @@ def memory(root: Path, needed: int) -> Finding:
 
 
 def rdma_cgroup(root: Path) -> Finding | None:
-    """What the rdma controller allows; ``None`` where it limits nothing."""
+    """The limits of the cgroup's rdma controller; ``None`` if there are none."""
     lines = {line for text in _cgroup_values(root, "rdma", "rdma.max", "rdma.max") for line in text.splitlines()}
     bound = sorted(line for line in lines if re.search(r"=\d", line))
     if not bound:
@@ -74,8 +74,8 @@ def rdma_cgroup(root: Path) -> Finding | None:
 
 
 def gpu(root: Path, status_of: Callable[[str], str] = gpudirect.ask) -> list[Finding]:
-    """By which way each RDMA adapter reaches the memory of each GPU, why not by a better one, and what would change that. Asks
-    the GPUs' driver, and opens each adapter for a moment (``status_of``: as for ``gpudirect.survey``)."""
+    """The way by which each RDMA adapter reaches the memory of each GPU, why not by a better one, and what would change that.
+    Asks the GPUs' driver, and opens each adapter for a moment (``status_of``: as for ``gpudirect.survey``)."""
     topic, other = "gpu memory", "tensors on them travel between hosts through host memory"
     if not driver.kind():
         if not (root / "proc/driver/nvidia").exists():
@@ -171,7 +171,7 @@ def _capable(root: Path, capability: int) -> bool:
 
 
 def _cgroup_values(root: Path, controller: str, v2_name: str, v1_name: str) -> Iterator[str]:
-    """That file of our cgroup and of those around it."""
+    """The contents of one file of this process's cgroup and of all cgroups around it."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

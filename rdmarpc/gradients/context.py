@@ -141,7 +141,7 @@ class Context:
         return found
 
     def end_pass(self, worker: int, serial: int) -> None:
-        """It is over; nothing more runs of it here."""
+        """End a pass that is over: nothing more of it runs here."""
         with self.lock:
             run = self.passes.pop((worker, serial), None)
         if run is not None:
@@ -153,8 +153,8 @@ class Context:
             raise RuntimeError(f"autograd context {self.number} has ended during a backward pass")
 
     def close(self) -> None:
-        """Nothing comes in any more, passes that run here stop, and the graph goes. (Gradients: with the context itself, as
-        somebody may just be adding one.)"""
+        """End the context: take nothing more in, stop the passes that run here, and let the graph go. The gradients go with the
+        context itself, as another thread may just be adding one."""
         with self.lock:
             self.ended = True
             passes = list(self.passes.values())
@@ -206,7 +206,8 @@ class _Recent:
 
 
 class Contexts:
-    """Those that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not raise."""
+    """The contexts that this worker knows. Thread-safe. ``tell(worker, number)`` passes the end of one on; it must not
+    raise."""
 
     def __init__(self, me: int, tell: Callable[[int, int], None]) -> None:
         self._me, self._tell = me, tell
@@ -217,14 +218,14 @@ class Contexts:
         self._messages = itertools.count(1)
         self._past = _Recent()
         self._said: dict[int, _Recent] = {}
-        """By worker: contexts that it says are over, which it has no right to end for others."""
+        """For each worker the contexts that it said are over, but has no right to end for others."""
         self._lock = threading.Lock()
         self.refused = 0
-        """Ends that did not count for others, and (``refused_gradients``) gradients that did not come from the worker that had
-        the tensors."""
+        """The number of ends that did not count for others, and (``refused_gradients``) of gradients that did not come from the
+        worker that had the tensors."""
         self.refused_gradients = 0
         self.surveys = 0
-        """Backward passes that had to ask which calls take part (``gradients/waves``)."""
+        """The number of backward passes that had to survey the workers (``gradients/waves``)."""
 
     def new(self) -> Context:
         return self._enter(next(self._count), self._me)
@@ -259,8 +260,8 @@ class Contexts:
         return found
 
     def end(self, number: int, heard_from: int | None = None) -> None:
-        """It ends here, and everywhere that we brought it to. ``heard_from``: the worker that says so, if it is not our own
-        decision."""
+        """End a context here, and at all workers to which we brought it. ``heard_from``: the worker that said that it is over,
+        if it was not our own decision."""
         with self._lock:
             if heard_from is not None and not self._believed(number, heard_from):
                 return
@@ -269,8 +270,8 @@ class Contexts:
             self._finish(context, heard_from)
 
     def _believed(self, number: int, worker: int) -> bool:
-        """With the lock held: whether a worker that says that a context is over ends it for everybody. If not, its own calls
-        that come late will find none."""
+        """Whether a worker that says that a context is over ends it for all. If not, only its own calls that come late will not
+        find the context. Call it with the lock held."""
         if number in self._past or worker in self._gone:
             return False
         found = self.live.get(number)
@@ -286,7 +287,7 @@ class Contexts:
         return False
 
     def _take_out(self, number: int) -> Context | None:
-        """With the lock held."""
+        """Take a context out, for good. ``None`` if it has ended before, or is unknown. Call it with the lock held."""
         if number in self._past:
             return None
         self._past.add(number)

@@ -22,7 +22,7 @@ _diverting = threading.Lock()
 
 
 def _following(node: Node) -> tuple[tuple[Node | None, int], ...]:
-    """What gradients flow to from a node on this worker: from one of received tensors, nothing."""
+    """The nodes of this worker to which gradients flow from a node: none, for a node of received tensors."""
     return () if type(node) is RECEIVED else node.next_functions
 
 
@@ -42,7 +42,7 @@ def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: Fa
 
 
 def label(sources: list[list[Node]]) -> dict[Node, int]:
-    """For each node that a source reaches: bit i is set if source i does."""
+    """A bit mask for each node that a source reaches: bit i is set if source i reaches it."""
     order = _ordered([node for nodes in sources for node in nodes])
     labels = dict.fromkeys(order, 0)
     for bit, nodes in enumerate(sources):
@@ -87,7 +87,7 @@ def divert(accumulator: Node) -> None:
     with _diverting:
         if _DIVERTED not in marks:
             accumulator.register_prehook(partial(_diverted, accumulator.variable))
-            marks[_DIVERTED] = True  # not before: who finds it relies on the hook
+            marks[_DIVERTED] = True  # only now: a thread that finds the mark relies on the hook
 
 
 def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
@@ -142,7 +142,7 @@ class _Quiet:
 
 
 def quieten(leaf: torch.Tensor) -> None:
-    """Make the hooks of a leaf ``_Quiet``. (They stay so: whoever removes one does it by its number.)"""
+    """Make the hooks of a leaf ``_Quiet``. They stay so; removing one works as before, by its number."""
     hooks: Any = leaf._backward_hooks
     for number, hook in list(hooks.items()) if hooks else ():
         if type(hook) is not _Quiet:

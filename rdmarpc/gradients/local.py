@@ -43,8 +43,8 @@ _FREED = (
 
 @functools.cache
 def first_call() -> None:
-    """Before anything else of this module, by one thread. Not on import: the engine starts a thread for each GPU, and may not
-    be used in forked children then."""
+    """Prepare the engine. One thread calls this before anything else of this module. It is not done on import, because the
+    engine starts a thread for each GPU and cannot be used in forked children afterwards."""
     # With the first edge that it is given torch (2.13) makes a type, behind the guard of a C++ static; making it can start the
     # garbage collector, and that can let go of the GIL. Two first calls at once could so wait for each other for ever.
     with torch.enable_grad():
@@ -62,7 +62,7 @@ class ForeignGradients(RuntimeError):
 
 
 class Emitted(NamedTuple):
-    """Gradients of received tensors: to be sent to whoever had sent these."""
+    """Gradients of received tensors, to be sent to the worker that sent the tensors."""
 
     worker: int
     message: int
@@ -74,7 +74,7 @@ class Account(Protocol):
 
     number: int
     sent: dict[int, Sent]
-    """By the number of the message."""
+    """The tensors that left here, by the number of their message."""
 
     def check(self) -> None:
         """``RuntimeError`` if it has ended."""
@@ -208,7 +208,8 @@ class Pass:
             leave(emitted)
 
     def _next(self) -> Callable[[], None] | None:
-        """With the lock held: what can run of what is held, taken out of it."""
+        """Take out of ``held`` the gradients whose nodes can run, and return the call that runs them; ``None`` if there are
+        none. Call it with the lock held."""
         if not self.held:
             self._owners.clear()
             return None

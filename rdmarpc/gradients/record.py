@@ -26,17 +26,18 @@ class Sent(NamedTuple):
     targets: list[torch.Tensor | GradientEdge]
 
     def edges(self) -> list[GradientEdge]:
-        """Those in front of which something may wait: all but leaves whose gradients are only added up."""
+        """The edges into nodes that may have to wait: those of all tensors but leaves whose gradients are only added up."""
         return [edge(target) if isinstance(target, torch.Tensor) else target for target in self.targets if not adds_up(target)]
 
 
 def adds_up(target: torch.Tensor | GradientEdge) -> bool:
-    """Whether all there is to do with a gradient is to add it to others: of a leaf without hooks."""
+    """Whether a gradient only has to be added to others: so for a leaf without hooks."""
     return isinstance(target, torch.Tensor) and not target._backward_hooks
 
 
 class Source(NamedTuple):
-    """Where the gradients of received tensors go: the context, the sender's number, and the number of its message."""
+    """The origin of received tensors, to which their gradients go: the context, the sender's number, and the number of its
+    message."""
 
     context: int
     worker: int
@@ -99,12 +100,12 @@ ANCHOR = torch.empty(0, requires_grad=True)
 
 
 def flagged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that require grad, each once."""
+    """The tensors that require grad, each once."""
     return list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
 
 
 def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
-    """``None`` if there is nothing to come back, or under ``no_grad``."""
+    """The record of a message's tensors that require grad; ``None`` if there are none, or under ``no_grad``."""
     leaving = flagged(tensors)
     if not leaving or not torch.is_grad_enabled():
         return None
@@ -112,8 +113,8 @@ def sent(to: int, tensors: Iterable[torch.Tensor]) -> Sent | None:
 
 
 def edge(tensor: torch.Tensor) -> GradientEdge:
-    """Where gradients of a tensor that requires grad flow. The edge keeps its node alive, which a reference to the node does
-    not, if it is one of a Python function: the engine's half of it dies with the last tensor or node behind it."""
+    """The edge into which gradients of a tensor that requires grad flow. The edge keeps its node alive. A reference to a node
+    of a Python function does not: the engine's half of the node dies with the last tensor or node behind it."""
     node = tensor.grad_fn
     if node is not None and not isinstance(node, BackwardCFunction):
         return GradientEdge(node, tensor.output_nr)

@@ -58,7 +58,7 @@ _current: Callable[[], Worker] = here.current
 
 
 class Name(NamedTuple):
-    """What a pass is called on all workers."""
+    """The name of a pass, which is the same on all workers."""
 
     context: int
     worker: int
@@ -266,7 +266,7 @@ class _AnyOf:
 
 
 class Driven(Wave):
-    """The wave of whoever calls ``backward``: that thread makes it go on."""
+    """The wave of the thread that calls ``backward``, which makes it go on."""
 
     def __init__(self, agent: Worker, name: Name, run: Pass) -> None:
         super().__init__(agent, name, run, None)
@@ -276,7 +276,7 @@ class Driven(Wave):
         self._calls.append(self.agent.start(self.agent.group.worker(worker), function, args, None, -1.0, CONTROL))
 
     def drive(self, calls: Calls) -> Reply:
-        """Until all is done, beginning with ``calls``. Raises the first error."""
+        """Run the wave until all is done, beginning with ``calls``. Raises the first error."""
         try:
             self.open_with(calls)
             self.go_on()

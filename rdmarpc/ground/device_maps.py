@@ -66,7 +66,7 @@ def to_devices(given: Iterable[DeviceLike]) -> list[torch.device]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker asked for."""
+    """The device maps, devices and number of GPUs of one worker, as it published them."""
 
     maps: dict[str, list[tuple[torch.device, torch.device]]]
     devices: list[torch.device]
@@ -122,16 +122,17 @@ def _exist(devices: Iterable[torch.device], gpus: int) -> bool:
 
 
 class Targets:
-    """Where our tensors go. ``maps``: our own, by worker name. ``find_plan(worker)``: name and plan of a worker by its
-    number."""
+    """The devices at other workers to which our tensors go. ``maps``: our own device maps, by worker name.
+    ``find_plan(worker)``: name and plan of a worker by its number."""
 
     def __init__(self, me: str, maps: Mapping[str, DeviceMap], find_plan: Callable[[int], tuple[str, str]]) -> None:
         self._me, self._maps, self._find_plan = me, maps, find_plan
         self._known: dict[tuple[int, torch.device, bool], torch.device] = {}
 
     def find(self, worker: int, device: torch.device, reply: bool) -> torch.device:
-        """For a tensor on ``device`` in a request to that worker, or in an answer: that takes the worker's own map for us the
-        other way, and so does a gradient, if we have no map for it. ``RuntimeError`` where there is no such device."""
+        """The device at ``worker`` for a tensor on ``device`` of a request or (``reply``) an answer. An answer uses the
+        worker's own map for us in the other direction, and so does a gradient, if we have no map for the worker.
+        ``RuntimeError`` if there is no such device."""
         found = self._known.get((worker, device, reply))
         if found is None:
             found = self._known[worker, device, reply] = self._find(worker, device, reply)

@@ -42,8 +42,8 @@ def _text(error: BaseException) -> str:
 
 
 def when_a_child_ends(tell: Callable[[], object]) -> util.Finalize | None:
-    """In a process of ``multiprocessing``: have ``tell`` called when its function has returned or raised, which ``reason`` sees
-    then; later it cannot, as the exception ends there. Elsewhere ``None``."""
+    """Have ``tell`` called when the function of this ``multiprocessing`` process has returned or raised. ``reason`` sees the
+    exception then, and not later, as it ends there. Returns ``None`` in any other process."""
     if multiprocessing.parent_process() is None:
         return None
     return util.Finalize(None, tell, exitpriority=0)

@@ -21,7 +21,7 @@ class Peer(Protocol):
 
     @property
     def worker(self) -> int:
-        """Its number."""
+        """The worker's number."""
 
 
 class Call(Protocol):
@@ -127,7 +127,7 @@ class Forkable(Protocol):
 
 _current: Any = None
 _parents: list[object] = []
-"""In a forked child: the agents of its ancestors. They never die here: what they own is not ours to give back."""
+"""The agents of this forked child's ancestors. They are kept alive here, because the child must not give back what they own."""
 _inherited = False
 """Whether this process was forked while RPC was up, and has not used RPC itself since."""
 

@@ -31,8 +31,8 @@ _spare: defaultdict[int, deque[int]] = defaultdict(deque)
 
 
 class _Own:
-    """The streams of one thread that runs functions, by device. Made by us: those that torch gives out are used by others too,
-    who may capture graphs on them."""
+    """The streams of one thread that runs functions, by device. We make them, because others use the streams that torch gives
+    out too, and may capture graphs on them."""
 
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
@@ -44,11 +44,11 @@ class _Own:
 
 class _Serving(threading.local):
     own: _Own | None = None
-    """On a thread that runs functions."""
+    """The streams of this thread, if it runs functions."""
     decoding = False
-    """It reads a request: the function has not begun."""
+    """Whether it is reading a request, so that the function has not begun."""
     touched = False
-    """A message had tensors on a device."""
+    """Whether a message had tensors on a device."""
 
 
 _serving = _Serving()
@@ -66,7 +66,7 @@ class Streams:
         """Indices of the devices that this process is known to use."""
         self._made: dict[Place, None] = {}
         self._ended: dict[Place, Event] = {}
-        """Where functions ended last, by the stream that they ran on."""
+        """For each stream an event at the end of the last function that ran on it."""
         self._retired: deque[tuple[Any, Mark]] = deque()
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ class Streams:
         return torch.device(self.kind, index)
 
     def use(self, index: int) -> None:
-        """A message has tensors on that device."""
+        """Note that a message has tensors on a device."""
         if index not in self.used:
             torch.empty(0, device=self.device(index))  # torch may not have begun with it
             self.used.add(index)
@@ -105,7 +105,7 @@ class Streams:
             for index in self.used.difference(_serving.own.streams):
                 try:
                     self._take(index, _serving.own)
-                except RuntimeError:  # the GPU has failed, which whoever uses it is told
+                except RuntimeError:  # the GPU has failed: every use of it raises that
                     return
         # Before the arguments are copied, too: they may get memory that a function has just let go of, and still reads.
         self._follow()
@@ -140,7 +140,7 @@ class Streams:
         for place in self._current():
             try:
                 event = Event(*place)
-            except RdmaError:  # the GPU has failed, which whoever uses it is told
+            except RdmaError:  # the GPU has failed: every use of it raises that
                 return
             with self._lock:
                 self._ended[place] = event
@@ -149,7 +149,7 @@ class Streams:
         return [(index, driver.current_stream(index)) for index in self.used]
 
     def _look(self) -> None:
-        """For devices that functions have begun to use by themselves. Looking does not begin with one."""
+        """Enter devices that functions have begun to use by themselves. Looking does not make the process use a device."""
         if len(self.used) < len(self.devices) and driver.active():
             self.used.update(index for index in range(len(self.devices)) if driver.has_context(index))
 
@@ -193,8 +193,8 @@ class Streams:
 
 
 class Joint:
-    """What several threads work on in turn, each on its own streams: between ``enter`` and ``leave``, under a lock of
-    theirs."""
+    """Orders the streams of threads that work on the same tensors in turn. Each thread works between ``enter`` and ``leave``,
+    under a lock of the user's."""
 
     _mark: Mark | None = None
 
@@ -208,7 +208,7 @@ class Joint:
 
 
 class Mark:
-    """What some streams have been given until now."""
+    """The work that some streams have been given until now."""
 
     __slots__ = ("_events",)
 
@@ -216,7 +216,7 @@ class Mark:
         self._events = [Event(*place) for place in places]
 
     def wait(self) -> None:
-        """Have the current streams of this thread wait."""
+        """Make the current streams of this thread wait for it."""
         for event in self._events:
             event.follow()
 

@@ -38,7 +38,7 @@ class Meeting:
 
 
 class Meetings:
-    """Those of one agent. Thread-safe."""
+    """The meetings of one agent. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[_Key, Meeting] = {}
@@ -51,7 +51,7 @@ class Meetings:
             return names, self._counts[names]
 
     def meeting(self, key: _Key) -> Meeting:
-        """Made by whoever comes first: a member, or news of one."""
+        """The meeting of a key. The first that needs it makes it: a member here, or the news of another one."""
         with self._lock:
             return self._held.setdefault(key, Meeting())
 

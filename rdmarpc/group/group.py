@@ -33,7 +33,7 @@ class Group:
         self.missed: Callable[[int], None] = lambda number: None
         """Called with the number of each worker that is found not to be in the group any more, perhaps more than once."""
         self.lost: Container[int] = ()
-        """Numbers of workers to whom the connection ended: others may have their names, and ranks, by now."""
+        """The numbers of workers to which the connection ended. Other workers may have their names and ranks by now."""
 
     def begin(self, options: RpcBackendOptions) -> tuple[bytes, str]:
         """The secret to open a device with (none: that of this user on this host), and the transport: a group that is complete

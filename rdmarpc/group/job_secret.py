@@ -31,7 +31,8 @@ HOW = (
 
 
 def chosen_secret(options: RpcBackendOptions) -> bytes:
-    """What the user chose, or nothing. ``ValueError`` if it is short, ``AuthenticationError`` for a file others can read."""
+    """The secret that the user chose; empty if there is none. Raises ``ValueError`` if it is too short, ``AuthenticationError``
+    for a file that others can read."""
     path = os.environ.get("RDMARPC_SECRET_FILE")
     if options.secret:
         found, where = options.secret.encode(), "option secret"
@@ -61,8 +62,8 @@ def is_insecure(options: RpcBackendOptions) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker of a static group says of itself first, before anybody can check it. It decides nothing but which error all
-    of them raise, or which of the secrets that they have already they take."""
+    """The facts that a worker of a static group publishes first, before others can check them. They only decide which of the
+    secrets that the workers have already is taken, or which error all of them raise."""
 
     name: str
     rank: int
@@ -70,11 +71,11 @@ class Claim:
     host: str
     source: str
     place: str
-    """Where the secret of this user is, or why there is none."""
+    """The file of this user's secret, or the reason why there is none."""
     mark: str
-    """Tells it from others, and not what it is; empty: there is none."""
+    """A digest that tells this secret from others without revealing it; empty if there is none."""
     token: str
-    """Tells two that are otherwise the same."""
+    """Random digits that tell apart two claims with the same content."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -13,8 +13,9 @@ from ..ground.worker_info import WorkerInfo
 
 @dataclass(frozen=True)
 class Record:
-    """What a worker publishes of itself. ``number``: in a static group the rank, in a dynamic one how many had joined before.
-    No two workers of a group ever have the same: it tells apart those that have one rank, or one name, after the other."""
+    """The facts that a worker publishes of itself. ``number``: in a static group its rank, in a dynamic one how many workers
+    had joined before. No two workers of a group ever have the same number, even if they have the same rank or name one after
+    the other."""
 
     name: str
     rank: int
@@ -31,7 +32,7 @@ class Record:
         return json.dumps([self.name, self.rank, self.host, self.address, self.number, self.devices, self.key])
 
     def proof(self, key: bytes) -> str:
-        """HMAC over the record: whoever wrote it knows the group's key (``record_key``)."""
+        """An HMAC over the record, which only a process that knows the group's key (``record_key``) can compute."""
         return hmac.new(key, b"record" + self._text.encode(), hashlib.sha256).hexdigest()
 
     def dump(self, key: bytes) -> str:

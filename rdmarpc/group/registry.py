@@ -40,9 +40,9 @@ class Registry:
         self._key = b""
 
     def begin(self, options: RpcBackendOptions) -> bytes:
-        """The secret to open a device with; empty: that of this user on this host, which then is the group's. Nobody knows yet
-        who will join: whoever takes another one is refused then (``join``). Raises what ``chosen_secret`` and ``user_secret``
-        raise."""
+        """The secret to open a device with; empty: the secret of this user on this host, which then is the group's. It is not
+        known yet which workers will join; one with another secret is refused then (``join``). Raises the errors of
+        ``chosen_secret`` and ``user_secret``."""
         secret = chosen_secret(options)
         if not secret and is_insecure(options):
             secret = self._agree("secret", secrets.token_hex(32)).encode()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _generation = itertools.count()
 _FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.005
 _FIRST_LOOK_S = 0.5
-"""When it is noted for the first time who is missing; then at twice that time, and so on."""
+"""Seconds after which the missing workers are noted for the first time; then again after twice that time, and so on."""
 _DIAL_S = 0.05
 _KIND = "rdmarpc/kind"
 FOR_EVER_S = 24 * 3600.0
@@ -63,8 +63,8 @@ def open_store(options: RpcBackendOptions, rank: int, world_size: int | None) ->
 
 
 def _static_store(method: str, rank: int, world_size: int, limit: timedelta) -> tuple[dist.Store, int, int]:
-    """As torch's rendezvous. But its rank 0 waits for the others without saying who is missing, and the others wait for a store
-    without saying whose: so here nobody waits in there."""
+    """As torch's rendezvous, but errors name what is missing. In torch's own, rank 0 waits for the others without naming them,
+    and the others wait for a store without naming its host: so here no worker waits inside of it."""
     url = urlparse(method)
     host, port = url.hostname, url.port
     if url.scheme == "env":
@@ -159,28 +159,28 @@ class Rendezvous:
         return records
 
     def _drawn(self) -> bytes:
-        """From the store, for whoever reads it."""
+        """The secret that rank 0 draws and puts into the store, where everybody who reaches the store can read it."""
         if self.rank == 0:
             self._first("secret", secrets.token_hex(32))
         self._wait([("secret", "rank 0 (it draws the job secret)")])
         return bytes(self._store.get("secret"))
 
     def _first(self, key: str, mine: str) -> bytes:
-        """Publish this, unless somebody has; returns what stands there now."""
+        """Publish a value, unless another worker has. Returns the value that is published now."""
         try:
             return bytes(self._store.compare_set(key, "", mine))
         except dist.DistError:
             raise _store_ended() from None
 
     def _all(self, kind: str) -> list[bytes]:
-        """What all workers published under that name, in rank order."""
+        """The values that all workers published as ``kind``, in rank order."""
         keys = [f"{kind}/{rank}" for rank in range(self.world_size)]
         self._wait([(key, f"rank {rank}") for rank, key in enumerate(keys)])
         return [bytes(text) for text in self._store.multi_get(keys)]
 
     def leave(self, timeout: float) -> None:
-        """The last thing a worker does: nobody closes its connections before all have come here, and rank 0, which may host
-        the store, stays until all others have seen that."""
+        """Wait until all workers have come here. Each worker calls this last, so that none closes its connections before. Rank
+        0, which may host the store, stays until all others have seen that."""
         deadline = time.monotonic() + timeout
         self._store.add("left", 1)
         self._wait_count("left", self.world_size, deadline)
@@ -226,7 +226,7 @@ def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
 
 
 def _since(first: Claim, mine: Claim) -> str:
-    """What else is known of the process that has our rank."""
+    """A text about the other process that has our rank."""
     if first.host != mine.host:
         return ", on another host"
     try:

@@ -29,14 +29,14 @@ class Keeper(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """Until when memory for it may be waited for (``time.monotonic``), if there is a limit."""
+        """The time (``time.monotonic``) until which memory may be waited for; ``None``: there is no limit."""
 
     def hold(self, bulk: torch.Tensor) -> None:
-        """This, too."""
+        """Keep this memory alive too."""
 
 
 class Kept:
-    """What a peer may still READ of an answer, which is told to ``lend`` in bytes."""
+    """The memory of an answer that a peer may still READ. ``lend`` is told of its bytes, and of their end."""
 
     __slots__ = ("_keep", "_lend", "nbytes")
     deadline: float | None = None
@@ -52,7 +52,7 @@ class Kept:
         self._lend(bulk.nbytes)
 
     def end(self) -> None:
-        """It was READ."""
+        """Count the memory no longer, because it was READ."""
         self._lend(-self.nbytes)
 
 

@@ -38,10 +38,10 @@ _WITHOUT_WAITING = _AtOnce()
 
 
 class Fetch:
-    """What is READ of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
+    """The READs of one message. ``ready``: all of it is here, or never will be. ``runs``: the large tensors that were READ
     ahead; ``None``: they are READ where they are unpacked. ``error``: why something could not be READ.
 
-    The READ owns its memory until it has ended, whether anybody still wants the message or not."""
+    A READ owns its memory until it has ended, even if nobody wants the message any more."""
 
     __slots__ = ("_body", "_link", "_under_way", "_work", "error", "frame", "ready", "runs")
 
@@ -70,7 +70,7 @@ class Fetch:
         return self._work
 
     def run(self, over: Callable[[], None]) -> None:
-        """READ one thing after the other, without ever waiting, and have ``over()`` called then (see ``Work.then``), or now."""
+        """Do all READs, one after the other, without ever waiting, and call ``over()`` at the end (see ``Work.then``)."""
         if self.advance(_WITHOUT_WAITING) is None:
             over()
         else:

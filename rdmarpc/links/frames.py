@@ -45,14 +45,14 @@ class Frame(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a request or an answer says besides its payload."""
+    """The facts in a request or an answer besides its payload."""
 
     grant: int = 0
-    """The landing places that it uses (request), or gives (answer); 0: none."""
+    """The number of the grant that it uses (request), or gives (answer); 0: none."""
     places: bytes = b""
-    """Those for the result (request), or for the arguments of the next call (answer): ``tensors.load_places``."""
+    """The landing places for the result (request), or for the next call's arguments (answer): see ``tensors.load_places``."""
     message: int = 0
-    """Its number in the autograd context (``gradients/record``), or 0."""
+    """The message's number in the autograd context (``gradients/record``); 0: none."""
     context: int = NO_CONTEXT
     """The id of the autograd context (request)."""
     rref: int = 0
@@ -136,5 +136,5 @@ def response_body(frame: Frame) -> Body:
 
 
 def error_of(frame: Frame) -> bytes:
-    """What an ``ERROR`` says: see ``calls/errors``."""
+    """The payload of an ``ERROR`` (``calls/errors``)."""
     return frame.body[frame.function : frame.function + frame.payload]

@@ -18,10 +18,11 @@ _SIGNATURES = 64
 
 
 class Grants:
-    """By size classes; those of the classes used least recently are given back. Thread-safe.
+    """The landing places that one peer has granted, by size classes. Grants of the least recently used classes are given back.
+    Thread-safe.
 
-    A call takes at most one grant and brings at most one home, so there are as many of some classes as calls of them were ever
-    in flight at once."""
+    A call takes at most one grant and brings at most one home, so there are as many grants of some classes as calls of these
+    classes were ever in flight at once."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[Classes, deque[tuple[int, list[RemoteRegion]]]] = OrderedDict()
@@ -35,7 +36,7 @@ class Grants:
             return None
 
     def expect_result(self, key: Signature, sizes: tuple[int, ...]) -> None:
-        """What the answer to a call of this signature had to land: the next one will get a place for as much."""
+        """Note the sizes that the answer to a call of this signature had. The next such call will bring places for them."""
         known = self.result_sizes.get(key)
         if (known or ()) == sizes:
             return
@@ -61,7 +62,7 @@ class Grants:
             return next((self._forgo(old) for old in self._places if old != key), [])
 
     def _forgo(self, key: Classes) -> list[int]:
-        """With the lock held."""
+        """Take out all grants of some classes, and return their numbers. Call it with the lock held."""
         return [number for number, _ in self._places.pop(key)]
 
     def __len__(self) -> int:

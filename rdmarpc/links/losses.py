@@ -42,9 +42,9 @@ def listens(device: Device, record: Record) -> bool:
 
 
 def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
-    """What whoever needs that worker is told. ``me``: our name."""
+    """The error for all that need the lost worker. ``me``: our name."""
     why, status, (kind, text) = error.message, error.status, link.goodbye
-    if status == GIVEN_UP:  # who was stopped is to be known wherever this is read
+    if status == GIVEN_UP:  # the text is read elsewhere too, so it has to name the worker that was stopped
         why = why.replace("this worker", me)
     if kind:
         why, status = f"it ended by {text}", "INTERRUPTED" if kind == exits.INTERRUPTED else "RAISED"
@@ -71,12 +71,12 @@ class Losses:
         self._device, self._poller, self._group, self._pool = device, poller, group, pool
         self._links, self._ended = links, ended
         self.kept: list[tuple[Channel, list[Any]]] = []
-        """What a peer that stopped in the middle of a copy may still touch."""
+        """The memory that a peer may still touch because it stopped in the middle of a copy, with its channel."""
         self._apart_now: set[threading.Thread] = set()
         self._guard = Guard("rdmarpc-loss")
         self.at_once: Callable[[int], None] = nobody
-        """Told of a worker whose connection has ended before anything else is done about it, by the device's thread: it must
-        wait for nothing."""
+        """Called with the number of a worker whose connection has ended, before anything else is done about that. The device's
+        thread calls it, so it must wait for nothing."""
         device.on_lost = self._on_lost
 
     def _on_lost(self, channel: Channel) -> None:
@@ -87,7 +87,7 @@ class Losses:
             self._apart(partial(self._settle, link))
 
     def refuse(self, link: Link, error: RdmaError) -> None:
-        """What came over it cannot be trusted (holder of the polling role)."""
+        """End a link whose data cannot be trusted (holder of the polling role)."""
         self._links.forget_row(link)
         self._apart(partial(self.cut_off, link, error))
 
@@ -172,7 +172,7 @@ class Losses:
                 thread.join(max(0.0, limit - time.monotonic()))
 
     def close(self) -> None:
-        """The end of this worker: forget whoever was told."""
+        """At the end of this worker, forget all callbacks."""
         self._ended, self.at_once = _nothing_touched, nobody
 
 

@@ -51,12 +51,12 @@ class Promises:
         return [self.take(link, number) for owner, number in list(self.landings) if owner is link]
 
     def held(self) -> dict[Link, int]:
-        """What the places take that peers hold of us."""
+        """The bytes of the promised places, by peer."""
         found: dict[Link, int] = {}
         for (owner, _), landing in list(self.landings.items()):
             found[owner] = found.get(owner, 0) + sum(landing.sizes)
         return found
 
     def count(self, link: Link) -> int:
-        """How many this peer holds of us."""
+        """The number of places that a peer holds of us."""
         return sum(owner is link for owner, _ in list(self.landings))

@@ -61,7 +61,7 @@ class Reading:
                 continue
             try:
                 self.handlers[frame.kind](link, frame)
-            except Exception as error:  # whoever reads, reads for everybody
+            except Exception as error:  # this thread reads for all peers, so one peer's error must not end it
                 self._refuse(link, frame.kind, error)
                 return
         if link.behind:

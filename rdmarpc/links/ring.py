@@ -8,8 +8,8 @@ Flow control: every frame carries how many ring bytes its sender has consumed fr
 the sender may be at most one ring ahead of it, less a reserve that only ``CREDIT`` and ``WRAP`` frames may use. A receiver that
 has consumed a quarter of the ring without sending anything sends a ``CREDIT``.
 
-A frame that finds the ring full is queued, and whoever reads what the peer sends next writes the queue on, in order: no thread
-ever waits for room in a peer's ring, and nothing but ``CREDIT`` overtakes the queue. What bounds the memory of it:
+A frame that finds the ring full is queued. The thread that reads the peer's next frames then sends the queue on, in order: so
+no thread ever waits for room in a peer's ring, and only ``CREDIT`` overtakes the queue. The memory of the queue is bounded:
 
 * Requests of our own: ``full`` tells a caller to wait (for its own deadline at most, see ``Caller.send``) once they take
   ``QUEUE_BYTES``. Control messages are not held back; there are as many of them as objects that they are about.
@@ -48,7 +48,7 @@ _EXPLAINED_S = 0.5
 MAX_BODY = RING_BYTES // 8
 QUEUE_BYTES = 4 << 20
 _ENTRY_BYTES = 512
-"""What a queued frame takes besides its bytes, about."""
+"""The bytes, about, that a queued frame takes besides its content."""
 _ALIGN = 64
 
 _HEADER = struct.Struct("<IBBHQQIIII")
@@ -248,7 +248,7 @@ class Link:
             self._write_on()
 
     def _write_on(self) -> None:
-        """With the lock held."""
+        """Send queued frames for as long as the ring has room. Call it with the lock held."""
         queue = self._queue
         self.behind = False
         try:
@@ -256,7 +256,7 @@ class Link:
                 sent = queue.popleft()
                 self._count(sent.frame[0], -sent.nbytes)
         except PeerLost:
-            pass  # who deals with the loss drops the rest
+            pass  # the handling of the loss drops the rest
         self.behind = bool(queue)
         self.judge()
 
@@ -273,7 +273,7 @@ class Link:
             self.crowded = self.answering > QUEUE_BYTES // share or self.lent > self._lent_limit // share
 
     def lend(self, nbytes: int) -> None:
-        """So many bytes more (or less) lie here for the peer to READ."""
+        """Count ``nbytes`` more, or less, of results that lie here for the peer to READ."""
         with self._lock:
             self.lent += nbytes
             self.judge()

@@ -22,20 +22,20 @@ class Links:
     def __init__(self, poller: Poller, group: Group, missed: Callable[[int, RdmaError], None]) -> None:
         self._poller, self._group, self.missed = poller, group, missed
         self.by_worker: dict[int, Link] = {}
-        """By the number of the peer, and so is ``lost``."""
+        """The links to send by, by the number of the peer. ``lost`` has the errors of lost workers, by number too."""
         self.rows: dict[int, Link] = {}
-        """By the row of the poller: these are read."""
+        """The links that are read, by the row of the poller."""
         self.gone_rows: deque[Link] = deque()
-        """To be forgotten by the holder of the polling role."""
+        """Links whose rows the holder of the polling role has to forget."""
         self.lost: dict[int, RdmaError] = {}
         self.changed = threading.Condition()
-        """Held for what must not change between two looks at this table; notified when a link is entered."""
+        """Held while this table must not change between two looks at it; notified when a link is entered."""
         self._past = [0] * 7
         group.missed, group.lost = self.miss, self.lost
 
     def enter(self, link: Link, record: Record, *, serve_only: bool) -> None:
-        """A link that has its channel: from now on it is read. ``serve_only``: it is not the one to send by. With ``changed``
-        held."""
+        """Enter a link that has its channel: it is read from now on. ``serve_only``: it is not used to send. Call it with
+        ``changed`` held."""
         link.name = link.channel.peer = record.name
         link.rank = record.rank
         link.row = self._poller.add(link.channel, RING)
@@ -52,14 +52,14 @@ class Links:
         return next((link for link in list(self.rows.values()) if link.channel is channel), None)
 
     def lose(self, link: Link, error: RdmaError) -> None:
-        """Its connection ended. The worker is lost by that, unless another link to it counts."""
+        """Note that the connection of a link has ended. Its worker is lost then, unless another link to it counts."""
         with self.changed:
             if self.by_worker.get(link.worker) is link or link.worker not in self.by_worker:
                 self.lost[link.worker] = error
                 self.by_worker.pop(link.worker, None)
 
     def miss(self, number: int) -> None:
-        """A worker is not in the group any more. What it still answers over a link that there is, is taken."""
+        """Note that a worker has left the group. If there is a link to it, its answers are still taken."""
         with self.changed:
             if number in self.by_worker or number in self.lost:
                 return
@@ -75,7 +75,7 @@ class Links:
             self._past = [past + now for past, now in zip(self._past, _counts(link), strict=True)]
 
     def close(self) -> None:
-        """The end of this worker: forget all links, and whoever was told of workers that left."""
+        """At the end of this worker, forget all links and callbacks."""
         self.rows.clear()
         self.by_worker.clear()
         self.missed = self._group.missed = nobody

@@ -58,22 +58,22 @@ Call = Callable[[int, Any, tuple[Any, ...], float], Any]
 
 
 class _Peer:
-    """What there is between us and one other worker."""
+    """The state of the exchange of GPU tensors with one other worker."""
 
     def __init__(self) -> None:
         self.asking, self.asked = threading.Lock(), threading.Lock()  # two, because workers may ask each other at once
         self.why_not: str | None = None
-        """Why GPU memory goes through the host on its way there; empty: it does not; ``None``: not found out yet."""
+        """Why GPU memory goes to that worker through the host; empty: it does not; ``None``: this is not known yet."""
         self.lent: Lent | None = None
         self.channel: Channel | None = None
         self.borrowed: Borrowed | None = None
         self.imports: Imports | None = None
         self.told: set[str] = set()
-        """What was logged."""
+        """The reasons that were logged."""
 
     @property
     def over(self) -> bool:
-        """After the connection's end: whether no stream of ours uses the peer's memory, and none of the peer's uses ours."""
+        """Whether, after the connection's end, no stream of ours uses the peer's memory, and none of the peer's uses ours."""
         read = self.lent is None or not self.lent.sweep() or self.channel is None or self.channel.peer_ended()
         return read and (self.borrowed is None or self.borrowed.idle) and (self.imports is None or self.imports.close())
 
@@ -124,7 +124,7 @@ class Gpus:
         return _from_host, (self._to_host(tensor), target, tensor.requires_grad)
 
     def _place(self, tensor: torch.Tensor, worker: int, target: torch.device) -> tuple[int, int, bytes] | None:
-        """Where the tensor's memory is for the peer; ``None``: it goes through the host."""
+        """The tensor's memory as the peer names it (base, number, IPC handle); ``None`` if it goes through the host."""
         peer = self._peer(worker)
         if peer.why_not:
             return None
@@ -207,7 +207,8 @@ class Gpus:
         return staged
 
     def pack(self, parcel: Parcel) -> bytes:
-        """What stands behind the pickle. From here on the tensors are kept until the receiver has them (or ``undo``)."""
+        """The bytes behind the pickle that describe the parcel. From now on the tensors are kept until the receiver has them,
+        or until ``undo``."""
         by_source: dict[tuple[int, int], list[tuple[torch.Tensor, bytes, tuple[int, int, bytes]]]] = {}
         for run, text, target, place in parcel.tensors:
             by_source.setdefault((run.device.index, target), []).append((run, text, place))
@@ -406,7 +407,7 @@ def _gpus() -> Gpus:
 
 
 def probe(sender: int, table: bytes, number: int, handle: bytes, target: int) -> str:
-    """At a peer: see ``Gpus.admit``."""
+    """Called at a peer: see ``Gpus.admit``."""
     return "that worker has no GPU" if current is None else current.admit(sender, table, number, handle, target)
 
 

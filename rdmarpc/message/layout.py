@@ -28,9 +28,9 @@ _QUANTISED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 
 class Description(NamedTuple):
-    """What the receiver must know of one tensor. ``strides``: ``None`` is row-major. ``offset``: elements from the start of
-    the landed run. ``flips``: conjugate and negative bits. ``nbytes``: bytes of the landed run. ``plain``: the tensor is all of
-    the run, row-major, without flips, and not empty."""
+    """The facts that the receiver needs of one tensor. ``strides``: ``None`` is row-major. ``offset``: elements from the start
+    of the landed run. ``flips``: conjugate and negative bits. ``nbytes``: bytes of the landed run. ``plain``: the tensor is all
+    of the run, row-major, without flips, and not empty."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Description(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What the sender must know of all tensors of one dtype, shape, strides and ``requires_grad``."""
+    """The facts that the sender needs of all tensors of one dtype, shape, strides and ``requires_grad``."""
 
     text: bytes
     """The encoded description of such a tensor without flips, at the start of its run."""

@@ -91,7 +91,8 @@ class Permits:
     # -- names
 
     def find(self, module: str, name: str) -> Any:
-        """What a pickle may have under that name. ``NotAllowed``; ``AttributeError`` for what an allowed module has not."""
+        """The object behind a name in a pickle. Raises ``NotAllowed``, and ``AttributeError`` for a name that an allowed module
+        lacks."""
         found = self._known.get((module, name))
         if found is None:
             found = self._find(module, name)
@@ -230,7 +231,7 @@ class _Careful(_Python):
 
 
 def _walk(module: str, name: str) -> Any:
-    """What an imported module has under a dotted name. Nothing is imported."""
+    """The object under a dotted name in a module that is imported already; ``None`` if there is none."""
     found: Any = sys.modules.get(module)
     for step in name.split("."):
         found = getattr(found, step, None)
@@ -238,14 +239,14 @@ def _walk(module: str, name: str) -> Any:
 
 
 current: Permits | None = None
-"""What ``init_rpc`` was told (one setting a process); ``None``: everything is allowed."""
+"""The permits that ``init_rpc`` was given, one setting for the process; ``None``: everything is allowed."""
 loads: Callable[..., Any] = pickle.loads
 load_plain: Callable[[bytes], Any] = pickle.loads
 load_called: Callable[[bytes], Any] = pickle.loads
 
 
 def use(permits: Permits | None) -> None:
-    """From here on."""
+    """Read all pickles of peers with these permits from now on."""
     global current, loads, load_plain, load_called
     current = permits
     if permits is None:

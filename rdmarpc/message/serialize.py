@@ -41,18 +41,18 @@ InBand = Callable[[pickle.PickleBuffer], bool]
 
 
 class Enclosed(Protocol):
-    """What a message carries in front of its pickle."""
+    """A reference that a message carries in front of its pickle."""
 
     @property
     def entry(self) -> tuple[int, int, int]: ...
 
     def undo(self) -> None:
-        """The message will not be sent."""
+        """Take the reference back, because the message will not be sent."""
 
 
 class Message:
-    """What a message takes along while it is being pickled. ``to``: number of the receiver; ``None`` where there is none:
-    references, and tensors on GPUs, cannot be pickled then. ``reply``: it is an answer."""
+    """The tensors, buffers and references of a message that is being pickled. ``to``: the receiver's number; ``None`` if there
+    is no receiver: references, and tensors on GPUs, cannot be pickled then. ``reply``: whether it is an answer."""
 
     def __init__(self, to: int | None, reply: bool = False) -> None:
         self.to = to
@@ -347,10 +347,10 @@ def reference(function: Any) -> bytes | None:
 
 
 def label(function: Any, args: tuple[Any, ...]) -> str:
-    """What stands for a callable in the signature of a call where its reference does not, or would say too little: the name of
-    its function, the same for all objects of a class. Two functions of one name only share landing places.
+    """The name of a callable in the signature of a call, if its pickled reference is missing or says too little. It is the name
+    of its function, the same for all objects of a class. If two functions have one name, they only share landing places.
 
-    A function that runs what one of its arguments names says so: ``function._names_callee`` is the index of that argument."""
+    A function that runs another one, which one of its arguments names, has ``_names_callee``: the index of that argument."""
     if (at := getattr(function, "_names_callee", None)) is not None:
         return f"{function.__qualname__}:{args[at]}"
     while isinstance(function, partial):

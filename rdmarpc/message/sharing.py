@@ -18,7 +18,7 @@ _ALIGN = 16  # the largest element: offsets from here are whole numbers of eleme
 
 
 class Place(NamedTuple):
-    """Where a tensor of the message lies."""
+    """The place of a tensor in the runs of its message."""
 
     base: int
     """Index of the first tensor of the message that lies in this run: its own, if this is it."""

@@ -26,11 +26,11 @@ _string_at = ctypes._string_at  # type: ignore[attr-defined]
 INLINE_BYTES = 32 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
 _INLINE_TOTAL = 64 << 10
 _TINY_BYTES = 256
-"""So small a tensor always rides in the frame: its landing place would need a fifth of that in descriptors."""
+"""A tensor of at most so many bytes always rides in the frame: the descriptor of a landing place is a fifth as large."""
 INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
 _MAX_CACHE = 4096
 _MAX_KNOWN = 4096
-"""Bytes of places that are remembered: a peer may send any number of places with each call."""
+"""Encoded places of at most so many bytes are remembered, as a peer may send any number of places with each call."""
 
 _ENTRY = struct.Struct("<BH")  # way, length of the description that follows
 _HANDED_BYTES = 2 * RemoteRegion.WIRE_SIZE
@@ -211,7 +211,7 @@ def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
 
 
 class Memory(Protocol):
-    """Where the memory for messages comes from (``calls/patience``)."""
+    """The source of memory for messages (``calls/patience``)."""
 
     def empty(self, channel: Channel, nbytes: int, deadline: float | None) -> torch.Tensor: ...
 

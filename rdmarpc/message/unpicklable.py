@@ -41,7 +41,7 @@ def _append(error: Exception, text: str) -> None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, and how one writes it."""
+    """The objects that an object holds, each with the Python expression that leads to it."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple):

@@ -43,7 +43,7 @@ class Notes(Protocol):
 
 
 class Message(threading.local):
-    """What the message that this thread is about to send carries, and the request that it serves."""
+    """The byte counts of the message that this thread is about to send, and the request that it serves."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Serving:
         self.unpickled = self.returned = 0
         self.function = "?"
         self.outer: Serving | None = None
-        """What this thread served before."""
+        """The request that this thread was serving when this one began; ``None``: none."""
 
     @property
     def begun(self) -> bool:
@@ -77,7 +77,7 @@ def _inline(nbytes: int) -> dict[str, int]:
 
 
 def _short(values: Sequence[Any]) -> dict[str, int]:
-    """What a message carried that did not go by ``Post.send``: one small tensor has a shorter way."""
+    """The byte counts of a message that did not go by ``Post.send``, as one small tensor does not."""
     lone = len(values) == 1 and type(values[0]) is torch.Tensor
     nbytes = values[0].numel() * values[0].element_size() if lone else 0
     return _inline(nbytes) | {"tensors": int(lone), "pickle": 0}

@@ -153,7 +153,7 @@ def merge(traces: list[Trace]) -> Trace:
 
 
 def clock_offsets(traces: list[Trace]) -> list[int]:
-    """By how many ns each trace's clock is ahead of the first one's. 0 on the same host.
+    """The nanoseconds by which each trace's clock is ahead of the first one's. 0 on the same host.
 
     Across hosts every call is a ping: a request arrives after it was sent, an answer likewise, so the quickest of each
     direction bound the offset from both sides, and the middle is taken (as NTP does, RFC 5905: the error is at most half of
@@ -184,7 +184,8 @@ def clock_offsets(traces: list[Trace]) -> list[int]:
 
 
 def _quickest(traces: list[Trace]) -> dict[tuple[int, int], float]:
-    """For pairs of traces: the least ns from the beginning of an arrow in one to its end in the other, by their own clocks."""
+    """The least nanoseconds from the beginning of an arrow in one trace to its end in another, by their own clocks, for pairs
+    of traces."""
     begun = {
         event["id"]: (at, event["ts"])
         for at, trace in enumerate(traces)

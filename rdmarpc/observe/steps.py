@@ -77,7 +77,7 @@ class Row:
                 begin = max(last, monotonic_ns())
                 what.wait()
             except (RuntimeError, RdmaError):
-                continue  # it never ended: whoever needed it says so
+                continue  # it never ended: the code that needed it raises that
             except BaseException as error:
                 guard.note(error, "waiting for a stream")
                 continue

@@ -21,11 +21,11 @@ from . import local as local_optimizer
 __all__ = ["DistributedOptimizer"]
 
 Hyperparameters = list[dict[str, Any]]
-"""By group."""
+"""The hyperparameters of each group, and its parameters."""
 
 
 class _Place(NamedTuple):
-    """What one owner has: its ``LocalOptimizer``, and by group which of all parameters (counted over all groups) are there."""
+    """One owner's part: its ``LocalOptimizer``, and for each group the indices (over all groups) of the parameters there."""
 
     optimizer: RRef[local_optimizer.LocalOptimizer]
     indices: dict[int, list[int]]
@@ -199,7 +199,7 @@ def _group(given: Any) -> dict[str, Any]:
 
 
 def _by_owner(groups: Hyperparameters) -> tuple[dict[Any, local_optimizer.Members], dict[Any, dict[int, list[int]]]]:
-    """By owner and group: the references, and their indices over all groups."""
+    """The references by owner and group, and their indices over all groups by owner and group."""
     members: dict[Any, local_optimizer.Members] = {}
     indices: dict[Any, dict[int, list[int]]] = {}
     count = itertools.count()

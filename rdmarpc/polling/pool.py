@@ -111,7 +111,7 @@ class Pool:
         return bool(self.jobs or self.running)
 
     def call_out(self) -> None:
-        """There are jobs: whoever is free looks for them."""
+        """Announce that there are jobs: a free thread looks for them."""
         if not self.idle:
             self._spawn()
         words.call_out(self._jobs_word, self._bell)
@@ -168,7 +168,7 @@ class Pool:
         try:
             job()
         except BaseException as error:
-            # Jobs report their errors to whoever waits for them; this is a bug of ours and must not end the thread.
+            # Jobs report their errors to those that wait for them; this is a bug of ours and must not end the thread.
             self._guard.note(error, "running a job")
         finally:
             self.running.discard(number)
@@ -258,8 +258,8 @@ class Pool:
                 thread.join(0.01)
 
     def end(self) -> None:
-        """After ``stop``, and when nothing can be sent or come any more: what the pool did not come to is dropped (requests) or
-        run now (what is owed). For a second at most: users' callbacks may block."""
+        """Drop the requests that the pool has left, and run its owed jobs, for a second at most, as users' callbacks may block.
+        Call it after ``stop``, when nothing can be sent or come any more."""
         self._ended = True
         self.jobs.clear()
         if self._owed or self._role.unfinished:

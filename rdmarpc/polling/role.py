@@ -169,5 +169,5 @@ class Role:
         self.poller.kick()
 
     def end(self) -> None:
-        """Nothing is read any more; those who handed themselves in are forgotten."""
+        """Read nothing any more, and forget the callbacks of the reader and the pool."""
         self.read, self.offer, self.want_finish = nobody, nobody, nobody

@@ -178,7 +178,7 @@ def follow(token: int, events: int, seen: int, spin_ns: int, limit_ns: int) -> i
 
 @compiled(i64(i64))
 def event(events: int) -> int:
-    """Wake everybody who follows."""
+    """Wake all threads that follow."""
     fetch_add(events, 1)
     futex(events, FUTEX_WAKE, WAKE_ALL, 0)
     return 0
@@ -193,7 +193,7 @@ def watch(token: int, runs: int, asleep: int, backlog: int, bell: int, tick_ns: 
     while it takes much longer than asked for: then many share this core, a thread that made no progress had no turn, and the
     ticks themselves would cost the others theirs.
 
-    Sleeps for good while nobody runs anything: ``asleep`` is 1 then, and whoever starts a run wakes it. Returns 1 after it
+    Sleeps while no thread runs a function: ``asleep`` is 1 then, and a thread that starts a run wakes it. Returns 1 after it
     freed a token, 2 when jobs wait, 0 every second or so.
     """
     quiet = 0

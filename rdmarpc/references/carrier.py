@@ -79,6 +79,6 @@ class Carrier:
             left.popleft()
 
     def stop(self) -> None:
-        """Nothing is sent any more."""
+        """Send nothing any more."""
         self._stopped = True
         self._rrefs.mail.transmit = nobody

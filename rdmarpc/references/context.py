@@ -88,13 +88,13 @@ class RRefContext:
     """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
     those of other workers (``mail``). Thread-safe, never blocks.
 
-    Workers are known by their numbers (``members.Record``), which are never used twice: whoever takes over the rank of another
-    is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
+    Workers are known by their numbers (``members.Record``), which are never used twice: a worker that takes over the rank of
+    another is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
     ``under_way(rref, worker)``: whether a call of ours to that worker that creates ``rref`` is unanswered; ``knows(worker)``:
     whether it is, or was, in the group as far as is known here; ``transmit(worker, message)`` carries a message to ``receive``
     there: it may be set later (``mail.transmit``).
 
-    What comes from a peer and names what is not its to name is a ``NotTheirs``: whoever handed it in ends that link.
+    A message of a peer about something that it has no right to raises ``NotTheirs``; the caller then ends the peer's link.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class RRefContext:
         self.garbage = self.forks.garbage
         self._probes: set[tuple[int, int]] = set()
         self._strangers: dict[int, set[int]] = {}
-        """By sender: workers that it named and of which nothing is known."""
+        """For each sender the unknown workers that it named."""
         self._refused = 0
         self.closed = False
-        """After shutdown: every handle is deleted, whoever still has it."""
+        """Whether RPC was shut down. All handles count as deleted then."""
 
     # -- handles
 
     def own(self, value: Any) -> Fork:
-        """A value of ours."""
+        """Enter a value of ours, and return a fork of it."""
         number = self._new_id()
         self.store.add(number, value)
         return self.forks.own(number)

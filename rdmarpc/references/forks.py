@@ -171,7 +171,7 @@ class Forks:
             self._decide(fork, error)
 
     def _decide(self, fork: Fork, error: Exception | None) -> None:
-        """With the lock held."""
+        """Enter the owner's decision on a fork: confirmed, or (``error``) refused. Call it with the lock held."""
         fork.confirmed, fork.error = error is None, error
         self._send(fork.parent, CHILD, fork.rref, fork.number)
         for held in fork.waiting or ():

@@ -31,7 +31,7 @@ _EXPIRED = "RRef creation via rpc.remote() timed out, and it is possible that th
 
 
 class Worker(waves.Worker, Protocol):
-    """What handles need of the worker that holds them."""
+    """The part of a worker that its handles use."""
 
     @property
     def rrefs(self) -> RRefContext: ...
@@ -40,7 +40,7 @@ class Worker(waves.Worker, Protocol):
     def garbage(self) -> Garbage: ...
 
     def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
-        """Have ``to`` keep the result of a call: the reference to it."""
+        """Have ``to`` call a function and keep the result. Returns the reference to the result."""
 
 
 _current: Callable[[], Worker] = here.current
@@ -238,12 +238,12 @@ class RRef(Generic[T]):
         try:
             self._type = asked.value()
         except Exception:
-            self._asked = None  # whoever asked has the error; the next one asks again
+            self._asked = None  # the callers that asked have the error; the next call asks again
 
     # -- travelling
 
     def _serialize(self) -> tuple[int, int, int, int]:
-        """What ``_deserialize`` on another worker, once, makes a handle of. Until then this one's value is kept."""
+        """Numbers of which ``_deserialize`` on another worker makes a handle, once. Until then the value is kept."""
         check(self, "call fork an UserRRef")
         return *self._agent.rrefs.forks.fork(self._fork, None), self._agent.number
 
@@ -268,12 +268,12 @@ def over(agent: Worker, fork: Fork) -> RRef[Any]:
 
 
 def fork_of(handle: RRef[Any]) -> Fork:
-    """What a handle holds on to."""
+    """The fork that a handle keeps alive."""
     return handle._fork
 
 
 def check(handle: RRef[Any], what: str) -> None:
-    """Raise if a handle is of no use any more. ``what`` was to be done with it."""
+    """Raise if a handle cannot be used any more. ``what`` names the intended use, for the error."""
     fork = handle._fork
     if handle._agent.rrefs.closed:
         raise RuntimeError(f"{handle} has been deleted. Cannot {what} after deletion.")

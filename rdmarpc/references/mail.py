@@ -96,7 +96,7 @@ class Mail:
         return entries
 
     def lost(self, worker: int) -> None:
-        """Nothing is sent to ``worker`` any more, and nothing of it taken."""
+        """Send nothing to ``worker`` any more, and take nothing from it."""
         with self._lock:
             self._lost.add(worker)
             self._out.pop(worker, None)

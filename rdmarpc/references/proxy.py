@@ -36,11 +36,11 @@ def _invoke(form: Callable[[str, Any, Any], Any], name: str, *args: Any, **kwarg
 
 
 def call_of(kind: type, name: str) -> Callable[..., Any]:
-    """What the owner has to run for ``kind``'s method ``name``. ``AttributeError`` if there is none."""
+    """The function that the owner has to run for the method ``name`` of ``kind``. ``AttributeError`` if there is none."""
     return _run_async if hasattr(getattr(kind, name), "_wrapped_async_rpc_function") else _run
 
 
-# What other workers call here.
+# The functions that other workers call here.
 
 
 def _run(rref: Referring, name: str, args: Any, kwargs: Any) -> Any:

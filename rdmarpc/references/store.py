@@ -74,13 +74,13 @@ class Unsettled:
     def __init__(self, me: int) -> None:
         self._me = me
         self.early: set[tuple[int, int]] = set()
-        """Fork and holder, and so in ``refused``."""
+        """Pairs of fork and holder, as in ``refused``."""
         self.refused: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}
-        """By holder, also of its parked forks."""
+        """The number of unsettled forks by holder, parked ones included."""
 
     def count(self, holder: int, more: int) -> None:
-        """``NotTheirs`` for more than an honest worker can have."""
+        """Change the count of a holder. Raises ``NotTheirs`` if it gets larger than that of an honest worker can be."""
         count = self._counts.get(holder, 0) + more
         if more > 0 and count > MAX_OPEN and holder != self._me:
             raise NotTheirs(f"it deletes, or asks for, {MAX_OPEN} references that nobody gave it")
@@ -118,10 +118,10 @@ class RRefStore:
         self._values: dict[int, Owned] = {}
         self.unsettled = Unsettled(me)
         self._awaited: dict[int, int] = {}
-        """By creator: how many values are wanted whose creating call has not come."""
+        """For each creator the number of values that are asked for before its creating call has come."""
         self._lost: set[int] = set()
         self.refused = 0
-        """Words about forks that had another holder."""
+        """The number of messages about forks by workers that do not hold them."""
         self._lock = threading.Lock()
         self.dead: deque[Owned] = deque()
 
