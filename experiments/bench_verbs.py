@@ -44,7 +44,7 @@ def port_facts() -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures hold for."""
+    """The machine on which the figures were measured."""
     processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     model, flags = processor.partition(":")[2].strip(), Path("/proc/cpuinfo").read_text()
     accelerator = "TCG" if "TCG" in model else "KVM or another hypervisor" if " hypervisor" in flags else "none needed"
@@ -102,7 +102,7 @@ def note(records: list[dict[str, Any]], counters: dict[str, Any], group: str, ev
 
 
 def groups() -> list[Group]:
-    """Those of torch RPC are stopped outside their turn: their idle threads poll."""
+    """The groups of workers. Those of torch RPC are stopped outside their turn, because their idle threads poll."""
     return [
         Group("rdmarpc", rdmarpc_main, 2),
         Group("perftest", perftest_main, 1),

@@ -164,7 +164,7 @@ class MyModule(nn.Module):
         return [parameter.detach().cpu() for parameter in self.linear.parameters()]
 
     def gradients(self, autograd: str, context: int) -> list[Tensor]:
-        """Those that module `autograd` has for our parameters."""
+        """The gradients that module `autograd` has for our parameters."""
         found = importlib.import_module(autograd).get_gradients(context)
         return [found[parameter].cpu() for parameter in self.linear.parameters()]
 

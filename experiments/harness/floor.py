@@ -71,7 +71,7 @@ class Floor:
         copies(self.shared + FLAGS, self.source, nbytes, times)
 
     def clear_flags(self) -> None:
-        """Before every `ping_pong`, by one side, while neither is in it."""
+        """Clear the flags. One side calls this before every `ping_pong`, while neither side is in it."""
         ctypes.memset(self.shared, 0, FLAGS)
 
     def ping_pong(self) -> float:

@@ -19,9 +19,9 @@ OURS, THEIRS = "rdmarpc", "torch.distributed.rpc"
 
 
 SHM_PAIR_BYTES = 20 << 20
-"""What TensorPipe's shared-memory transport takes for a worker and one that it calls."""
+"""The bytes that TensorPipe's shared-memory transport takes for each pair of a worker and one that it calls."""
 WORKER_BYTES = 200 << 20
-"""What a worker takes besides."""
+"""The further bytes that each worker takes."""
 
 
 def torch_transport(workers: int) -> str:

@@ -25,11 +25,11 @@ from ..harness.processes import Group, Launcher
 OURS = "rdmarpc", "rdmarpc.autograd"
 THEIRS = "torch.distributed.rpc", "torch.distributed.autograd"
 OPERATIONS = 100
-"""In the graph of `engine`."""
+"""The number of operations in the graph of `engine`."""
 
 
 class Layer(NamedTuple):
-    """What the cases use of an RPC layer: two modules with the same names in them."""
+    """The parts of an RPC layer that the cases use: two modules with the same names in them."""
 
     rpc: Any
     autograd: Any

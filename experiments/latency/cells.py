@@ -16,9 +16,9 @@ from ..harness.measure import identity, per_iteration
 from . import fresh
 
 TENSORS = 8
-"""So many in a call of `several`."""
+"""The number of tensors in a call of `several`."""
 NEW_FUNCTIONS, CALLS_OF_EACH = 10, 12
-"""A round of `first`."""
+"""The numbers of functions, and of calls of each, in a round of `first`."""
 
 
 def plus_one(x: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def beside_text(row: dict[str, Any]) -> str:
-    """What else there is to a row."""
+    """The last column of a row: its staged bytes, or the time of `echo` or `local`."""
     if "staged" in row["target"]:
         return judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")
     return next((f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]), "")

@@ -16,7 +16,7 @@ CASES = {
 
 
 class Measure(NamedTuple):
-    """What a target is about: the field of a row, which way is good, and how to write it."""
+    """The quantity of a target: the field of a row, which direction is good, and how to write it."""
 
     field: str
     relation: str

@@ -199,7 +199,7 @@ def model_of(rpc: Any) -> tuple[Any, Any]:
 
 
 def steps_counted(rpc: Any, model: Any, step: Any, steps: int) -> dict[str, Any]:
-    """What a traced step adds to the counters of either worker; what asking for them adds is taken off."""
+    """The counts that a traced step adds at each worker, without those that reading the counters adds."""
     none, some = (Counter[str]() for _ in range(2))
     asked = {0: none, steps: some}
     for times, totals in asked.items():
@@ -212,7 +212,7 @@ def steps_counted(rpc: Any, model: Any, step: Any, steps: int) -> dict[str, Any]
 
 
 def counters() -> dict[str, int]:
-    """This worker's; run at the other one by a call."""
+    """This worker's counters. A call runs this at the other worker."""
     import rdmarpc as rpc
 
     kept = ("posts", "bytes_direct", "bytes_staged", "registrations", "rpc_messages")

@@ -33,9 +33,9 @@ WEIGHT = "weight"
 ALWAYS, TRACED = "always", "traced"
 """How loose tensors travel: copied aside every time, or only until they are traced."""
 PRESENT, ABSENT = 1, 0
-"""Marks of a gradient bundle, a byte a tensor: whether there is a gradient. All others leave the parameter alone."""
+"""Marks of a gradient bundle, one byte for each tensor: whether it has a gradient. A parameter without one is left alone."""
 NUMBERS = 2048
-"""So many float64 find room in the note of a gradient bundle: the hyperparameters of an optimizer's groups."""
+"""How many float64 the note of a gradient bundle has room for: the hyperparameters of an optimizer's groups."""
 _ALIGN = 64
 _TRANSFERS = 16
 
@@ -116,7 +116,7 @@ class Room:
 
 class BundleInlet:
     """The consumer's half: a room, and the notification that says it was written. ``arrived(header)`` runs on the thread that
-    polls ``station``. Nothing checks here that the write was due: the sequence in the header does, at whoever takes it."""
+    polls ``station``. It has to check, by the sequence in the header, that the write was due; nothing here does."""
 
     def __init__(self, station: Station, bundle: Bundle, arrived: Callable[[Header], None]) -> None:
         channel = station.channel(bundle.source)
@@ -126,7 +126,7 @@ class BundleInlet:
         self.number = station.ports.take(channel, self._landed)
 
     def offer(self) -> tuple[bytes, int]:
-        """For the sender: descriptor and notification number."""
+        """The descriptor of the slot and the notification number, for the sender."""
         return self._region.export(), self.number
 
     def _landed(self, count: int) -> None:

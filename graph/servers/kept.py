@@ -14,11 +14,12 @@ from ..work.remote_update import build_optimizer, copy_state, load_state, read_n
 from .bundle import PRESENT, Room, padded
 
 ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
-"""Its methods that workers ask for."""
+"""The methods of ``Kept`` that workers may call."""
 
 
 class Kept:
-    """Empty until the first worker has come (``hold``). Belongs to the server's thread."""
+    """The parameters of a server and their optimizers. Empty until the first worker has come (``hold``). Belongs to the
+    server's thread."""
 
     def __init__(self) -> None:
         self.filled = False
@@ -35,13 +36,13 @@ class Kept:
 
     @property
     def store(self) -> Room:
-        """Where the parameters lie, in the order of the bundles."""
+        """The room where the parameters lie, in the order of the bundles."""
         if self._store is None:
             raise RdmaError("no worker of this model has come yet")
         return self._store
 
     def hold(self, store: Room, learns: int) -> None:
-        """The tensors of a room are the parameters; the first ``learns`` of them need gradients."""
+        """Take the tensors of a room as the parameters. The first ``learns`` of them need gradients."""
         self._store = store
         self._parameters = [nn.Parameter(tensor, at < learns) for at, tensor in enumerate(store.tensors)]
 

@@ -113,14 +113,15 @@ class Server(threading.Thread):
         return self.gone | self.end.awaited >= set(self.workers)
 
     def why(self) -> tuple[Any, ...] | None:
-        """What ended this server (a ``WorkerError``); ``None`` if nothing did."""
+        """The error that ended this server (a ``WorkerError``); ``None`` if there is none."""
         return None if self.error is None else tuple(self.error)
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)
 
     def meet(self) -> None:
-        """Connect to all workers, so that the loss of one is noticed that has not come yet. Takes as long as the slowest."""
+        """Connect to all workers, so that the loss of a worker is noticed even before it comes. Takes as long as the
+        slowest."""
         for worker in self.workers:
             if self._closing or self.error is not None:
                 return
@@ -158,14 +159,15 @@ class Server(threading.Thread):
         return None if inlet is None else inlet.offer()
 
     def connect(self, worker: str, slot: tuple[bytes, int], alarm: int) -> None:
-        """Where the worker's weights land, and the number by which it hears of errors."""
+        """Connect the outlet of a worker's weights to their slot there. ``alarm``: the notification that tells it of errors."""
         client, channel = self._clients[worker], self.station.channel(worker)
         remote = RemoteRegion.load(slot[0])
         client.outlet = BundleOutlet(self.station.device, channel, client.weights, remote, slot[1])
         client.alarm = channel.prepare([], notify=alarm)
 
     def leave(self, worker: str, why: str, lost: str, status: str) -> None:
-        """A worker is done with the model: nothing is written to it any more. ``lost``: whom it had lost, if that was why."""
+        """Note that a worker has closed the model: nothing is written to it any more. ``lost``: the worker that it had lost, if
+        that was the reason."""
         text = f"worker {worker!r} has closed the model: {why}"
         self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
         self.station.forget(worker)

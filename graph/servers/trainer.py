@@ -38,14 +38,14 @@ class Half:
 
     @property
     def room(self) -> Room:
-        """Where the weights land: the memory of the parameters."""
+        """The room where the weights land: the memory of the parameters."""
         return self._inlet.room
 
     def offer(self) -> tuple[bytes, int]:
         return self._inlet.offer()
 
     def connect(self, slot: tuple[bytes, int] | None) -> None:
-        """Where the gradients land at the server."""
+        """Connect the outlet of the gradients to their slot at the server."""
         if slot is not None:
             assert self.gradients is not None
             channel, remote = self._station.channel(self.server), RemoteRegion.load(slot[0])
@@ -128,7 +128,7 @@ class Trainer:
         self.waiting = self.late = False
 
     def ready(self) -> None:
-        """Before anything is sent: the weights are here, and so are the servers."""
+        """Wait until the weights are here, and check that all servers are. Call it before sending."""
         if self.station.closed:
             raise RdmaError("the model was closed")
         self.pull()
@@ -137,7 +137,7 @@ class Trainer:
         self._finish()  # a wait that timed out may have left something
 
     def finish(self) -> None:
-        """Return when the gradients that were sent are the caller's again."""
+        """Wait until the memory of the sent gradients may be changed again."""
         self.waiting = True
         self._finish()
 

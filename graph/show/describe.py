@@ -52,7 +52,7 @@ class Transfers:
         return [other for other in self.crossings if (other.kind, other.name, other.source) == same]
 
     def histogram(self) -> list[Histogram]:
-        """For each kind how many crossings have which size; without triggers and free shapes."""
+        """The number of crossings of each size, for each kind. Triggers and crossings of unknown size do not count."""
         sizes: dict[str, list[int]] = {}
         for crossing in self.crossings:
             if crossing.nbytes is not None and not crossing.trigger:
@@ -238,7 +238,7 @@ def _producer(graph: TransferGraph, value: Value) -> str:
 
 
 def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
-    """What reads it there, in order; for a trigger, what it starts."""
+    """The operations of a worker that read a value, in order; for a trigger, the operations that it starts."""
     found = []
     for number in value.consumers:
         segment = graph.segments[number]

@@ -94,7 +94,7 @@ class Picture:
 
 
 class Described(Protocol):
-    """What is drawn of a plan: see ``describe.Transfers``."""
+    """The part of a plan that is drawn (``describe.Transfers``)."""
 
     @property
     def crossings(self) -> Sequence[Crossing]: ...
@@ -106,7 +106,7 @@ class Described(Protocol):
 
 
 def arrange(plan: Described, measure: Measure) -> Picture:
-    """Where everything goes."""
+    """The picture of a plan: the places of its boxes and arrows."""
     rank = {worker.name: at for at, worker in enumerate(plan.workers)}
     bundles: dict[tuple[int, int, str], list[Crossing]] = {}
     for crossing in plan.crossings:
@@ -204,8 +204,8 @@ def _choose_lanes(arrows: list[Arrow]) -> None:
 
 
 def _place_ports(arrows: list[Arrow], at: int, rightward: bool, left: float, width: float) -> float:
-    """Where arrows leave and enter one side of a box; the width that they need. From the left: those that come from (or go)
-    there, then the others, and in the middle the outermost lanes, so that arrows of one box do not cross."""
+    """Place the points where arrows leave and enter one side of a box. Returns the width that they need. From the left: arrows
+    from (or to) that side, then the others; in the middle the outermost lanes, so that arrows of one box do not cross."""
     ends = [arrow for arrow in arrows if arrow.rightward == rightward and arrow.target == at]
     fans: dict[tuple[Any, ...], list[Arrow]] = {}
     for arrow in arrows:

@@ -52,7 +52,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """What one worker runs in one go: its operations in order."""
+    """The operations that one worker runs in one go, in order."""
 
     number: int
     worker: str
