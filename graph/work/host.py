@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...transport import RdmaError, TransferTimeout
 from ..edges.station import Fittings, Leased, Offer, Station
 from ..plan.place import Placement
 from ..plan.program import Machine
-from ..trace.capture import TensorSpec, writes_input
-from ..trace.devices import find, forked_generators
-from ..trace.values import check_result
+from .access import Access
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
-from .remote_update import build_optimizer, copied, copy_state, load_state, read_numbers
+from .remote_update import build_optimizer, copy_state, load_state, read_numbers
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device
@@ -56,6 +52,7 @@ class Host:
         self.station = Station(name, device, channels, timeout)
         machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
+        self.access = Access(self.root, self._on_executor, self.executor.use_mode, self.gpu)
 
     # -- plans
 
@@ -99,69 +96,6 @@ class Host:
 
     def add_mode(self, number: int, mode: Mode) -> None:
         self._modes[number] = mode
-
-    # -- parts
-
-    def state(self, path: str, commands: int) -> dict[str, Any]:
-        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory."""
-
-        def copy() -> dict[str, Any]:
-            state = self.root.get_submodule(path).state_dict()
-            return {key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-        return self._on_executor(copy, commands)
-
-    def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
-        """A copy of the parameters and buffers that lie in this very module; in host memory."""
-
-        def copy() -> dict[str, torch.Tensor]:
-            module = self.root.get_submodule(path)
-            own = {**module._parameters, **module._buffers}
-            return {name: copied(tensor.detach()) for name, tensor in own.items() if tensor is not None}
-
-        return self._on_executor(copy, commands)
-
-    def load(self, path: str, state: dict[str, Any], commands: int) -> None:
-        """Load the entries that lie in this very module, not those of its children."""
-
-        def load() -> None:
-            # Not strict: a module's children are loaded by calls of their own.
-            self.root.get_submodule(path).load_state_dict(state, strict=False)
-
-        self._on_executor(load, commands)
-
-    def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
-        """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
-        self._on_executor(lambda: getattr(self.root.get_submodule(path), method)(*args), commands)
-
-    def probe(
-        self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
-    ) -> Any:
-        """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
-        gives, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the generators stay as they
-        are."""
-
-        def spec(leaf: Any) -> Any:
-            return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-        def run() -> Any:
-            self.executor.use_mode(mode)
-            part = deepcopy(self.root.get_submodule(path))
-            left = iter(devices)
-            with forked_generators(self.gpu), torch.enable_grad():
-                given, more = pytree.tree_map_only(
-                    torch.Tensor,
-                    lambda tensor: tensor.to(find(next(left)), copy=True),  # no leaves
-                    (args, kwargs),
-                )
-                result = part(*given, **more)
-            leaves = pytree.tree_leaves((given, more))
-            if any(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)):
-                raise writes_input(path)
-            check_result(f"part {path!r}", result)
-            return pytree.tree_map(spec, result)
-
-        return self._on_executor(run, commands)
 
     # -- optimizers
 

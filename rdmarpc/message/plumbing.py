@@ -69,7 +69,7 @@ _CALLED = {
     "rdmarpc.calls.termination": ("_report",),
     "rdmarpc.timeline": ("_hand_over", "_written"),
 }
-_WRAPPED = {"rdmarpc.parts.owner": ("ask_model", "close_model", "open_model", "stop_model")}
+_WRAPPED = {"rdmarpc.parts.owner": ("ask_model", "close_model", "open_model", "stop_model", "take_model")}
 
 
 class Owner:

@@ -21,7 +21,7 @@ from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
-from ..graph.trace.devices import find, named, tensors_of
+from ..graph.trace.devices import CPU, find, named, tensors_of
 from ..graph.wire.layout import dense, strides
 from ..graph.work.host import Host
 from ..transport import NotSupported, RdmaError
@@ -143,17 +143,37 @@ def open_model(
     """Called at an owner: take these parts in. Whether it can write into accelerators' memory of others. ``NotSupported`` where
     it does not have the devices of the parts."""
     agent = _agent.current()
-    parts = _Unpickler(blob, tensors, specs).load()
+    parts = unpack(blob, tensors, specs)
     _table(agent)[model] = (caller, Host(agent.name, agent.device, agent.channel, parts, timeout))
     return reaches(agent.device)
 
 
 def ask_model(model: str, method: str, args: tuple[Any, ...]) -> Any:
-    """Called at an owner: a method of its ``Host``."""
+    """Called at an owner: a method of its ``Host``, or of the ``Access`` to its parts."""
+    host = _host(model)
+    return getattr(host if hasattr(host, method) else host.access, method)(*args)
+
+
+def take_model(model: str, commands: int) -> tuple[bytes, list[torch.Tensor], list[Spec]]:
+    """Called at an owner: copies of its parts as they are after so many commands, in host memory, for ``unpack``."""
+
+    def pack(parts: Mapping[str, nn.Module | torch.Tensor]) -> tuple[bytes, list[torch.Tensor], list[Spec]]:
+        packed = Packed(parts, lambda path: CPU)
+        return packed.blob, [tensor.clone() for tensor in packed.tensors], packed.specs
+
+    return _host(model).access.take(pack, commands)
+
+
+def unpack(blob: bytes, tensors: list[torch.Tensor], specs: list[Spec]) -> dict[str, nn.Module | torch.Tensor]:
+    """The parts, by path, that travelled as ``Packed``."""
+    return _Unpickler(blob, tensors, specs).load()
+
+
+def _host(model: str) -> Host:
     found = _table(_agent.current()).get(model)
     if found is None:
         raise RdmaError("this model is not (or no longer) known here", peer=_agent.current().name)
-    return getattr(found[1], method)(*args)
+    return found[1]
 
 
 def stop_model(model: str) -> Leased:

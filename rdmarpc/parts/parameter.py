@@ -35,6 +35,10 @@ class Owners(Protocol):
 
     eager: EagerForward | None
 
+    @property
+    def outside(self) -> EagerForward:
+        """Runs a part that is called outside of any forward."""
+
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
 
@@ -50,6 +54,21 @@ class Owners(Protocol):
     def ask_owner(self, worker: str, method: str, /, *args: Any) -> Any:
         """A method of one owner's ``graph.work.host.Host``, after everything that was asked for before."""
 
+    def share(self, worker: str, path: str, name: str, value: Any, /) -> None:
+        """An attribute of a module went with it, and is here too: what is changed inside of it here is to be changed there."""
+
+    def read(self, worker: str, path: str, name: str, /) -> Any:
+        """An attribute of a module, as its owner has it now."""
+
+    def write(self, worker: str, path: str, name: str, value: Any, gentle: bool, /) -> None:
+        """Set an attribute of a module. ``gentle``: this changes no operation's kind or shape."""
+
+    def delete(self, worker: str, path: str, name: str, /) -> None:
+        """Delete an attribute of a module."""
+
+    def fetch_parts(self, memo: dict[int, Any], /) -> None:
+        """Fetch all parts into this process: what stands for them goes into the memo of a ``deepcopy``."""
+
 
 class RemoteParameter(nn.Parameter):
     """In ``model.parameters()`` it stands for parameter ``position`` of ``worker``. ``grad`` is ``None`` or a ``RemoteGrad``;
@@ -63,6 +82,7 @@ class RemoteParameter(nn.Parameter):
         self = torch.Tensor._make_subclass(cls, meta, like.requires_grad)
         self.worker, self.path = worker, path
         self._owner, self._position, self._cleared = owner, position, owner.backwards
+        self._home = like.device
         self._stub = None
         self._left = False
         return self
@@ -72,6 +92,8 @@ class RemoteParameter(nn.Parameter):
 
     _owner: Owners
     _position: int
+    _home: torch.device
+    """Where it would be in one process: what people move their inputs to."""
     _cleared: int
     _stub: RemoteGrad | None
     _left: bool
@@ -134,12 +156,16 @@ class RemoteParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
+        if func == DEVICE:
+            return args[0]._home
+        if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in _FREEZING and args[0].requires_grad:
                     args[0]._left = args[0]._cleared != args[0]._owner.backwards
                 return func(*args, **(kwargs or {}))
         found = _find(RemoteParameter, (args, kwargs))
+        if func in _HOOKING:
+            raise found._refuse("a hook on it would not run")
         if found.owner.eager is not None:
             # The forward of a cut module computes with it.
             given = pytree.tree_map(_value, (args, kwargs or {}))
@@ -205,12 +231,14 @@ def _harmless() -> frozenset[Any]:
     read = "requires_grad shape dtype device layout is_leaf grad_fn ndim is_sparse is_quantized is_meta retains_grad names "
     read += "is_cuda is_cpu is_mkldnn is_xpu is_mps is_nested is_sparse_csr itemsize nbytes output_nr _version _backward_hooks"
     methods = "size dim numel nelement stride element_size is_floating_point is_complex requires_grad_ ndimension is_shared "
-    methods += "is_contiguous is_signed is_inference __len__ __hash__ __dir__ register_hook"
+    methods += "is_contiguous is_signed is_inference __len__ __hash__ __dir__"
     found = [getattr(getattr(tensor, name), "__get__", None) for name in read.split() if hasattr(tensor, name)]
     found += [getattr(tensor, name) for name in methods.split() if hasattr(tensor, name)]
     found += [tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel]  # type: ignore[attr-defined]
     return frozenset(item for item in found if item is not None)
 
 
-_HARMLESS = _harmless()
+HARMLESS = _harmless()
+DEVICE = torch.Tensor.device.__get__
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _FREEZING = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

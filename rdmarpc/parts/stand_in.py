@@ -1,4 +1,4 @@
-"""Stand-ins for modules whose tensors are at other workers: their names, their flags, and the way to their state.
+"""Stand-ins for a whole model: what lies elsewhere is replaced, what is cut stays itself over the stand-ins of its children.
 
 A ``RemotePart`` stands for a module that lies at another worker as a whole; a module that is cut stays itself, over stand-ins
 of what lies elsewhere, with ``Shell`` mixed in where its own tensors do.
@@ -7,7 +7,7 @@ of what lies elsewhere, with ``Shell`` mixed in where its own tensors do.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,140 +15,29 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
-from .parameter import Owners
+from .buffer import RemoteBuffer, changed
+from .entries import entries_of, take_entries
+from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
-
-_SETTINGS = (bool, int, float, str, torch.dtype)
-
-
-class RemotePart(nn.Module):
-    """Mirrors one module (and has a mirror for each of its children), with a ``RemoteParameter`` for each parameter.
-
-    ``train``, ``eval`` and ``requires_grad_`` work as ever and travel with the next step. ``entries`` are the shapes of what
-    this very module contributes to ``state_dict``.
-    """
-
-    def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str) -> None:
-        super().__init__()
-        self.training = original.training
-        self._version = original._version
-        self._kind, self._owners, self._worker, self._path = type(original).__name__, owners, worker, path
-        self._entries = entries_of(original)
-        # Settings, for an eager forward that asks for them.
-        plain = {k: v for k, v in vars(original).items() if isinstance(v, _SETTINGS) and not k.startswith("_")}
-        self.__dict__.update({key: value for key, value in plain.items() if key not in self.__dict__})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._owners.eager is None:
-            raise self._refuse("call the whole model; a single part cannot be called from here")
-        return self._owners.eager.call(self._path, args, kwargs)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.children())
-
-    def __getitem__(self, at: int) -> nn.Module:
-        return list(self.children())[at]
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The owner's values, as of all the steps before, on the CPU."""
-        destination = {} if destination is None else destination
-        for key, value in self._owners.ask_owner(self._worker, "state", self._path).items():
-            destination[prefix + key] = value
-        if hasattr(destination, "_metadata"):
-            for name, module in self.named_modules():
-                destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
-        return destination
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        entries = take_entries(
-            self._entries, self._worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, [*self._modules]
-        )
-        if entries and not error_msgs:
-            self._owners.ask_owner(self._worker, "load", self._path, entries)
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
-        """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""
-        self._owners.ask_owner(self._worker, "call", self._path, "apply", (fn,))
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        raise self._refuse("it cannot be converted or moved from here; do that before wrap()")
-
-    def _get_name(self) -> str:
-        return f"Remote{self._kind}"
-
-    def extra_repr(self) -> str:
-        return f"on {self._worker!r}"
-
-    def _refuse(self, why: str) -> NotSupported:
-        return NotSupported(f"{self._path!r} lives on worker {self._worker!r}: {why}", peer=self._worker)
+from .remote_part import RemotePart, check_kept, given, new_part
+from .tables import Table
 
 
-def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what this very module contributes to ``state_dict``, in that order."""
-    skipped = module._non_persistent_buffers_set
-    tensors = {**module._parameters, **{k: v for k, v in module._buffers.items() if k not in skipped}}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
-
-
-def take_entries(
-    wanted: Mapping[str, tuple[int, ...]],
-    worker: str,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-    others: Iterable[str],
-) -> dict[str, torch.Tensor]:
-    """The entries of one module, out of those under its prefix, in host memory; what does not fit goes into the lists as torch
-    has it.
-    ``others``: names below the prefix that are somebody else's."""
-    entries = {}
-    for name, shape in wanted.items():
-        value = state_dict.get(prefix + name)
-        if value is None:
-            if strict:
-                missing_keys.append(prefix + name)
-        elif tuple(value.shape) != shape:
-            error_msgs.append(f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {worker!r}")
-        else:
-            entries[name] = value.detach().cpu()
-    if strict:
-        known = {*wanted, *others}
-        for key in state_dict:
-            if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
-                unexpected_keys.append(key)
-    return entries
-
-
-def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: dict[int, Any]) -> RemotePart:
+def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: dict[int, Any], top: bool = True) -> RemotePart:
     """The stand-in of a module tree. ``made`` maps what was mirrored already: shared modules and parameters stay shared."""
-    part = RemotePart(original, owners, worker, path)
-    made[id(original)] = part
+    part = made[id(original)] = new_part(original, owners, worker, path, top)
     for name, parameter in original._parameters.items():
-        if parameter is None:
-            part.register_parameter(name, None)
-            continue
-        if id(parameter) not in made:
+        if parameter is not None and id(parameter) not in made:
             made[id(parameter)] = owners.new_parameter(parameter, worker, f"{path}.{name}")
-        part.register_parameter(name, made[id(parameter)])
+        dict.__setitem__(part._parameters, name, None if parameter is None else made[id(parameter)])
+    for name, buffer in original._buffers.items():
+        if buffer is not None and id(buffer) not in made:
+            made[id(buffer)] = RemoteBuffer(buffer, owners, worker, path, name)
+        dict.__setitem__(part._buffers, name, None if buffer is None else made[id(buffer)])
     for name, child in original._modules.items():
-        if child is None:
-            part._modules[name] = None
-        else:
-            known = id(child) in made
-            part._modules[name] = made[id(child)] if known else mirror(child, owners, worker, f"{path}.{name}", made)
+        if child is not None and id(child) not in made:
+            mirror(child, owners, worker, f"{path}.{name}", made, top=False)
+        dict.__setitem__(part._modules, name, None if child is None else made[id(child)])
     return part
 
 
@@ -183,12 +72,49 @@ def stand_in(original: nn.Module, owners: Owners, places: Places, path: str, mad
         made[id(original)] = original
         return original
     shell = made[id(original)] = copy.copy(original)
-    shell._modules, shell._parameters, shell._buffers = {}, dict(original._parameters), dict(original._buffers)
+    tables: dict[str, dict[str, Any]] = {"_parameters": dict(original._parameters), "_buffers": dict(original._buffers)}
+    vars(shell).update(tables)
     if home != places.caller and own_tensors(original):
         _give_away(shell, original, owners, home, path, made)
-    for name, child in original._modules.items():
-        shell._modules[name] = None if child is None else stand_in(child, owners, places, join(path, name), made)
+    children = {
+        name: None if child is None else stand_in(child, owners, places, join(path, name), made)
+        for name, child in original._modules.items()
+    }
+    away = vars(shell).get("_away")
+    vars(shell)["_modules"] = Table(children, _keeper(children, path, None))
+    for table in ("_parameters", "_buffers"):
+        vars(shell)[table] = Table(vars(shell)[table], _keeper(vars(shell)[table], path, away))
     return shell
+
+
+def _keeper(entries: Mapping[str, Any], path: str, away: Away | None) -> Callable[[str, Any], None]:
+    """See ``Table``. ``away``: the module's own tensors are elsewhere, so it cannot get new ones."""
+    homes = {name: worker for name, entry in entries.items() if (worker := _home(entry))}
+
+    def refuse(name: str, value: Any) -> None:
+        worker = homes.get(name) or (away.worker if away is not None else None)
+        if worker is not None:
+            raise NotSupported(
+                f"{join(path, name)!r} lives on worker {worker!r}: it cannot be added, replaced or deleted from here",
+                peer=worker,
+                hint="do that before wrap()",
+            )
+
+    return refuse
+
+
+def _home(entry: Any) -> str:
+    """The worker of something that a table has, or of something inside of it; empty for what is all here."""
+    if isinstance(entry, (RemoteParameter, RemoteBuffer)):
+        return entry.worker
+    if not isinstance(entry, nn.Module):
+        return ""
+    for module in entry.modules():
+        if isinstance(module, RemotePart):
+            return module._place.worker
+        if isinstance(module, Shell):
+            return module._away.worker
+    return ""
 
 
 def _give_away(shell: nn.Module, original: nn.Module, owners: Owners, home: str, path: str, made: dict[int, Any]) -> None:
@@ -198,9 +124,12 @@ def _give_away(shell: nn.Module, original: nn.Module, owners: Owners, home: str,
                 made[id(parameter)] = owners.new_parameter(parameter, home, join(path, name))
             shell._parameters[name] = made[id(parameter)]
     for name in own_tensors(original):
-        if name not in shell._parameters:
-            shell._buffers.pop(name, None)
-            vars(shell).pop(name, None)
+        if name in shell._buffers:
+            buffer = original._buffers[name]
+            if buffer is not None and id(buffer) not in made:
+                made[id(buffer)] = RemoteBuffer(buffer, owners, home, path, name)
+            shell._buffers[name] = made[id(buffer)]
+        vars(shell).pop(name, None)
     vars(shell)["_away"] = Away(owners, home, path, original)
     shell.__class__ = type(type(original).__name__, (Shell, type(original)), {"__module__": type(original).__module__})
 
@@ -211,6 +140,12 @@ class Away:
     def __init__(self, owners: Owners, worker: str, path: str, original: nn.Module) -> None:
         self.owners, self.worker, self.path = owners, worker, path
         self.names, self.entries = frozenset(own_tensors(original)), entries_of(original)
+        self.kind = type(original)
+
+    def refusal(self, why: str) -> NotSupported:
+        return NotSupported(
+            f"tensors of {self.path!r} live on worker {self.worker!r}: {why}", peer=self.worker, hint="do that before wrap()"
+        )
 
 
 class Shell(nn.Module):
@@ -223,6 +158,39 @@ class Shell(nn.Module):
         if name in away.names and away.owners.eager is not None:
             return away.owners.eager.fetch(join(away.path, name))
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        away = vars(self)["_away"]
+        if name not in away.names and not isinstance(value, torch.Tensor):
+            super().__setattr__(name, value)
+            return
+        known = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name in away.names
+        if not known or away.owners.eager is not None or name in self._parameters:
+            raise away.refusal(f"{name!r} cannot be set from here")
+        away.owners.write(away.worker, away.path, name, value, False)
+        if name in self._buffers:
+            changed(self._buffers[name], value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._away.names:
+            raise self._away.refusal(f"{name!r} cannot be deleted from here")
+        super().__delattr__(name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None:
+                check_kept(fn, tensor, self._away.refusal)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            self._away.owners.fetch_parts(memo)
+        return copy_cut(self, self._away.kind, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return given, (copy.deepcopy(self),)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         away = self._away
@@ -246,3 +214,47 @@ class Shell(nn.Module):
         )
         if entries and not error_msgs:
             away.owners.ask_owner(away.worker, "load", away.path, entries)
+
+
+def copy_cut(shell: nn.Module, kind: type[nn.Module], memo: dict[int, Any]) -> Any:
+    """A module of class ``kind`` like this cut one, over copies of everything in it; ``memo`` has what stands for remote parts
+    (``Owners.fetch_parts``)."""
+    if id(shell) in memo:
+        return memo[id(shell)]
+    made = memo[id(shell)] = object.__new__(kind)
+    nn.Module.__init__(made)
+    for name, value in vars(shell).items():
+        if name in _TABLES:
+            vars(made)[name] = {key: copy.deepcopy(entry, memo) for key, entry in value.items()}
+        elif name != "_away":
+            vars(made)[name] = copy.deepcopy(value, memo)
+    if isinstance(shell, Shell):
+        vars(made).update(memo[id(shell._away)])
+    return made
+
+
+def fill_memo(net: nn.Module, parts: Mapping[str, Any], memo: dict[int, Any]) -> None:
+    """Put fetched parts, by path, into the memo of a ``deepcopy`` of the stand-ins of a model, under the present flags."""
+
+    def pair(part: nn.Module, real: nn.Module) -> None:
+        memo[id(part)] = real
+        real.training = part.training
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                memo[id(parameter)] = real._parameters[name].requires_grad_(parameter.requires_grad)  # type: ignore[union-attr]
+        for name, buffer in part._buffers.items():
+            memo[id(buffer)] = real._buffers[name]
+        for name, child in part._modules.items():
+            if child is not None:
+                pair(child, real.get_submodule(name))
+
+    for module in net.modules():
+        if isinstance(module, RemotePart) and module._place.top:
+            pair(module, parts[module._place.path])
+        elif isinstance(module, Shell):
+            away = module._away
+            own = {name: parts[join(away.path, name)] for name in away.names}
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is not None:
+                    memo[id(tensor)] = own.pop(name).requires_grad_(tensor.requires_grad)
+            memo[id(away)] = own

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace.capture import Capture, TensorSpec, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
+from ..graph.trace.sites import input_names
 from ..graph.trace.sizes import Sizes
+from ..graph.work.kept import plain
 from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
 from .session import Session
@@ -44,8 +46,8 @@ class Eager:
         self._seen: Counter[str] = Counter()
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
+        self._alone = False
         self._device: torch.device | None = None
-        session.caller.plans.keep(PLANS)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         session = self._session
@@ -67,13 +69,33 @@ class Eager:
         return [Miss(*item) for item in self.misses.most_common()]
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
-        """A remote part is called by the forward that runs."""
+        """A remote part is called: by the forward that runs, or outside of any."""
+        if self._session.eager is not None:
+            return self._call(path, args, kwargs)
+        session = self._session
+        session.in_step = False
+        self._mode, self._alone = session.mode(), True
+        self._device = next(
+            (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
+        )
+        session.eager = self
+        try:
+            return self._call(path, args, kwargs)
+        finally:
+            session.eager, self._alone = None, False
+            self._seen.clear()
+            self._fetched.clear()
+
+    def _call(self, path: str, args: Any, kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
             raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
         leaves, tree = pytree.tree_flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        for at, leaf in constants:
+            if not plain(leaf):
+                raise _odd_argument(self._shape().get_submodule(path), path, tree, len(leaves), at, leaf)
 
         def join(*given: Any) -> Any:
             left = iter(given)
@@ -106,10 +128,12 @@ class Eager:
 
     def _run(self, path: str, tensors: Sequence[torch.Tensor], rest: Any, build: Callable[[], Capture]) -> Any:
         caller = self._session.caller
+        caller.plans.keep(PLANS)
         grads = torch.is_grad_enabled()
         # Without a backward a call is over when it returns, and the next one may use its slots.
         nth = self._seen[path] if grads else 0
         self._seen[path] += 1
+        settings = self._session.settings.number
         given = tuple([(t.shape, t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors])
 
         def new() -> TransferGraph:
@@ -123,7 +147,10 @@ class Eager:
             return graph
 
         try:
-            plan = caller.plan(("eager", path, nth, self._mode, given, rest), new)
+            plan = caller.plan(("eager", path, nth, self._mode, settings, given, rest), new)
+            while self._alone and len(plan.pending) >= caller.depth and nth < PLANS // 2:
+                nth += 1  # outside of a forward nobody counts the calls whose backward is to come
+                plan = caller.plan(("eager", path, nth, self._mode, settings, given, rest), new)
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
@@ -154,6 +181,14 @@ class Eager:
             at = own or next(iter(taken), CPU)
             result = pytree.tree_map_only(TensorSpec, lambda leaf: replace(leaf, device=at).empty(), found)
         return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, Sizes(), how="probe")
+
+
+def _odd_argument(part: nn.Module, path: str, tree: Any, count: int, at: int, leaf: Any) -> NotSupported:
+    [name] = input_names(part, lambda mark: pytree.tree_unflatten([mark if i == at else None for i in range(count)], tree), 1)
+    return NotSupported(
+        f"part {path!r} is called with a {type(leaf).__name__} as {name!r}, which cannot cross between workers",
+        hint="tensors, numbers and texts, in tuples, lists and dicts, can",
+    )
 
 
 def _attribute(model: nn.Module, path: str) -> Capture:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +16,12 @@ from ..graph.show.describe import Transfers, describe
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
 from ..parts.placing import resolve
+from ..parts.remote_part import RemotePart, given
+from ..parts.stand_in import Shell
+from ..transport import NotSupported
 from . import batches
 from . import optimizer as remote_optimizer
+from .eager import Eager
 from .session import Session
 from .signature import Miss
 from .state import State, flatten, state_of
@@ -73,22 +80,75 @@ def wrap(
     batches.checked(chunks)
     remote_optimizer.install()
     session = Session(net, places, agent, depth, timeout, plans, staging == "always")
-    return WrappedModel(net, session, capture, chunks)
+    return WrappedModel._made(net, session, capture, chunks)
+
+
+class _Forward:
+    """The forward of a wrapped model, with the signature that the original's has. Another function may be set in its place:
+    that runs here, and may call this one."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        @functools.wraps(kind.forward)
+        def forward(model: WrappedModel, *args: Any, **kwargs: Any) -> Any:
+            return WrappedModel.forward(model, *args, **kwargs)
+
+        self._function = forward
+
+    def __get__(self, model: WrappedModel | None, kind: type | None = None) -> Any:
+        if model is None:
+            return self._function
+        return model._replaced or types.MethodType(self._function, model)
+
+    def __set__(self, model: WrappedModel, function: Any) -> None:
+        model._replaced = function
+
+    def __delete__(self, model: WrappedModel) -> None:
+        model._replaced = None
+
+
+def _class_of(kind: type[nn.Module]) -> type[WrappedModel]:
+    """The class of wrapped models whose original is a ``kind``: an instance of both. Called, it makes a ``kind``."""
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__slots__": ("_rdmarpc", "_replaced"),
+        "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
+        "forward": _Forward(kind),
+    }
+    try:
+        return type(kind.__name__, (WrappedModel, kind), names)
+    except TypeError:  # of a class that cannot have such children
+        return type(kind.__name__, (WrappedModel,), names)
 
 
 class WrappedModel(nn.Module):
-    """A model with parts at several workers, as ``wrap`` returns it. It has the modules of the original under their names:
-    those that stayed, and stand-ins for those that moved. So ``named_parameters`` and ``state_dict`` have the same keys."""
+    """A model with parts at several workers, as ``wrap`` returns it.
 
-    def __init__(self, net: nn.Module, session: Session, capture: str, chunks: int) -> None:
-        super().__init__()
-        self.training = net.training
-        top = session.stand_in
-        self._modules, self._parameters, self._buffers = top._modules, top._parameters, top._buffers
-        self._non_persistent_buffers_set = set(net._non_persistent_buffers_set)
-        self.__dict__["_rdmarpc"] = State(net, session, capture, chunks)  # see ``state_of``
+    It is an instance of the original's class, with its methods and attributes, and has the modules of the original under their
+    names: those that stayed, and stand-ins for those that moved. So ``named_parameters`` and ``state_dict`` have the same keys.
+    Methods run here: what they call of the model goes to the parts, one round trip a part. ``copy.deepcopy(model)``, and a
+    pickle of it, is a model of the original's class that is all here, with the values of the moment.
+    """
+
+    _rdmarpc: State
+    _replaced: Callable[..., Any] | None
+
+    @staticmethod
+    def _made(net: nn.Module, session: Session, capture: str, chunks: int) -> WrappedModel:
+        """The wrapped model over the stand-in of ``net``: they have their attributes, tables and hooks in common."""
+        model: WrappedModel = object.__new__(_class_of(type(net)))
+        object.__setattr__(model, "__dict__", vars(session.stand_in))
+        model._replaced = None
+        model._rdmarpc = State(net, session, capture, chunks)
+        session.runs_outside(Eager(session, session.stand_in, model._rdmarpc.skeleton))
+        return model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if nn.modules.module._has_any_global_hook():
+            raise NotSupported(
+                "hooks for all modules (register_module_forward_hook and the like) do not run at other workers",
+                hint="register hooks on single parts",
+            )
         state = state_of(self)
         session = state.session
         session.in_step = False
@@ -106,6 +166,32 @@ class WrappedModel(nn.Module):
         else:
             return session.caller.forward(plan, tensors, mode)
         return state.eagerly(args, kwargs, self.training, refused)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_rdmarpc", "_replaced", "forward"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name) if name == "forward" else super().__delattr__(name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for module in state_of(self).session.stand_in.modules():
+            if isinstance(module, (RemotePart, Shell)):
+                module._apply(fn, False)  # refuse before anything is changed
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(state_of(self).session.stand_in, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return given, (copy.deepcopy(self),)
+
+    def __copy__(self) -> Any:
+        raise NotSupported("a wrapped model cannot be copied with its parts left where they are", hint="copy.deepcopy")
 
     def forward_backward(
         self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any

@@ -23,8 +23,9 @@ from ..graph.work.host import Mode, Tree
 from ..parts import owner
 from ..parts.parameter import EagerForward, RemoteParameter
 from ..parts.placing import Places, divide, place_here
-from ..parts.stand_in import stand_ins
+from ..parts.stand_in import fill_memo, stand_ins
 from ..transport import RdmaError, TransferTimeout
+from .settings import Settings
 
 
 class Session:
@@ -38,10 +39,15 @@ class Session:
         self.key = uuid.uuid4().hex
         self.in_step = False
         self.eager: EagerForward | None = None
+        self._outside: EagerForward | None = None
         self.closed = False
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
         self.shape = skeleton(net)
+        for name, table in vars(self.shape).items():
+            if name.endswith("_hooks"):
+                vars(self.shape)[name] = type(table)()  # those of the model as a whole run here, around its forward
+        self.settings = Settings(self.ask_owner, self.shape, self._moment)
         self._uncounted = 0
         remote = divide(net, places)
         packed = {worker: owner.Packed(parts, places.device) for worker, parts in remote.items()}
@@ -76,8 +82,9 @@ class Session:
             self._modules[worker] = list(tree.modules())[1:]
             self._parameters[worker] = list(tree.parameters())
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
-        # The names of the modules it runs are looked up here: those that stayed.
-        machine = Machine(net.get_submodule, lambda path: _attribute(self.constants, net, path), list(net.parameters()))
+        # The names of the modules it runs are looked up here: those that stayed, or came to stand there later.
+        live = self.stand_in
+        machine = Machine(live.get_submodule, lambda path: _attribute(self.constants, live, path), list(net.parameters()))
         self.constants: dict[str, torch.Tensor] = {}
         self._caller = Caller(
             agent.name,
@@ -113,6 +120,40 @@ class Session:
         position = self._count[worker]
         self._count[worker] += 1
         return RemoteParameter(like, self, worker, name, position)
+
+    @property
+    def outside(self) -> EagerForward:
+        if self._outside is None:
+            raise RdmaError("the model is not set up")
+        return self._outside
+
+    def runs_outside(self, runner: EagerForward) -> None:
+        """What runs parts that are called outside of any forward."""
+        self._outside = runner
+
+    def share(self, worker: str, path: str, name: str, value: Any) -> None:
+        self.settings.share((worker, path, name), value)
+
+    def read(self, worker: str, path: str, name: str) -> Any:
+        return self.settings.read((worker, path, name))
+
+    def write(self, worker: str, path: str, name: str, value: Any, gentle: bool) -> None:
+        self.settings.write((worker, path, name), value, gentle)
+
+    def delete(self, worker: str, path: str, name: str) -> None:
+        self.settings.delete((worker, path, name))
+
+    def fetch_parts(self, memo: dict[int, Any]) -> None:
+        if id(self) in memo:
+            return
+        memo[id(self)] = self
+        commands = self.caller.control.sync()
+        answers = self._call_all(owner.take_model, dict.fromkeys(self.workers, (self.key, commands)))
+        parts = {path: part for answer in answers.values() for path, part in owner.unpack(*answer).items()}
+        fill_memo(self.stand_in, parts, memo)
+
+    def _moment(self) -> tuple[int, int]:
+        return self.caller.steps, self.backwards
 
     def zero(self, worker: str, position: int, how: int) -> None:
         self.caller.control.zero(worker, position, how)
@@ -199,6 +240,7 @@ class Session:
         All flags are read in every step. A count of changes would be O(1), and would miss some: torch has no hook for
         ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
         owner would silently train what is frozen here."""
+        self.settings.push()
         with torch._C.DisableTorchFunctionSubclass():
             flags = tuple(
                 (

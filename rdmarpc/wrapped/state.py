@@ -23,8 +23,8 @@ from .signature import Miss, Signatures
 
 
 def state_of(model: nn.Module) -> State:
-    """Of a ``WrappedModel``. It lies in ``__dict__``, not among the attributes of a module: parts may have any name."""
-    state: State = model.__dict__["_rdmarpc"]
+    """Of a ``WrappedModel``. It lies in a slot, not among the attributes of a module: parts may have any name."""
+    state: State = model._rdmarpc  # type: ignore[assignment]
     return state
 
 
@@ -56,6 +56,7 @@ class State:
             shapes = tuple([t.shape for t in tensors])
             family = (
                 training,
+                self.session.settings.number,
                 tuple([module.training for module in self._cut]),
                 tuple([(t.dim(), t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
@@ -81,12 +82,12 @@ class State:
         if self.runner is not None:
             return self.runner.forward(args, kwargs)
         # If this fails, it was the input that was wrong: the next one may be captured.
-        runner = Eager(self.session, self._top, self._skeleton)
+        runner = Eager(self.session, self._top, self.skeleton)
         result = runner.forward(args, kwargs)
         self.runner, self.captured = runner, "\n".join(["eager", *refused])
         return result
 
-    def _skeleton(self) -> nn.Module:
+    def skeleton(self) -> nn.Module:
         """The model without data, under the present flags."""
         shape = self.session.shape
         here = dict(self._top.named_modules(remove_duplicate=False))
@@ -104,7 +105,7 @@ class State:
         self._top.training = training
         taken = session.devices.taken(tensors)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
-        shape, whole = self._skeleton(), session.places.whole
+        shape, whole = self.skeleton(), session.places.whole
         if sizes.varying or not sizes.known:
             if "fx" not in self._methods:
                 raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")

@@ -20,8 +20,8 @@ from rdmarpc import autograd, nn
 from rdmarpc.message import permits
 from rdmarpc.message.permits import NotAllowed, Permits
 from rdmarpc.optim import DistributedOptimizer
-from rdmarpc.references import handle
 from rdmarpc.parts import owner
+from rdmarpc.references import handle
 
 ALLOW = [allowed_things, torch.add, torch.nn.functional.relu, torch.optim.SGD]
 

@@ -1,0 +1,179 @@
+"""What the caller may ask of the parts at their owner, besides steps: their state, their attributes, a try of a call.
+
+Jobs run on the executor's thread, after so many ``commands`` as the caller had given before it asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+from ..trace.capture import TensorSpec, writes_input
+from ..trace.devices import find, forked_generators
+from ..trace.values import check_result
+from .kept import Kept, plain, unchanged_arguments
+from .remote_update import copied
+
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+PLAIN, TENSOR, AS_IT_CAME, CHANGED, MISSING = "plain", "tensor", "as it came", "changed", "missing"
+"""What ``Access.read`` finds."""
+
+Submit = Callable[[Callable[[], Any], int], Any]
+"""Runs a job on the executor's thread after so many commands, and gives its result."""
+
+
+class Access:
+    """``root`` has the parts under their paths; ``use_mode(number)`` puts them under the flags of a mode."""
+
+    def __init__(self, root: nn.Module, submit: Submit, use_mode: Callable[[int], None], gpu: torch.device | None) -> None:
+        self._root, self._submit, self._use_mode, self._gpu = root, submit, use_mode, gpu
+        self._kept: dict[tuple[str, str], Kept] = {}
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                self._keep(path, name, value)
+
+    def _keep(self, path: str, name: str, value: Any) -> None:
+        """Remember what an attribute holds that the caller has too."""
+        self._kept.pop((path, name), None)
+        if name not in INTERNAL and not plain(value) and not isinstance(value, torch.Tensor):
+            self._kept[path, name] = Kept(value)
+
+    # -- state
+
+    def state(self, path: str, commands: int) -> dict[str, Any]:
+        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory."""
+
+        def copy() -> dict[str, Any]:
+            state = self._root.get_submodule(path).state_dict()
+            return {key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+        return self._submit(copy, commands)
+
+    def own_state(self, path: str, commands: int) -> dict[str, torch.Tensor]:
+        """A copy of the parameters and buffers that lie in this very module; in host memory."""
+
+        def copy() -> dict[str, torch.Tensor]:
+            module = self._root.get_submodule(path)
+            own = {**module._parameters, **module._buffers}
+            return {name: copied(tensor.detach()) for name, tensor in own.items() if tensor is not None}
+
+        return self._submit(copy, commands)
+
+    def load(self, path: str, state: dict[str, Any], commands: int) -> None:
+        """Load the entries that lie in this very module, not those of its children."""
+
+        def load() -> None:
+            # Not strict: a module's children are loaded by calls of their own.
+            self._root.get_submodule(path).load_state_dict(state, strict=False)
+
+        self._submit(load, commands)
+
+    def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
+        """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
+        self._submit(lambda: getattr(self._root.get_submodule(path), method)(*args), commands)
+
+    def take(self, pack: Callable[[Mapping[str, Any]], Any], commands: int) -> Any:
+        """All parts, by path, as ``pack`` makes them ready to travel."""
+        parts: dict[str, Any] = {}
+
+        def walk(module: nn.Module, path: str) -> None:
+            for name, part in {**module._modules, **module._parameters, **module._buffers}.items():
+                below = f"{path}.{name}" if path else name
+                if type(part) is nn.Module:
+                    walk(part, below)
+                else:
+                    parts[below] = part
+
+        def job() -> Any:
+            parts.clear()
+            walk(self._root, "")
+            return pack(parts)
+
+        return self._submit(job, commands)
+
+    # -- attributes
+
+    def read(self, path: str, name: str, commands: int) -> tuple[str, Any]:
+        """What an attribute of a module is: ``PLAIN`` with its value, ``TENSOR`` with a copy in host memory, ``AS_IT_CAME`` for
+        something that has not changed since the caller gave it, ``CHANGED`` with its type otherwise, or ``MISSING``."""
+
+        def look() -> tuple[str, Any]:
+            try:
+                value = getattr(self._root.get_submodule(path), name)
+            except AttributeError as error:
+                return MISSING, str(error)
+            if plain(value):
+                return PLAIN, value
+            if isinstance(value, torch.Tensor):
+                return TENSOR, copied(value.detach())
+            kept = self._kept.get((path, name))
+            if kept is not None and not kept.opaque and kept.holds():
+                return AS_IT_CAME, None
+            return CHANGED, type(value).__name__
+
+        return self._submit(look, commands)
+
+    def write(self, values: dict[tuple[str, str], Any], replace: bool, commands: int) -> None:
+        """Set attributes of modules, by path and name. ``replace=False``: they are what the caller has changed inside of values
+        that it gave; ``NotSupported`` where the part has changed its copy of them too."""
+
+        def store() -> None:
+            for path, name in () if replace else values:
+                kept = self._kept.get((path, name))
+                if kept is None or kept.opaque or not kept.holds():
+                    raise NotSupported(f"{path}.{name} was changed at its worker too, so the two cannot be brought together")
+            for (path, name), value in values.items():
+                setattr(self._root.get_submodule(path), name, value)
+            for (path, name), value in values.items():
+                self._keep(path, name, value)
+
+        self._submit(store, commands)
+
+    def delete(self, path: str, name: str, commands: int) -> None:
+        """Delete an attribute of a module."""
+
+        def drop() -> None:
+            delattr(self._root.get_submodule(path), name)
+            self._kept.pop((path, name), None)
+
+        self._submit(drop, commands)
+
+    # -- trying
+
+    def probe(
+        self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
+    ) -> Any:
+        """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
+        gives, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the generators stay as they
+        are."""
+
+        def spec(leaf: Any) -> Any:
+            return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+        def run() -> Any:
+            self._use_mode(mode)
+            part = deepcopy(self._root.get_submodule(path))
+            left = iter(devices)
+            with forked_generators(self._gpu), torch.enable_grad():
+                given, more = pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: tensor.to(find(next(left)), copy=True),  # no leaves
+                    (args, kwargs),
+                )
+                tensors = [leaf for leaf in pytree.tree_leaves((given, more)) if isinstance(leaf, torch.Tensor)]
+                with unchanged_arguments(f"part {path!r}", part, given, more):
+                    result = part(*given, **more)
+            if any(leaf._version for leaf in tensors):
+                raise writes_input(path)
+            check_result(f"part {path!r}", result)
+            return pytree.tree_map(spec, result)
+
+        return self._submit(run, commands)

@@ -1,0 +1,126 @@
+"""What Python values hold at one moment, to see later whether somebody has changed them.
+
+A model's parts have settings beside their tensors: numbers, lists, configuration objects. One that nobody can change is
+*plain*. Of all others ``Kept`` remembers what they hold, through lists, dicts, sets and objects with attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...transport import NotSupported
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, type, enum.Enum, np.generic, np.dtype),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ModuleType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
+_MOST = 4096
+
+
+def plain(value: Any) -> bool:
+    """Whether nobody can change it: a number, a text, a function, a class, or a tuple of such."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(plain, value)) and not getattr(value, "__dict__", None)
+    return isinstance(value, _PLAIN)
+
+
+class Kept:
+    """What ``values`` hold now. ``opaque`` names the type of a value inside that cannot be looked into, if there is one;
+    ``foreign``: there are tensors or modules inside, which count by their identity."""
+
+    def __init__(self, *values: Any) -> None:
+        self.opaque = ""
+        self.foreign = False
+        self._pairs: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._seen: dict[int, Any] = {}
+        left = list(values)
+        while left:
+            left.extend(self._look(left.pop()))
+            if len(self._seen) > _MOST:
+                self.opaque = "large structure"
+                break
+
+    def holds(self) -> bool:
+        """Whether they still do."""
+        try:
+            if not all(live == copy for live, copy in self._pairs):
+                return False
+            return all(np.array_equal(live, copy, equal_nan=live.dtype.kind == "f") for live, copy in self._arrays)
+        except Exception:  # values that cannot be compared: they are other ones
+            return False
+
+    def _look(self, value: Any) -> Iterator[Any]:
+        """Remember what this very value holds; gives what is to be looked at next."""
+        if plain(value) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            self.foreign = True
+            return
+        kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+        if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= 1 << 16:
+            self._arrays.append((value, value.copy()))
+        elif kind is not None:
+            if kind not in (tuple, frozenset):
+                self._pairs.append((value, kind(value)))
+            yield from value.values() if kind is dict else value
+        elif isinstance(value, functools.partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, types.MethodType):
+            yield value.__self__
+        elif not hasattr(value, "__dict__") or type(value).__basicsize__ > _Bare.__basicsize__:
+            self.opaque = self.opaque or type(value).__name__  # its state lies elsewhere, or in slots
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict and not isinstance(value, types.MethodType):
+            self._pairs.append((attributes, dict(attributes)))
+            yield from attributes.values()
+
+
+_CONTAINERS = (dict, list, set, deque, tuple, frozenset)
+
+
+class _Bare:
+    """An object with nothing but ``__dict__``."""
+
+
+@contextlib.contextmanager
+def unchanged_arguments(what: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse a call that changes an argument which is no tensor: a list that it appends to, an object that it writes to. Where
+    the call runs at another worker, it has copies of them."""
+    given = {name: value for name, value in _by_name(module, args, kwargs).items() if not isinstance(value, torch.Tensor)}
+    before = {name: Kept(value) for name, value in given.items() if not plain(value)}
+    yield
+    for name, kept in before.items():
+        if kept.opaque:
+            raise NotSupported(
+                f"{what} gets a {kept.opaque} in its argument {name!r}; whether it changes that cannot be seen",
+                hint="tensors and numbers, in tuples, lists and dicts, can cross between workers",
+            )
+        if not kept.holds():
+            raise NotSupported(
+                f"{what} changes its argument {name!r}, of which it has a copy at its worker",
+                hint="return what is new instead of writing it into an argument",
+            )
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the forward has for them."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+    return dict(bound.arguments)

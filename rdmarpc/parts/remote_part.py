@@ -1,0 +1,276 @@
+"""The stand-in for a module that lies at another worker as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..graph.work.access import INTERNAL
+from ..graph.work.kept import plain
+from ..transport import NotSupported
+from .buffer import changed
+from .entries import entries_of, take_entries
+from .parameter import Owners
+from .tables import Table
+
+_BEFORE_WRAP = "do that before wrap()"
+_OURS = ("training", "_is_full_backward_hook")
+"""Attributes of the stand-in itself."""
+
+
+class Place:
+    """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one. ``fixed``: attributes that a
+    class of torch never changes by itself."""
+
+    def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
+        self.owners, self.worker, self.path, self.top = owners, worker, path, top
+        self.kind = type(original)
+        self.entries = entries_of(original)
+        own = {name: value for name, value in vars(original).items() if name not in INTERNAL}
+        hooked = any(table for name, table in vars(original).items() if name.endswith("_hooks"))
+        known = self.kind.__module__.startswith("torch.nn.modules.") and not hooked
+        self.fixed = {name: value for name, value in own.items() if known and plain(value)}
+        for name, value in own.items():
+            if not known and not plain(value) and not isinstance(value, torch.Tensor):
+                owners.share(worker, path, name, value)
+
+    def refusal(self, why: str, hint: str = _BEFORE_WRAP) -> NotSupported:
+        return NotSupported(f"{self.path!r} lives on worker {self.worker!r}: {why}", peer=self.worker, hint=hint)
+
+
+class RemotePart(nn.Module):
+    """Mirrors one module (and has a mirror for each of its children), with a ``RemoteParameter`` for each parameter, and a
+    ``RemoteBuffer`` for each buffer. It is an instance of the module's class as well (``part_class``).
+
+    ``train``, ``eval`` and ``requires_grad_`` work as ever and travel with the next step. Attributes are read and set at the
+    owner. A call runs the part there; hooks on it run here, around the call. What cannot be done from here raises
+    ``NotSupported``.
+    """
+
+    _place: Place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place = self._place
+        running = place.owners.eager
+        return (running or place.owners.outside).call(place.path, args, kwargs)
+
+    __call__ = nn.Module.__call__  # what a class of its own would do is done at the owner
+
+    # -- attributes
+
+    def __getattr__(self, name: str) -> Any:
+        tables = vars(self)
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in tables.get(table, ()):
+                return tables[table][name]
+        if name.startswith("__") or "_place" not in tables:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        place: Place = tables["_place"]
+        if name in place.fixed:
+            return place.fixed[name]
+        return place.owners.read(place.worker, place.path, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OURS or isinstance(_static(type(self), name), property):
+            object.__setattr__(self, name, value)
+            return
+        self._refuse_change(name)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise self._place.refusal(f"{name!r} cannot become a {type(value).__name__} from here")
+        place = self._place
+        if name in self._buffers and not isinstance(value, torch.Tensor):
+            raise place.refusal(f"its buffer {name!r} cannot be replaced by a {type(value).__name__}")
+        before = place.fixed.pop(name, None)
+        gentle = type(before) is float and type(value) is float  # of a class of torch: its operations stay as they are
+        place.owners.write(place.worker, place.path, name, value, gentle)
+        if gentle:
+            place.fixed[name] = value
+        if name in self._buffers:
+            changed(self._buffers[name], value)
+            place.entries = {key: tuple(value.shape) if key == name else shape for key, shape in place.entries.items()}
+        _see(type(self), name)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_change(name)
+        if name in self._buffers:
+            raise self._place.refusal(f"{name!r} cannot be deleted from here")
+        place = self._place
+        place.owners.delete(place.worker, place.path, name)
+        place.fixed.pop(name, None)
+
+    def _refuse_change(self, name: str) -> None:
+        if name in self._parameters or name in self._modules or name in INTERNAL or name in ("forward", "__class__"):
+            raise self._place.refusal(f"{name!r} cannot be replaced or deleted from here")
+
+    # -- state
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The owner's values, as of all the steps before, on the CPU."""
+        destination = {} if destination is None else destination
+        place = self._place
+        for key, value in place.owners.ask_owner(place.worker, "state", place.path).items():
+            destination[prefix + key] = value
+        if hasattr(destination, "_metadata"):
+            for name, module in self.named_modules():
+                destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
+        return destination
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        place = self._place
+        entries = take_entries(
+            place.entries, place.worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, [*self._modules]
+        )
+        if entries and not error_msgs:
+            place.owners.ask_owner(place.worker, "load", place.path, entries)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
+        """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""
+        self._place.owners.ask_owner(self._place.worker, "call", self._place.path, "apply", (fn,))
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+            check_kept(fn, tensor, self._place.refusal)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module of the original's class here, with the owner's values."""
+        if id(self) not in memo:
+            self._place.owners.fetch_parts(memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return given, (copy.deepcopy(self),)
+
+    # -- hooks
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._allow_hook()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._allow_hook()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._allow_hook()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._allow_hook()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def _allow_hook(self) -> None:
+        if not self._place.top:
+            raise self._place.refusal("a hook on it would not run, as it is called there", "hook the part that it is in")
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._place.refusal("a hook of this kind would not run")
+
+    register_backward_hook = _refuse_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _register_state_dict_hook = _refuse_hook
+    register_load_state_dict_pre_hook = _register_load_state_dict_pre_hook = _refuse_hook
+    register_load_state_dict_post_hook = _refuse_hook
+
+    def _get_name(self) -> str:
+        return f"Remote{self._place.kind.__name__}"
+
+    def extra_repr(self) -> str:
+        return f"on {self._place.worker!r}"
+
+
+def given(module: nn.Module) -> nn.Module:
+    """In a pickle of a stand-in: what it became."""
+    return module
+
+
+def check_kept(
+    fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, refusal: Callable[[str], NotSupported]
+) -> None:
+    """Refuse what would change a tensor that lies elsewhere: ``fn`` must leave one of that kind as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        trial = torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype)
+    if fn(trial) is not trial or trial._version:
+        raise refusal("it cannot be converted or moved from here")
+
+
+_classes: dict[type, type] = {}
+
+
+def part_class(kind: type[nn.Module]) -> type[RemotePart]:
+    """``RemotePart`` that is a ``kind`` as well, so that ``isinstance`` says so and its methods and properties are there. They
+    run here, over the stand-ins."""
+    if kind not in _classes:
+        try:
+            names = {
+                "__module__": kind.__module__,
+                "__qualname__": kind.__qualname__,
+                "__new__": lambda cls, *a, **k: kind(*a, **k),
+            }
+            _classes[kind] = type(kind.__name__, (RemotePart, kind), names)
+        except TypeError:  # of a class that cannot have such children
+            _classes[kind] = RemotePart
+    return _classes[kind]
+
+
+def new_part(original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> RemotePart:
+    """The stand-in for one module, without its parameters, buffers and children."""
+    kind = part_class(type(original))
+    part: RemotePart = object.__new__(kind)
+    nn.Module.__init__(part)
+    place = Place(original, owners, worker, path, top)
+
+    def refuse(name: str, value: Any) -> None:
+        raise place.refusal(f"{name!r} cannot be added, replaced or deleted from here")
+
+    own = {name: Table({}, refuse) for name in ("_parameters", "_buffers", "_modules")}
+    vars(part).update(own, training=original.training, _place=place, _version=original._version)
+    vars(part)["_non_persistent_buffers_set"] = set(original._non_persistent_buffers_set)
+    for name in vars(original):
+        _see(kind, name)
+    return part
+
+
+class _Attribute:
+    """An attribute that instances have, and their class too: what instances of the stand-in's class have is at their owner."""
+
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
+
+    def __get__(self, part: RemotePart | None, kind: type) -> Any:
+        return self._default if part is None else part.__getattr__(self._name)
+
+    def __set__(self, part: RemotePart, value: Any) -> None:
+        part.__setattr__(self._name, value)
+
+    def __delete__(self, part: RemotePart) -> None:
+        part.__delattr__(self._name)
+
+
+def _see(kind: type, name: str) -> None:
+    """Let no attribute of the class hide one of an instance."""
+    default = _static(kind, name)
+    if kind is RemotePart or default is _NONE or name in INTERNAL or name == "forward" or hasattr(RemotePart, name):
+        return
+    if not isinstance(default, (property, _Attribute)):
+        setattr(kind, name, _Attribute(name, default))
+
+
+_NONE = object()
+
+
+def _static(kind: type, name: str) -> Any:
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _NONE)

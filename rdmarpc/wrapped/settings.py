@@ -1,0 +1,156 @@
+"""The attributes of remote parts, as their caller reads and sets them.
+
+What is set here is set at the owner at once. Values that can be changed inside (lists, configuration objects) went to the owner
+as copies; those here are compared before each step, and what was changed goes there. What the owner's part has changed in its
+copy cannot be read from here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..graph.trace.capture import mode_of
+from ..graph.work.access import AS_IT_CAME, CHANGED, MISSING, PLAIN, TENSOR
+from ..graph.work.kept import Kept, plain
+from ..transport import NotSupported
+
+Where = tuple[str, str, str]
+"""Worker, path of a module, name of an attribute."""
+
+
+class Settings:
+    """``ask(worker, method, ...)`` calls the owner's ``Access``; ``shape`` is the model without data, which gets the same
+    attributes; ``moment()`` changes whenever a part may have run."""
+
+    def __init__(self, ask: Callable[..., Any], shape: nn.Module, moment: Callable[[], Hashable]) -> None:
+        self.number = 0
+        """Of the present settings, for what is captured under them."""
+        self._ask, self._shape, self._moment = ask, shape, moment
+        self._numbers: dict[Hashable, int] = {frozenset(): 0}
+        self._set: dict[Where, Hashable] = {}
+        self._shared: dict[Where, Any] = {}
+        self._watched: dict[int, tuple[Kept, list[Where]]] = {}
+        self._read: dict[Where, tuple[str, Any]] = {}
+        self._read_at: Hashable = None
+
+    def share(self, where: Where, value: Any) -> None:
+        """See ``Owners.share``."""
+        self._forget(where)
+        kept, places = self._watched.get(id(value)) or (Kept(value), [])
+        if not kept.foreign and not kept.opaque:
+            self._shared[where] = value
+            places.append(where)
+            self._watched[id(value)] = kept, places
+
+    def _forget(self, where: Where) -> None:
+        if where in self._shared:
+            number = id(self._shared.pop(where))
+            self._watched[number][1].remove(where)
+            if not self._watched[number][1]:
+                del self._watched[number]
+
+    def push(self) -> None:
+        """Before a step: tell the owners what was changed here inside of values that they have too."""
+        changed = [places for kept, places in self._watched.values() if not kept.holds()]
+        if not changed:
+            return
+        by_worker: dict[str, dict[tuple[str, str], Any]] = {}
+        for worker, path, name in (where for places in changed for where in places):
+            by_worker.setdefault(worker, {})[path, name] = self._shared[worker, path, name]
+        for worker, values in by_worker.items():
+            for (path, name), value in values.items():
+                _check(f"{path}.{name}", worker, value)
+            self._ask(worker, "write", values, False)
+            for (path, name), value in values.items():
+                self._apply((worker, path, name), value)
+        for places in changed:
+            value = self._shared[places[0]]
+            self._watched[id(value)] = Kept(value), places
+
+    def read(self, where: Where) -> Any:
+        """See ``Owners.read``."""
+        worker, path, name = where
+        now = self._moment()
+        if now != self._read_at:
+            self._read.clear()
+            self._read_at = now
+        if where not in self._read:
+            self._read[where] = self._ask(worker, "read", path, name)
+        what, value = self._read[where]
+        if what == PLAIN:
+            return value
+        if what == TENSOR:
+            return value.clone()
+        if what == MISSING:
+            raise AttributeError(value)
+        if what == AS_IT_CAME and where in self._shared:
+            return self._shared[where]
+        why = f"is a {value} that a part keeps" if what == CHANGED else "has tensors or modules in it"
+        raise NotSupported(f"attribute {name!r} of {path!r}, which lives on worker {worker!r}, {why}: it cannot be read here")
+
+    def write(self, where: Where, value: Any, gentle: bool) -> None:
+        """See ``Owners.write``."""
+        worker, path, name = where
+        _check(f"{path}.{name}", worker, value)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+        self._ask(worker, "write", {(path, name): value}, True)
+        self._read.clear()
+        self._forget(where)
+        if not plain(value) and not isinstance(value, torch.Tensor):
+            self.share(where, value)
+        if not gentle:
+            self._apply(where, value)
+
+    def delete(self, where: Where) -> None:
+        """See ``Owners.delete``."""
+        worker, path, name = where
+        self._ask(worker, "delete", path, name)
+        self._read.clear()
+        self._forget(where)
+        delattr(self._shape.get_submodule(path), name)
+        self._count(where, ("deleted",))
+
+    def _apply(self, where: Where, value: Any) -> None:
+        """What is captured from now on sees it."""
+        module = self._shape.get_submodule(where[1])
+        if isinstance(value, torch.Tensor):
+            before = getattr(module, where[2], None)
+            mark: Hashable = (tuple(value.shape), value.stride(), value.dtype, str(value.device))
+            if isinstance(before, torch.Tensor) and mark == (
+                tuple(before.shape),
+                before.stride(),
+                before.dtype,
+                str(before.device),
+            ):
+                return
+            setattr(module, where[2], mode_of(self._shape).from_tensor(value))
+        else:
+            setattr(module, where[2], copy.deepcopy(value))
+            mark = (type(value), value) if plain(value) else object()
+        self._count(where, mark)
+
+    def _count(self, where: Where, mark: Hashable) -> None:
+        self._set[where] = mark
+        now = frozenset(self._set.items())
+        self.number = self._numbers.setdefault(now, len(self._numbers))
+
+
+def _check(what: str, worker: str, value: Any) -> None:
+    """Refuse a value that cannot lie at an owner as it lies here."""
+    why = ""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad or type(value) is not torch.Tensor:
+            why = "a tensor that requires grad"
+    else:
+        kept = Kept(value)
+        if kept.opaque or kept.foreign:
+            why = f"a {kept.opaque}" if kept.opaque else "a value with tensors or modules in it"
+    if why:
+        said = f"{what} lives on worker {worker!r}: {why} cannot be set there"
+        raise NotSupported(said, peer=worker, hint="set it before wrap()")

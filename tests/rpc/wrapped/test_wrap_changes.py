@@ -1,0 +1,398 @@
+"""What is changed after ``wrap``, and what parts write outside of themselves: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_wrap import assert_same_state, batches, both, drive
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import rdmarpc as rpc
+from rdmarpc import wrap
+
+
+class Config:
+    def __init__(self) -> None:
+        self.gain, self.shifts = 1.0, [0.0, 1.0]
+
+
+class Part(nn.Module):
+    """Settings of all kinds; it counts, and leaves a loss."""
+
+    temp = 1.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.inner, self.norm = config, nn.Linear(20, 20), nn.BatchNorm1d(20)
+        self.temp, self.mode, self.count, self.loss, self.seen = 2.0, "plain", 0, 0.0, []
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("mask", torch.ones(20))
+
+    @property
+    def doubled(self) -> float:
+        return self.temp * 2
+
+    @doubled.setter
+    def doubled(self, value: float) -> None:
+        self.temp = value / 2
+
+    def embed(self, x):
+        return torch.tanh(self.inner(x)) * self.temp
+
+    def forward(self, x):
+        self.count += 1
+        y = self.norm(self.inner(x)) / self.temp * self.mask * self.config.gain + self.config.shifts[-1]
+        if self.mode == "wide":
+            y = torch.cat([y, y], 1)
+        elif self.mode == "noting":
+            self.seen.append(self.count)
+        self.loss = float(self.count) / 7
+        return y * 1.0 if self.dropout.p == 0.5 else self.dropout(y)
+
+
+class Net(nn.Module):
+    """``scale`` and ``config`` are read by the outer forward, which stays at the caller."""
+
+    def __init__(self, looking: bool = False) -> None:
+        super().__init__()
+        self.config, self.scale, self.looking = Config(), 1.5, looking
+        self.part, self.body = Part(self.config), nn.Sequential(nn.Linear(20, 20), nn.Tanh())
+        self.head, self.wide = nn.Linear(20, 4), nn.Linear(40, 4)
+
+    def encode(self, x):
+        return self.part.embed(self.body(x))
+
+    def forward(self, x):
+        x = self.part(self.body(x)) * self.scale
+        if self.looking and x.sum() > 1e9:
+            return x
+        return (self.wide if x.shape[1] == 40 else self.head)(x)
+
+
+PLACEMENT = {"part": "worker1", "body": "worker1", "head": "worker1"}
+DATA = batches(3, 6, 20)
+
+
+def compare(model: nn.Module, twin: nn.Module, steps: int = 2) -> None:
+    """Train both for a few steps."""
+    mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(twin.parameters(), 0.1)
+    for number, (x, y) in enumerate(DATA[:steps]):
+        losses = []
+        for network, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            losses.append(F.cross_entropy(network(x), y))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item(), f"step {number}"
+    assert_same_state(model, twin)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "float": lambda m: setattr(m.part, "temp", 0.5),
+    "back": lambda m: setattr(m.part, "temp", 2.0),
+    "property": lambda m: setattr(m.part, "doubled", 3.0),
+    "inside": lambda m: setattr(m.part.norm, "momentum", 0.7),
+    "none": lambda m: setattr(m.part.norm, "momentum", None),
+    "text": lambda m: setattr(m.part, "mode", "wide"),
+    "text back": lambda m: setattr(m.part, "mode", "plain"),
+    "count": lambda m: setattr(m.part, "count", m.part.count + 10),
+    "shared object": lambda m: setattr(m.config, "gain", 0.25),
+    "shared list": lambda m: m.part.config.shifts.append(0.125),
+    "another object": lambda m: setattr(m.part, "config", Config()),
+    "its list": lambda m: m.part.config.shifts.append(0.75),
+    "tensor": lambda m: setattr(m.part, "mask", torch.arange(20.0)),
+    "in place": lambda m: m.part.mask.mul_(0.5),
+    "statistics": lambda m: m.part.norm.reset_running_stats(),
+    "dropout": lambda m: setattr(m.part.dropout, "p", 0.0),
+    "new": lambda m: setattr(m.part, "extra", 3),
+    "deleted": lambda m: delattr(m.part, "extra"),
+    "frozen": lambda m: m.part.inner.requires_grad_(False),
+    "no change": lambda m: m.to("cpu").float(),
+    "top": lambda m: setattr(m, "scale", 0.75),
+}
+
+
+def attributes() -> None:
+    for looking in (False, True):
+        model, twin = both(lambda looking=looking: Net(looking), PLACEMENT)
+        compare(model, twin)
+        assert model.captured.startswith("eager" if looking else "fx")
+        for name, change in CHANGES.items():
+            for network in (model, twin):
+                change(network)
+            compare(model, twin, 1)
+            for attribute in ("temp", "count", "loss", "mode", "doubled"):
+                assert getattr(model.part, attribute) == getattr(twin.part, attribute), (name, attribute)
+            assert torch.equal(model.part.norm.running_mean, twin.part.norm.running_mean)
+            assert torch.equal(model.part.mask + 0, twin.part.mask)
+            assert model.part.config.shifts == twin.part.config.shifts
+            assert hasattr(model.part, "extra") == hasattr(twin.part, "extra")
+        for network in (model, twin):
+            network.part.mode = "noting"
+        compare(model, twin)
+        with pytest.raises(rpc.NotSupported, match=r"'seen' of 'part', which lives on worker 'worker1', is a list"):
+            model.part.seen  # noqa: B018
+        model.close()
+
+
+def settings_keep_their_plans() -> None:
+    model, _ = both(Net, PLACEMENT)
+    for temp in (1.0, 2.0, 1.0, 2.0):
+        model.part.temp = temp
+        model(DATA[0][0])
+    model.part.norm.eps = 1e-3  # changes no operation
+    model(DATA[0][0])
+    assert model.counters(False)["plans"] == 2
+    model.close()
+
+
+def parametrized(m: Any) -> None:
+    parametrizations.orthogonal(m.part.inner)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "a submodule": lambda m: setattr(m, "head", nn.Linear(20, 4)),
+    "a submodule by name": lambda m: m.register_module("part", nn.Linear(20, 4)),
+    "in a list": lambda m: m.body.__setitem__(0, nn.Linear(20, 20)),
+    "in a part": lambda m: setattr(m.part, "inner", nn.Linear(20, 20)),
+    "a new one in a part": lambda m: setattr(m.part, "other", nn.Linear(20, 20)),
+    "deleted": lambda m: delattr(m, "part"),
+    "deleted in a part": lambda m: delattr(m.part, "inner"),
+    "a parameter": lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(4, 20))),
+    "a new parameter": lambda m: m.head.register_parameter("gain", nn.Parameter(torch.zeros(4))),
+    "a deleted parameter": lambda m: delattr(m.head, "bias"),
+    "a buffer": lambda m: m.head.register_buffer("gain", torch.zeros(4)),
+    "data": lambda m: setattr(m.head.weight, "data", torch.zeros(4, 20)),
+    "grad": lambda m: setattr(m.head.weight, "grad", torch.zeros(4, 20)),
+    "a hook inside": lambda m: m.part.inner.register_forward_hook(print),
+    "a pre hook inside": lambda m: m.body[0].register_forward_pre_hook(print),
+    "a backward hook inside": lambda m: m.body[0].register_full_backward_hook(print),
+    "an old backward hook": lambda m: m.part.register_backward_hook(print),
+    "a state hook": lambda m: m.part.register_state_dict_post_hook(print),
+    "a hook on a parameter": lambda m: m.head.weight.register_hook(print),
+    "another hook on a parameter": lambda m: m.head.weight.register_post_accumulate_grad_hook(print),
+    "forward": lambda m: setattr(m.part, "forward", lambda x: x),
+    "class": lambda m: setattr(m.part, "__class__", nn.Linear),
+    "parametrized": parametrized,
+    "spectral norm": lambda m: spectral_norm(m.head),
+    "weight norm": lambda m: weight_norm(m.head),
+    "pruned": lambda m: prune.l1_unstructured(m.head, "weight", 0.3),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.part.double(),
+    "generator": lambda m: setattr(m.part, "source", torch.Generator()),
+    "a tensor with a graph": lambda m: setattr(m.part, "mask", torch.ones(20, requires_grad=True) * 2),
+    "tensors in a list": lambda m: setattr(m.part, "others", [torch.ones(2)]),
+}
+
+
+def refused() -> None:
+    model, twin = both(Net, PLACEMENT)
+    compare(model, twin, 1)
+    for name, change in REFUSED.items():
+        with pytest.raises(rpc.NotSupported, match="worker1"):
+            change(model)
+            print(f"{name} was not refused")
+    # Nothing is left of the attempts.
+    assert repr(model) == repr(model)
+    compare(model, twin)
+    model.close()
+
+
+def hooks() -> None:
+    """On whole parts they run here, with what the part gets and gives."""
+    for looking in (True,):
+        model, twin = both(lambda looking=looking: Net(looking), PLACEMENT)
+        notes: list[list[Any]] = [[], []]
+        for network, noted in zip((model, twin), notes):
+
+            def before(module, args, noted=noted):
+                noted.append(args[0].detach().clone())
+                return (args[0] * 2,)
+
+            def after(module, args, output, noted=noted):
+                noted.append(output.detach().clone())
+                return output + 1
+
+            def backward(module, grads, outputs, noted=noted):
+                noted.append(outputs[0].clone())
+                return (grads[0] * 0.5,)
+
+            handles = [
+                network.part.register_forward_pre_hook(before),
+                network.part.register_forward_hook(after),
+                network.part.register_full_backward_hook(backward),
+                network.register_forward_hook(after),
+            ]
+            network.handles = handles
+        compare(model, twin)
+        assert len(notes[0]) == len(notes[1]) == 8
+        assert all(map(torch.equal, *notes))
+        for network in (model, twin):
+            for handle in network.handles:
+                handle.remove()
+        compare(model, twin)
+        assert len(notes[0]) == 8
+        model.close()
+
+
+class Rooted(nn.Module):
+    """A hook of its own, from before ``wrap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(20, 20), nn.Linear(20, 4), 0
+        self.register_forward_pre_hook(tripled)
+        self.register_forward_hook(counted)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def tripled(module, args):
+    return (args[0] * 3,)
+
+
+def counted(module, args, output):
+    module.calls += 1
+    return output * 2
+
+
+def hooks_of_the_root() -> None:
+    for how in ("auto", "eager"):
+        model, twin = both(Rooted, {"a": "worker1"}, capture=how)
+        compare(model, twin)
+        assert model.calls == twin.calls == 2
+        model.close()
+
+
+class Writing(nn.Module):
+    """Writes into what it is given, in one of many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(20, 20), how
+
+    def forward(self, x, notes):
+        y = self.layer(x)
+        if self.how == "list":
+            notes.append(3)
+        elif self.how == "tensors":
+            notes.append(y.mean())
+        elif self.how == "dict":
+            notes["n"] = 1
+        elif self.how == "nested":
+            notes["inner"][0].append(1)
+        elif self.how == "object":
+            notes.n = 1
+        return y
+
+
+class Gives(nn.Module):
+    def __init__(self, how: str, looking: bool) -> None:
+        super().__init__()
+        self.part, self.how, self.looking = Writing(how), how, looking
+
+    def forward(self, x):
+        notes: Any = {"dict": {}, "nested": {"inner": [[0]]}, "object": types.SimpleNamespace(n=0)}.get(self.how, [])
+        y = self.part(x, notes)
+        if self.looking and y.sum() > 1e9:
+            return y
+        if self.how == "object":
+            return y * notes.n
+        if self.how == "tensors":
+            return y * notes[0]
+        return y * (len(notes) if self.how != "nested" else len(notes["inner"][0]))
+
+
+def arguments() -> None:
+    for how in ("list", "tensors", "dict", "nested", "object"):
+        for looking in (False, True):
+            model, twin = both(lambda: Gives(how, looking), {"part": "worker1"})  # noqa: B023
+            x = torch.randn(2, 20)
+            try:
+                result = model(x)
+            except rpc.NotSupported as error:
+                assert "'part'" in str(error), error
+                assert "'notes'" in str(error), error
+            else:
+                assert torch.equal(result, twin(x)), (how, looking)
+            model.close()
+
+
+def the_object() -> None:
+    model, twin = both(Net, PLACEMENT)
+    assert isinstance(model, Net)
+    assert isinstance(model.part, Part)
+    assert isinstance(model.body, nn.Sequential)
+    assert isinstance(model.body[0], nn.Linear)
+    assert len(model.body) == 2
+    assert model.config.gain == 1.0
+    x = DATA[0][0]
+    for _ in range(3):
+        ours, theirs = model.encode(x), twin.encode(x)
+        assert torch.equal(ours, theirs)
+    ours.sum().backward()
+    theirs.sum().backward()
+    assert torch.equal(model.body(x), twin.body(x))
+    for network in (model, twin):
+        for parameter in network.parameters():
+            parameter.grad = None
+    compare(model, twin)
+    assert next(model.parameters()).device == torch.device("cpu")
+    for make in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        plain = make(model)
+        assert type(plain) is Net
+        assert type(plain.part) is Part
+        assert plain.part.count == twin.part.count
+        assert_same_state(plain, twin)
+        assert [type(p) for p in plain.parameters()] == [nn.Parameter] * len(list(twin.parameters()))
+        again = copy.deepcopy(twin)
+        compare(plain, again)
+    assert copy.deepcopy(model.part).count == twin.part.count
+    compare(model, twin)
+    run = model.forward
+    model.forward = lambda x: run(x) * 2
+    assert torch.equal(model(x), twin(x) * 2)
+    del model.forward
+    assert torch.equal(model(x), twin(x))
+    average = [torch.optim.swa_utils.AveragedModel(network, use_buffers=False) for network in (model, twin)]
+    assert_same_state(*average)
+    model.close()
+
+
+def everything() -> None:
+    for scenario in (
+        attributes,
+        settings_keep_their_plans,
+        refused,
+        hooks,
+        hooks_of_the_root,
+        arguments,
+        the_object,
+    ):
+        torch.manual_seed(0)
+        scenario()
+
+
+def test_changes() -> None:
+    drive(everything, 2)
+
+
+def test_wrap_leaves_the_original() -> None:
+    drive(original)
+
+
+def original() -> None:
+    net = Net()
+    model = wrap(net, PLACEMENT)
+    assert type(net) is Net
+    assert type(net.part) is Part
+    model.close()
