@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
 
 
 class Found:
-    """What came of the turns so far."""
+    """The results of the turns so far."""
 
     def __init__(self) -> None:
         from .harness.measure import Samples
@@ -67,7 +67,7 @@ class Found:
         self.samples = Samples()
         self.machine: dict[str, Any] = {}
         self.failed: dict[tuple[str, str], str] = {}
-        """Why, by part and what had its turn with it."""
+        """The reasons of failures, by part and library."""
 
     def on_event(self, what: str, event: tuple[Any, ...]) -> None:
         if event[0] == "machine":
@@ -78,7 +78,8 @@ class Found:
 
 
 def run(job: dict[str, Any], folder: Path) -> Found:
-    """A turn for everybody in every round; who has failed at a part has no further turn with it."""
+    """Run all rounds, with a turn for each library in each. A library that has failed at a part gets no further turn with
+    it."""
     found = Found()
     turn("machine", "machine", 1, job, folder, found)
     if found.failed:

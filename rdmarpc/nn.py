@@ -102,7 +102,7 @@ class RemoteModule(nn.Module):
     forward: Callable[..., Any]
     forward_async: Callable[..., torch.futures.Future[Any]]
     generated_methods = (Target.forward_async, Target.forward)
-    """What each handle has of its own, bound to the module where it is."""
+    """The methods that each handle gets as attributes, bound to its remote module."""
 
     def __init__(
         self,

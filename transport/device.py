@@ -88,7 +88,7 @@ class Door:
         self.keep = on_connect is None
         """Whether channels that come are kept for ``accept``."""
         self._accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self._whole: tuple[Tell, Tell] | None = None  # whom else to tell that a channel came, or was lost
+        self._whole: tuple[Tell, Tell] | None = None  # further callbacks for channels that came, and that were lost
         self._refusals: set[str] = set()
         self._lock = threading.RLock()
 
@@ -147,7 +147,7 @@ class Door:
                 arrived(self._accepted.get())
 
     def close(self) -> None:
-        """Let go of those who are told: they may refer to the device."""
+        """Drop the callbacks, which may refer to the device."""
         self.greet, self._whole = _no_hello, None
 
 

@@ -1,4 +1,4 @@
-"""The mini-batch benchmark's picture: computation and communication of every model, by whom the tensors were moved."""
+"""The mini-batch benchmark's picture: computation and communication of every model, by the library that moved the tensors."""
 
 from pathlib import Path
 from typing import Any

@@ -30,7 +30,7 @@ def identity_of_all(*received: Tensor) -> tuple[Tensor, ...]:
 
 
 def arena(layer: Any, x: Tensor, times: int) -> dict[str, float]:
-    """As `identity`; where `x` lies is up to who calls this."""
+    """As `identity`, with an `x` whose memory the caller has chosen."""
     return {"arena": per_iteration(lambda: layer.rpc_sync("worker1", identity, args=(x,)), times)}
 
 

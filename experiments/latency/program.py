@@ -14,7 +14,7 @@ import warnings
 def main(module: str, rank: int, meeting_file: str) -> None:
     rpc = importlib.import_module(module)
     print("ready", flush=True)
-    if not sys.stdin.readline():  # who started us is gone
+    if not sys.stdin.readline():  # the process that started us is gone
         sys.exit(1)
 
     begin = time.monotonic()

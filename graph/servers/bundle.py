@@ -41,8 +41,8 @@ _TRANSFERS = 16
 
 
 class Bundle:
-    """Plain data, picklable. ``edges`` have one source and one target; ``orders`` are the memory orders of their tensors
-    (``wire/layout``); ``note`` bytes follow the header."""
+    """The tensors that one write takes from one worker to another. Plain data, picklable. ``edges`` have one source and one
+    target; ``orders`` are the memory orders of their tensors (``wire/layout``); ``note`` bytes follow the header."""
 
     def __init__(self, edges: Sequence[Edge], orders: Sequence[int], note: int = 0) -> None:
         self.edges, self.orders, self._note = tuple(edges), tuple(orders), note

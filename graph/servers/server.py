@@ -131,7 +131,7 @@ class Server(threading.Thread):
                 self.station.lost(worker, broken_by(error, "reaching it", peer=worker, device=self.station.device.name))
 
     def close(self) -> None:
-        """Idempotent; returns when the thread has ended."""
+        """End the server. Returns when its thread has ended. Idempotent."""
         self._closing = True
         if self.is_alive() and threading.current_thread() is not self:
             with self._lock:

@@ -86,7 +86,7 @@ class Transfers:
         return table(head, rows, right=(5, 6)) + "\n" + total
 
     def uses(self) -> str:
-        """One line a tensor and worker that reads it: who makes it, first and last use there."""
+        """One line for each tensor and worker that reads it: the operation that makes it, and the first and last use."""
         head = ("tensor", "made by", "at", "read at", "first use", "last use", "gradient")
         rows = [
             (c.name, c.producer, c.source, c.target, str(c.first or ""), str(c.last or ""), "yes" if c.needs_gradient else "no")

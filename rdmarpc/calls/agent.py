@@ -262,8 +262,8 @@ class Agent:
     def _start_first(
         self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, flags: int, future: bool, *numbers: int
     ) -> Pending:
-        """``start``, of a call to a worker that has to be connected to, which takes of the call's time. A worker has
-        ``_CONNECT_S`` for it at the least: so a call with less time is made, too."""
+        """``start`` a call to a worker that has to be connected to first. Connecting takes of the call's time, but has at least
+        ``_CONNECT_S``, so that a call with less time is made too."""
         limit = self.rpc_timeout if timeout == -1.0 else _seconds(timeout)
         begun = time.monotonic()
         try:
@@ -279,7 +279,7 @@ class Agent:
         return pending
 
     def call(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float, *, control: bool = False) -> Any:
-        """Call and wait. ``control``: of our own, not counted as a user's."""
+        """Call a function and wait for its result. ``control``: the call is our own, not counted as a user's."""
         return self.caller.result(self.start(to, function, args, kwargs, timeout, CONTROL if control else 0))
 
     def call_async(
@@ -290,7 +290,7 @@ class Agent:
         return future
 
     def create(self, to: WorkerInfo, function: Any, args: Any, kwargs: Any, timeout: float) -> Fork:
-        """``remote``: have ``to`` keep the result of a call; the reference to it at once."""
+        """Have ``to`` call a function and keep the result, for ``remote``. Returns the reference to the result at once."""
         rref = self.new_id()
         fork = rref if to.number == self.number else self.new_id()
         pending = self.start(to, function, args, kwargs, timeout, REMOTE, True, rref, fork)
@@ -324,7 +324,7 @@ class Agent:
         return touched
 
     def _look_after(self) -> None:
-        """Every second or so."""
+        """Tidy up, about every second: free memory, and go on with what waits."""
         self.tidy()
         for link in list(self.links.rows.values()):
             if link.behind:  # where the device's own queue was full, no frame of the peer need follow
@@ -472,7 +472,7 @@ def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
 
 
 def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> None:
-    """``NotSupported`` now, not at the first call, if a worker cannot be reached by what is required."""
+    """Raise ``NotSupported`` now, not at the first call, if a worker cannot be reached in the way that ``require`` asks for."""
     for record in group.workers.records() if options.require else ():
         if record.number != group.number and (why := device.why_not(record.address.encode())):
             group.leave()
@@ -481,7 +481,7 @@ def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> Non
 
 
 def _tell_end(links: Links, worker: int, context: int) -> None:
-    """An autograd context is over: a worker that heard of it from us is told."""
+    """Tell a worker to which we brought an autograd context that the context is over."""
     link = links.by_worker.get(worker)
     if link is None:
         return  # lost, and its part with it

@@ -38,8 +38,8 @@ from .pending import Answer, Pending
 
 
 class Answers:
-    """Thread-safe. ``late(call, fetch)`` is told of an answer that has not wholly come at its call's deadline. ``distrust``
-    ends a link by which something came that its peer had no right to say."""
+    """Decodes the answers to one worker's calls. Thread-safe. ``late(call, fetch)`` is told of an answer of which a part is
+    missing at its call's deadline. ``distrust`` ends the link of a peer that sent something that it had no right to."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Answers:
     ) -> None:
         self._memory, self._rrefs, self._late, self._distrust = memory, rrefs, late, distrust
         self.refused_grants = 0
-        """Landing places for no call of ours."""
+        """The number of grants with landing places that fit no call of ours."""
 
     def stop(self) -> None:
-        """Tell nobody any more."""
+        """Call ``late`` and ``distrust`` no more."""
         self._late = self._distrust = nobody
 
     def decode(self, pending: Pending, answer: Answer) -> Any:

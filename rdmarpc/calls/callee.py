@@ -367,8 +367,8 @@ class Callee:
         self._reply(answering, answer)
 
     def _reply(self, answering: Answering, answer: list[Any]) -> None:
-        """``answer`` holds the result, and nothing else here does: once it is packed it dies, and what the arguments lay in is
-        what is promised next. Memory that one writes again and again is many times faster than memory that goes round.
+        """Send the answer. Only ``answer`` holds the result, so the result dies once it is packed, and the memory of the
+        arguments is free for the next promise. Writing the same memory again is many times faster than writing other memory.
         """
         observer = self.observer
         if observer is None:

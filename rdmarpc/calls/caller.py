@@ -119,7 +119,7 @@ def _expect(pending: Pending) -> bytes:
 
 
 class Caller:
-    """Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
+    """The calling side of one worker. Thread-safe. ``timeout`` of a call: seconds, 0 = for ever."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Caller:
         outstanding: Outstanding,
         distrust: Callable[[Link, RdmaError], None],
     ) -> None:
-        """``distrust`` ends a link (from any thread, without waiting) by which something came that its peer had no right to
-        say."""
+        """``distrust`` ends the link of a peer that sent something that it had no right to (from any thread, without
+        waiting)."""
         self.device, self.role, self.pool, self.post, self.rrefs = device, role, pool, post, rrefs
         self.pending, self.expired = outstanding.pending, outstanding.expired
         self.futures: dict[int, object] = role.outstanding

@@ -25,8 +25,8 @@ from .pending import Pending
 
 
 def name_of(function: Any, args: Any = ()) -> str:
-    """``module.function``; of a callable object, its class. A function that calls a method, which its second argument names,
-    says so by ``_method_of``, and then it is what that says, and the method: ``rref.method``."""
+    """The name of a function: ``module.function``; for a callable object, that of its class. A function that calls the method
+    which its second argument names has ``_method_of``; its name is that and the method: ``rref.method``."""
     if len(args) > 1 and (owner := getattr(function, "_method_of", None)):
         return f"{owner}.{args[1]}"
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -62,7 +62,7 @@ def follow(event: record_function, pending: Pending) -> None:
 
 
 def serving(function: Callable[..., Any], args: Any, caller: str, me: str) -> Callable[..., Any]:
-    """``function`` inside the event of the called side."""
+    """A function that calls ``function`` inside the profiler's event of the called side."""
     text = _text("rpc", function, args, caller, me)
 
     @functools.wraps(function)

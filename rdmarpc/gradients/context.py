@@ -148,7 +148,7 @@ class Context:
             run.end()
 
     def check(self) -> None:
-        """``RuntimeError`` if it has ended."""
+        """Raise ``RuntimeError`` if it has ended."""
         if self.ended:
             raise RuntimeError(f"autograd context {self.number} has ended during a backward pass")
 
@@ -253,7 +253,7 @@ class Contexts:
             return found
 
     def find(self, number: int) -> Context:
-        """``RuntimeError`` if there is none of that number."""
+        """The context of that number. Raises ``RuntimeError`` if there is none."""
         found = self.live.get(number)
         if found is None:
             raise RuntimeError(f"Could not find autograd context with id: {number}")

@@ -27,7 +27,8 @@ def _following(node: Node) -> tuple[tuple[Node | None, int], ...]:
 
 
 def reach(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """``starts`` and everything that gradients flow to from there, not past nodes of received tensors, nor past ``stop``."""
+    """``starts`` and all nodes to which gradients flow from there; not past nodes of received tensors, nor past nodes for which
+    ``stop`` is true."""
     seen = set(starts)
     stack = list(seen)
     while stack:
@@ -56,7 +57,7 @@ def label(sources: list[list[Node]]) -> dict[Node, int]:
 
 
 def _ordered(starts: list[Node]) -> list[Node]:
-    """Everything they reach, each node before those that its gradients flow to."""
+    """All nodes that ``starts`` reach, each before the nodes to which its gradients flow."""
     order: list[Node] = []
     seen: set[Node] = set()
     for start in starts:

@@ -77,7 +77,7 @@ class Account(Protocol):
     """The tensors that left here, by the number of their message."""
 
     def check(self) -> None:
-        """``RuntimeError`` if it has ended."""
+        """Raise ``RuntimeError`` if it has ended."""
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
         """Add to the gradient of a leaf; ``ours``: nothing else refers to ``gradient``."""

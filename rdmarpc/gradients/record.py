@@ -127,9 +127,9 @@ def edge(tensor: torch.Tensor) -> GradientEdge:
 
 
 def unbound(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """``value`` with the parameters in it, directly or in lists, tuples and dicts, as plain tensors of the local graph: a
-    parameter that arrived would be a leaf of its own, and gradients would end there. Modules keep theirs. ``views``: what was
-    made of them so far, by id: one that stands in a message twice arrives as one tensor."""
+    """``value`` with plain tensors of the local graph in place of its parameters (itself, or in lists, tuples and dicts): a
+    parameter that arrived would be a leaf of its own, where gradients end. Modules keep their parameters. ``views``: the
+    tensors made so far, by id of the parameter, so that a parameter that occurs twice in a message arrives as one tensor."""
     kind = type(value)
     if kind is _PARAMETER:
         if not value.requires_grad or not torch.is_grad_enabled():

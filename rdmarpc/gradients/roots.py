@@ -8,7 +8,7 @@ import torch
 
 
 def check_types(context_id: Any, roots: Any) -> None:
-    """``TypeError``, with torch's text, for what is no context's id or no list of roots."""
+    """Raise ``TypeError``, with torch's text, if these are not a context's id and a list of roots."""
     if not isinstance(context_id, int) or isinstance(context_id, bool) or not isinstance(roots, list | tuple):
         raise TypeError(
             "backward(): incompatible function arguments. Expected: (context_id: int, roots: list[torch.Tensor], "

@@ -331,7 +331,7 @@ def backward(agent: Worker, context: Context, roots: list[torch.Tensor], retain_
 
 
 class Unattended:
-    """``backward`` without a thread that waits: the value of ``future`` is ``None`` or the ``BackwardError``."""
+    """A ``backward`` for which no thread waits. The value of ``future`` is ``None`` or the ``BackwardError``."""
 
     def __init__(self, agent: Worker, context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
         self.future: torch.futures.Future[Exception | None] = torch.futures.Future()

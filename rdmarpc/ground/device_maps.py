@@ -47,7 +47,7 @@ def to_map(given: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
 
 
 def merge(known: DeviceMap, more: DeviceMap) -> DeviceMap:
-    """Both. Raises ``ValueError`` where a source would go to two targets."""
+    """Both maps in one. Raises ``ValueError`` if a source would go to two targets."""
     for source, target in more.items():
         if known.get(source, target) != target:
             raise ValueError(
@@ -91,7 +91,8 @@ def dump(maps: Mapping[str, DeviceMap], devices: list[torch.device]) -> str:
 
 
 def check(plans: Mapping[str, str]) -> None:
-    """``plans``: ``dump`` of every worker by name, in rank order. Raises ``ValueError`` for the first problem."""
+    """Check the plans of all workers against each other. ``plans``: the ``dump`` of each worker by name, in rank order. Raises
+    ``ValueError`` for the first problem."""
     loaded = {name: Plan.load(text) for name, text in plans.items()}
     for name, plan in loaded.items():
         for problem in _problems(name, plan, loaded):

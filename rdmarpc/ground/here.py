@@ -140,14 +140,14 @@ def current() -> Any:
 
 
 def require(message: str) -> Any:
-    """``current``, with an error text of the caller's."""
+    """As ``current``, with the caller's text for the error."""
     if _current is None:
         raise RuntimeError(forked.TEXT if _inherited else message)
     return _current
 
 
 def found() -> Any:
-    """``current``, or ``None``."""
+    """This process's agent; ``None`` if there is none."""
     return _current
 
 

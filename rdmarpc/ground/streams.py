@@ -55,7 +55,7 @@ _serving = _Serving()
 
 
 class Streams:
-    """Thread-safe."""
+    """The streams of this worker's threads. Thread-safe."""
 
     def __init__(self) -> None:
         self.kind = driver.kind()
@@ -170,13 +170,13 @@ class Streams:
             self._made[index, stream] = None
 
     def mark(self) -> Mark | None:
-        """``None`` while no device is in use."""
+        """A mark of the calling thread's current streams; ``None`` while no device is in use."""
         self._look()
         return Mark(self._current()) if self.used else None
 
     def retire(self, value: Any) -> None:
-        """Let go of a value that functions may have used on any of our threads, when what these were given until now is done:
-        its memory goes back to the allocator, which knows of the stream that made it only."""
+        """Keep a value until all our threads' streams have done what they were given until now, as functions may have used it
+        on any of them. Then its memory may go back to the allocator, which only knows the stream that made it."""
         if not self.used:
             return
         with self._lock:
@@ -185,9 +185,9 @@ class Streams:
         self.sweep()
 
     def sweep(self) -> None:
-        """Let go of what is done."""
+        """Release the retired values whose streams are done."""
         dead = []
-        with self._lock:  # held by nobody who asks the driver for more than whether an event has come
+        with self._lock:  # under it the driver is only asked whether an event has come
             while self._retired and self._retired[0][1].passed():
                 dead.append(self._retired.popleft())
 

@@ -16,7 +16,7 @@ class WorkerInfo:
     name: str
     id: int
     number: int = field(default=-1, compare=False, repr=False)
-    """Ours: see ``members.Record``."""
+    """The worker's number (``members.Record``), which torch's class does not have."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or len(self.name) >= 128:

@@ -1,4 +1,4 @@
-"""The group that a worker belongs to: how it got in, who else is in, and how it gets out."""
+"""The group that a worker belongs to: how the worker enters it, its other members, and how the worker leaves it."""
 
 from __future__ import annotations
 

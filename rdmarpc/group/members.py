@@ -94,7 +94,7 @@ class Members:
 
 
 def refuse_twins(records: Iterable[Record]) -> None:
-    """``RuntimeError`` if two of them have one name."""
+    """Raise ``RuntimeError`` if two workers have the same name."""
     first: dict[str, int] = {}
     for record in records:
         other = first.setdefault(record.name, record.rank)

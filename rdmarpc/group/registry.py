@@ -1,4 +1,4 @@
-"""The members of a dynamic group, who come and go: one document in a torch store.
+"""The members of a dynamic group, which come and go: one document in a torch store.
 
 The document is replaced as a whole by compare-and-swap. So joins and leaves are serial, no worker holds a lock, and a worker
 that dies in the middle of joining leaves nothing behind. Changes are not announced: a worker reads the document again when it
@@ -32,7 +32,7 @@ _MOST_JOINS = 1 << 24  # numbers of workers are part of the ids of references
 
 
 class Registry:
-    """Any thread."""
+    """The table of the members in the store. Any thread."""
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
         self._store = dist.PrefixStore(_PREFIX, store)

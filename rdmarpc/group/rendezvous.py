@@ -217,7 +217,7 @@ class Rendezvous:
 
 
 def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
-    """``missing``: who had not come when it was last asked, if it was."""
+    """The error when the store ends too early. ``missing``: the workers that had not come at the last look."""
     whom = f"; a moment before there was no sign of {', '.join(missing)}" if missing else ""
     return PeerLost(
         f"the group's store ended before every worker had joined: rank 0 (or torchrun), which hosts it, gave up or died{whom}",

@@ -77,13 +77,13 @@ class Fetch:
             self.run_on(over)
 
     def run_on(self, over: Callable[[], None]) -> None:
-        """``run``, of which something is under way."""
+        """Go on with ``run`` when the READ that is under way has ended."""
         assert self._work is not None
         self._work.then(partial(self.run, over))
 
     def finish(self, memory: Memory, deadline: float | None, *, patient: bool) -> None:
-        """READ what there was no memory for before: waits for that as ``memory`` does, and, if ``patient``, for the data until
-        the ``deadline``. ``TransferTimeout`` while something is under way."""
+        """Do the READs for which there was no memory before. Waits for memory as ``memory`` does, and, if ``patient``, for the
+        data until the ``deadline``. Raises ``TransferTimeout`` if a READ is still under way."""
         while (work := self.advance(memory, deadline)) is not None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -160,7 +160,7 @@ class Held:
             self.ever += 1
 
     def next_to_read(self) -> Fetch | None:
-        """The next of which something is to be READ, if that may start now: then ``over`` follows."""
+        """The next request with data to READ, if its READs may start now. The caller then has to call ``over``."""
         with self._lock:
             if not self._unread or self._under_way >= _AT_ONCE:
                 return None
@@ -168,17 +168,17 @@ class Held:
             return self._unread.popleft()
 
     def over(self) -> None:
-        """All of one is here, or never will be."""
+        """Note that the READs of a request have ended: its data is here, or never will be."""
         with self._lock:
             self._under_way -= 1
 
     def reads(self, more: int) -> None:
-        """One has begun (1), or ended (-1)."""
+        """Count a READ that has begun (1), or ended (-1)."""
         with self._lock:
             self.reading += more
 
     def take(self) -> Fetch | None:
-        """The first, if it is ready: it is held no longer."""
+        """Take out the first request, if it is ready; else ``None``."""
         with self._lock:
             if not self._entries or not self._entries[0].ready:
                 return None

@@ -31,7 +31,7 @@ enough of the other."""
 
 
 def listens(device: Device, record: Record) -> bool:
-    """Whether a worker of that record still runs (it may refuse us, who are not in the group yet)."""
+    """Whether the worker of a record still runs. (It may refuse us, as we are not in the group yet.)"""
     try:
         device.connect(record.address.encode(), timeout=_CONNECT_TIMEOUT_S).close()
     except AuthenticationError:
@@ -56,8 +56,8 @@ def lost_by(link: Link, error: RdmaError, me: str) -> PeerLost:
 
 
 class Losses:
-    """Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all that came over it was read; it
-    returns what the peer may still touch if it stopped in the middle of a copy."""
+    """Deals with connections that end. Thread-safe. ``ended(link, error)`` is called once for each link that ended, when all
+    that came over it was read. It returns the memory that the peer may still touch if it stopped in the middle of a copy."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Losses:
         self._apart(partial(self.cut_off, link, error))
 
     def distrust(self, link: Link, error: RdmaError) -> None:
-        """``refuse``, from any thread."""
+        """As ``refuse``, from any thread."""
         self._apart(partial(self.cut_off, link, error))
 
     def _apart(self, job: Callable[[], None]) -> None:

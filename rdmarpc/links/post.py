@@ -21,7 +21,8 @@ class Sending(Protocol):
 
 
 class Post:
-    """Thread-safe. ``memory``: where bodies lie that are too large for a frame."""
+    """Sends the messages of one worker. Thread-safe. ``memory``: the source of memory for bodies that are too large for a
+    frame."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

@@ -66,7 +66,8 @@ class Queued(NamedTuple):
 
 
 class Link:
-    """Any thread sends, and never waits for the peer in doing so; one at a time reads. Lives as long as its channel."""
+    """The rings between this worker and one peer. Any thread sends, and never waits for the peer in doing so; one thread at a
+    time reads. A link lives as long as its channel."""
 
     def __init__(self, device: Device, channel: Channel | None, worker: int, pool: Pool) -> None:
         self.worker = worker
@@ -118,10 +119,11 @@ class Link:
         self._told = 0
         self.sent = 0
         self.requests = 0
-        """Requests of users sent, and (``answers``) those of the peer answered, ever: what a graceful shutdown compares."""
+        """The number of users' requests sent so far, and (``answers``) of the peer's answered. A graceful shutdown compares
+        them."""
         self.answers = 0
         self.reads = 0
-        """Messages of which something large had to be READ here: no landing place had been granted, or it did not fit."""
+        """The number of messages with large tensors that had to be READ, as no landing place was granted, or none fitted."""
         self.grants = Grants()
         self.places: dict[bytes, list[RemoteRegion]] = {}
         """Landing places at the peer, as parsed by ``tensors.load_places``."""

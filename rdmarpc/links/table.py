@@ -17,7 +17,8 @@ from .ring import RING, Link
 
 
 class Links:
-    """Thread-safe. ``missed(number, error)`` is called for workers that left before there was a link."""
+    """The table of one worker's links. Thread-safe. ``missed(number, error)`` is called for workers that left before there was
+    a link."""
 
     def __init__(self, poller: Poller, group: Group, missed: Callable[[int, RdmaError], None]) -> None:
         self._poller, self._group, self.missed = poller, group, missed

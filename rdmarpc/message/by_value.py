@@ -11,7 +11,8 @@ import cloudpickle
 
 
 class Pickler(cloudpickle.Pickler):
-    """``reduce`` is asked first, cloudpickle for the rest. ``in_band``: see ``pickle.Pickler``: ``buffer_callback``."""
+    """A pickler that asks ``reduce`` first, and leaves the rest to cloudpickle. ``in_band``: the ``buffer_callback`` of
+    ``pickle.Pickler``."""
 
     def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any], in_band: Callable[[pickle.PickleBuffer], bool]) -> None:
         super().__init__(file, protocol=5, buffer_callback=in_band)

@@ -322,7 +322,8 @@ class Gpus:
     # -- the ends
 
     def let_go(self, worker: int) -> None:
-        """No stream of ours waits for that worker any more. At once: all our threads may be waiting for such streams."""
+        """Release all streams of ours that wait for a lost worker. This happens at once, as all our threads may be waiting for
+        such streams."""
         peer = self._peers.get(worker)
         count = peer.borrowed.release() if peer is not None and peer.borrowed is not None else 0
         if count:

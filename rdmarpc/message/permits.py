@@ -134,7 +134,7 @@ class Permits:
         return at > 0 and isinstance(self._named.get((module, name[:at])), type)
 
     def find_called(self, module: str, name: str) -> Any:
-        """``find`` for the function that a request names: those of ours are found besides."""
+        """As ``find``, for the function that a request names: also finds the functions of ours that peers call."""
         places_parts = plumbing.places_parts(module, name)
         if places_parts and not self.wraps:
             raise self._refuse(f"{module}.{name}", _WRAP)
@@ -257,5 +257,5 @@ def use(permits: Permits | None) -> None:
 
 
 def method(value: Any, name: str) -> Callable[..., Any]:
-    """``getattr`` for what a peer names."""
+    """The method of ``value`` that a peer names, if the permits allow it."""
     return getattr(value, name) if current is None else current.method(value, name)

@@ -1,8 +1,8 @@
 """Tensors of one message that share memory, and share it where they arrive.
 
-Tensors of one storage go as one run, the union of their spans, if that run is not wasteful (``layout.wasteful``) for all that
-is used of it; else those whose spans overlap go together, under the same condition; else each goes alone, and that they
-shared memory is lost, as in ``torch.distributed.rpc``. Two equal views (same place, dtype, shape and strides) always share,
+Tensors of one storage go as one run, the union of their spans, if not too much of that run is unused (``layout.wasteful``). If
+it is, tensors whose spans overlap go together, under the same condition. Otherwise each goes alone, and does not share memory
+any more where it arrives, as in ``torch.distributed.rpc``. Two equal views (same place, dtype, shape and strides) always share,
 and one tensor object that occurs twice arrives as one object.
 """
 
@@ -21,25 +21,26 @@ class Place(NamedTuple):
     """The place of a tensor in the runs of its message."""
 
     base: int
-    """Index of the first tensor of the message that lies in this run: its own, if this is it."""
+    """Index of the first tensor of the message that lies in this run; the tensor's own index, if it is the first."""
     run: torch.Tensor | None
-    """The run (uint8); ``None``: the one in which ``base`` goes alone, of which this tensor is an equal view."""
+    """The run (uint8); ``None`` if this tensor is an equal view of ``base``, which goes alone."""
     offset: int
     """Bytes from the start of the run to the tensor's first element."""
     same: bool
-    """Whether it is the very object that ``base`` is."""
+    """Whether it is the same object as ``base``."""
 
 
 class _View(NamedTuple):
     low: int
     high: int
     alone: int
-    """Bytes if it goes alone."""
+    """The bytes of its run if it goes alone."""
     members: list[int]
 
 
 def plan(tensors: list[torch.Tensor]) -> dict[int, Place] | None:
-    """The places of those tensors that share memory, by index; ``None`` if none do. All of them ``travel``."""
+    """The places of the tensors that share memory, by index; ``None`` if none do. ``layout.travels`` is true for all
+    tensors."""
     identities = [tensor.untyped_storage()._cdata for tensor in tensors]
     if len(set(identities)) == len(tensors):
         return None

@@ -92,8 +92,8 @@ def size_classes(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def load_places(blob: bytes, known: dict[bytes, list[RemoteRegion]]) -> list[RemoteRegion]:
-    """``Landing.places``, parsed. Memory comes round again, so the same places do: ``known`` has those of the same link. (A
-    parsed place refers to its channel, and with it to all memory of the peer: it must not outlive the link.)"""
+    """Parse ``Landing.places``. Memory is used again, so the same places come again: ``known`` has those of the same link. A
+    parsed place refers to its channel, and so to all memory of the peer: it must not outlive the link."""
     found = known.get(blob)
     if found is None:
         size = RemoteRegion.WIRE_SIZE

@@ -88,7 +88,7 @@ class DistributedOptimizer(Optimizer):
         """
         context, before = _agent.current().contexts.find(context_id), current.context
         changes = self._changes()
-        # Carried by the calls even if this thread is not in it: some owner may not have heard of it, who has no gradients then.
+        # The calls carry the context even if this thread is not in it: an owner that does not know it has no gradients in it.
         current.context = context
         try:
             self._ask(local_optimizer.step, ((context_id, changes) for _ in self._places))
@@ -179,7 +179,7 @@ class DistributedOptimizer(Optimizer):
     # -- calls
 
     def _ask(self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """``function(number of its LocalOptimizer, ...)`` at every owner, all at once."""
+        """Call ``function(number of its LocalOptimizer, ...)`` at every owner, all at once. Returns the results."""
         return _wait_for_all(
             ask(rref, function, (fork_of(rref).rref, *own), future=True).future
             for (rref, _), own in zip(self._places, arguments)

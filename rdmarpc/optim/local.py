@@ -92,11 +92,12 @@ class LocalOptimizer:
         self._changes = changes
 
 
-# What the holder calls.
+# The functions that the holder calls.
 
 
 def create(*described: Any) -> Any:
-    """``_create``, or a future of it if parameters are still to be made: no thread waits that may be needed for that."""
+    """The result of ``_create``; if parameters are still to be made, a future of it, as a waiting thread might be needed to
+    make them."""
     values = _agent.current().rrefs.future
     parameters = [values(fork_of(rref).rref) for rrefs in described[1].values() for rref in rrefs]
     if all(value.done() for value in parameters):
@@ -117,7 +118,7 @@ create._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
 
 
 def _create(kind: Any, members: Members, options: Any, args: Any, kwargs: Any) -> tuple[RRef[LocalOptimizer], Given]:
-    """``options`` of the groups by number; ``None`` for parameters that were given without groups."""
+    """Make the optimizer. ``options``: the options of the groups by number; ``None`` for parameters given without groups."""
     local = {number: [rref.local_value() for rref in rrefs] for number, rrefs in members.items()}
     parameters: list[Any]
     if options is None:

@@ -91,7 +91,8 @@ class Pool:
         self.call_out()
 
     def owe(self, job: Job) -> None:
-        """``submit`` a job that somebody may wait for: it runs even if the pool ends before. After ``end``: here and now."""
+        """``submit`` a job that a thread may wait for: it runs even if the pool ends before. After ``end`` it runs at once, on
+        the calling thread."""
         self._owed.append(job)
         if not self._ended:
             self.submit(self._run_owed)

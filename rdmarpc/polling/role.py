@@ -47,7 +47,7 @@ class Here(threading.local):
 
 
 class Role:
-    """Thread-safe. Nothing is read before ``read`` is set."""
+    """The polling role of one worker, and the waits of its threads. Thread-safe. Nothing is read before ``read`` is set."""
 
     def __init__(self, poller: Poller) -> None:
         self.poller, self.words, self.here = poller, words.Words(poller), Here()

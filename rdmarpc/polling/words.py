@@ -101,7 +101,7 @@ def let_go(token: int, mine: int, bell: int, table: int, rows: int) -> int:
 @compiled(i64(i64, i64, i64, i64, i64))
 def stand_by(token: int, bell: int, jobs: int, seen: int, limit_ns: int) -> int:
     """Sleep until the token is free or the word ``jobs`` differs from ``seen``, or ``limit_ns`` have passed. For one thread:
-    every message that finds the token free wakes all who stand by. The others wait in ``spare``."""
+    every message that finds the token free wakes all threads that stand by. The other threads wait in ``spare``."""
     start = now()
     while load_acquire(token) != 0 and load_acquire(jobs) == seen:
         rings = load_acquire(bell)
@@ -129,7 +129,7 @@ def spare(jobs: int, seen: int, limit_ns: int) -> int:
 
 @compiled(i64(i64, i64))
 def call_out(jobs: int, bell: int) -> int:
-    """Announce a job to all who stand by."""
+    """Announce a job to all threads that stand by."""
     fetch_add(jobs, 1)
     futex(jobs, FUTEX_WAKE, WAKE_ALL, 0)
     fetch_add(bell, 1)
@@ -139,7 +139,7 @@ def call_out(jobs: int, bell: int) -> int:
 
 @compiled(i64(i64, i64))
 def call_one(jobs: int, bell: int) -> int:
-    """As ``call_out``, to one. Only by the poller itself: nobody else sleeps on the bell then than who stands by."""
+    """As ``call_out``, but wake one thread. Only the poller may call it: only threads that stand by sleep on the bell then."""
     fetch_add(jobs, 1)
     if futex(jobs, FUTEX_WAKE, 1, 0) == 0:
         fetch_add(bell, 1)

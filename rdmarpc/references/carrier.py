@@ -24,7 +24,7 @@ class Carrier:
     """
 
     def __init__(self, me: int, device: str, links: Links, connect: Callable[[int], Link], rrefs: RRefContext) -> None:
-        """``me``: our number; ``device``: its name, for errors; ``connect``: the link to a worker that has none yet."""
+        """``me``: our number; ``device``: the device's name, for errors; ``connect(worker)`` makes a link to a worker."""
         self._me, self._device, self._links, self._connect, self._rrefs = me, device, links, connect, rrefs
         self._left: dict[int, deque[bytes]] = {}
         self._lock = threading.Lock()

@@ -85,14 +85,14 @@ def _never(rref: int, worker: int) -> bool:
 
 
 class RRefContext:
-    """All that a worker knows about references: the owner's half (``store``), the users' half (``forks``), and what they say to
-    those of other workers (``mail``). Thread-safe, never blocks.
+    """The references of one worker: the owner's half (``store``), the users' half (``forks``), and their messages to other
+    workers (``mail``). Thread-safe, never blocks.
 
-    Workers are known by their numbers (``members.Record``), which are never used twice: a worker that takes over the rank of
-    another is another. ``names(worker)`` for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
-    ``under_way(rref, worker)``: whether a call of ours to that worker that creates ``rref`` is unanswered; ``knows(worker)``:
-    whether it is, or was, in the group as far as is known here; ``transmit(worker, message)`` carries a message to ``receive``
-    there: it may be set later (``mail.transmit``).
+    Workers are known by their numbers (``members.Record``), which are never used twice, even if a worker takes over the rank of
+    another. ``names(worker)`` gives a name for texts; ``new_id()`` draws ids; ``run(job)`` runs a job on another thread;
+    ``under_way(rref, worker)`` tells whether a call of ours to that worker that creates ``rref`` is unanswered;
+    ``knows(worker)`` tells whether a worker is, or was, in the group as far as is known here; ``transmit(worker, message)``
+    carries a message to ``receive`` there, and may be set later (``mail.transmit``).
 
     A message of a peer about something that it has no right to raises ``NotTheirs``; the caller then ends the peer's link.
     """
@@ -208,7 +208,8 @@ class RRefContext:
             raise NotTheirs("it speaks for the creator of a reference, and is not the creator")
 
     def _meet(self, sender: int, worker: int) -> None:
-        """``sender`` names a worker. Each that nobody knows costs a look at the store, and an entry for ever."""
+        """Check a worker that ``sender`` names. Raises ``NotTheirs`` for too many unknown ones: each costs a look at the store,
+        and an entry for ever."""
         if self._knows(worker):
             return
         named = self._strangers.setdefault(sender, set())

@@ -25,18 +25,18 @@ Resume = Callable[[Exception | None], None]
 
 
 class Fork:
-    """A fork that this worker holds. At the owner too: there the value lives while one of them does."""
+    """A fork that this worker holds. The owner holds forks too; its value lives at least as long as they do."""
 
     __slots__ = ("confirmed", "creation", "error", "garbage", "number", "owner", "parent", "rref", "waiting")
 
     def __init__(self, garbage: Garbage, owner: int, rref: int, number: int, parent: int, *, confirmed: bool) -> None:
         self.garbage, self.owner, self.rref, self.number, self.parent = garbage, owner, rref, number, parent
         self.confirmed = confirmed
-        """The owner is known to know it."""
+        """Whether the owner is known to have entered it."""
         self.creation: Call | None = None
         """The call that creates the value, at its creator."""
         self.error: Exception | None = None
-        """Why the owner will never know it."""
+        """Why the owner will never enter it; ``None``: no such reason is known."""
         self.waiting: list[Held] | None = None
 
     def __del__(self) -> None:

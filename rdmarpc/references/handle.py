@@ -349,7 +349,7 @@ _fetch._asked_by = "to_here"  # type: ignore[attr-defined]
 
 
 def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.Future[bytes | None]:
-    """Run the backward pass of a value here. ``None``, or the packed error."""
+    """Run the backward pass of a value here. The future's value is ``None`` or the packed error."""
     agent = _current()
     done: torch.futures.Future[bytes | None] = torch.futures.Future()
 

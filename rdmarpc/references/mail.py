@@ -37,7 +37,7 @@ class Taken:
         self.above: set[int] = set()
 
     def take(self, number: int) -> bool:
-        """``False`` for a number that was taken before. ``NotTheirs`` for a sender that leaves out numbers."""
+        """Take a number; ``False`` if it was taken before. Raises ``NotTheirs`` for a sender that leaves out numbers."""
         if number < self.watermark or number in self.above:
             return False
         if len(self.above) >= MAX_AHEAD:

@@ -58,7 +58,7 @@ class Owned:
         self.own = False
         """Made by ``RRef(value)`` here."""
         self.forks: dict[int, int] = {}
-        """Known forks and who holds them. Our own handles are forks that we hold."""
+        """The known forks, and the worker that holds each. Our own handles are forks that we hold."""
         self.parked: dict[int, int] = {}
         """Forks that ask to be known before the value is."""
 
@@ -110,8 +110,8 @@ class Unsettled:
 
 
 class RRefStore:
-    """Thread-safe; never blocks, never runs users' code. Values that nobody refers to any more go to ``dead``, what has to run
-    as a consequence to ``jobs``: the caller sees to both when it holds no lock."""
+    """The values that live on this worker. Thread-safe; never blocks, never runs users' code. Values without references go to
+    ``dead``, and calls that follow from a change to ``jobs``: the caller empties both when it holds no lock."""
 
     def __init__(self, me: int, send: Send, jobs: deque[Job]) -> None:
         self._me, self._send, self._jobs = me, send, jobs
@@ -170,7 +170,7 @@ class RRefStore:
         with self._lock:
             owned = self._values.get(rref)
             if owned is None or owned.settled or not owned.known:
-                return None  # nobody refers to it, or only some who came too late
+                return None  # there are no references to it, or only some that came too late
             owned.settled = True
             return owned
 
@@ -310,7 +310,7 @@ class RRefStore:
                     self._give_up(rref)
 
     def close(self, error: Exception) -> None:
-        """The end: values are let go, and who waits for one gets ``error``."""
+        """Let go of all values. Waits for a value fail with ``error``."""
         with self._lock:
             values = list(self._values.values())
             self._values.clear()

@@ -254,11 +254,11 @@ class CudaChannel(ShmChannel):
         self._leave(now=False)
 
     def fail(self, error: RdmaError) -> None:
-        """``lose``, and tell the peer: our GPU failed."""
+        """End the channel because a GPU of ours failed, and tell the peer."""
         self.device.lost(self, error)
 
     def _leave(self, *, now: bool) -> None:
-        """Give up streams and mappings, as soon as nothing of ours is under way. ``now``: this thread may ask the driver."""
+        """Give up streams and mappings as soon as no copy of ours is under way. ``now``: this thread may call the driver."""
         self.lanes.leave(self._release, now=now, needed=bool(self.peer_gpus.imports.opened))
 
     def _release(self) -> None:

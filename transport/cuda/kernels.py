@@ -12,7 +12,7 @@ Invariants:
    stream has waited for, are in memory. It makes the copies between host memories and the notification with ``kernels.post``.
 3. no copy after abort: ``post`` enters (``kernels.enter``) before it enqueues anything, and ``FINISH`` leaves: ``inflight``
    counts the copies from the moment that they cannot be called back. A block that was disarmed meanwhile notifies nobody any
-   more. What has no copies for a GPU is not counted until ``FINISH`` runs: who aborts need not wait for a stream that owes a
+   more. What has no copies for a GPU is not counted until ``FINISH`` runs: an abort need not wait for a stream that owes a
    notification only.
 4. memory outlives its use: ``FINISH`` counts ``JOB_DONE`` last, and touches only that record from then on. The record belongs
    to the lane, which is not taken down before its stream is idle.

@@ -193,7 +193,7 @@ class Lanes:
         found = self._lanes.get(index)
         if found is not None and not self._left:
             return found
-        # Made without the lock, which who hears of the peer's end must not wait for.
+        # Made without the lock: the thread that hears of the peer's end must not wait for this.
         made = Lane(channel, self._arena, index)
         try:
             with self._lock:

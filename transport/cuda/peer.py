@@ -114,11 +114,11 @@ class PeerGpus:
         return self._places.get(remote.region)
 
     def still_there(self, remote: RemoteRegion) -> None:
-        """``RemoteAccessError`` if a region was withdrawn. With ``lock``: asks nobody."""
+        """Raise ``RemoteAccessError`` if a region was withdrawn. Call it with ``lock`` held: it does not ask the peer."""
         if remote.region not in self.memory.parts:
             raise self.memory.refuse(f"region {remote.region} is not registered (any more)")
 
     def withdrawable(self, remote: RemoteRegion) -> bool:
-        """Whether it may be withdrawn while the peer lives: a foreign region."""
+        """Whether the peer may withdraw a remote range while it lives: so if the range is in a foreign region."""
         segment = self._places.get(remote.region)
         return segment is not None and self._segments.get(remote.region) is not segment

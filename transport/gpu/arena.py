@@ -172,7 +172,7 @@ class GpuArena:
             self._pinned.pop(number, None)
 
     def registered(self) -> tuple[list[GpuSegment], list[tuple[int, int, int, int, int]]]:
-        """All segments, and all foreign regions as (number, key, segment, offset, bytes): what a new peer has to be told."""
+        """All segments, and all foreign regions as (number, key, segment, offset, bytes), to be announced to a new peer."""
         with self._lock:
             parts = [(number, key, segment.number, at, nbytes) for number, (segment, at, nbytes, key) in self._regions.items()]
             return list(self._segments.values()), parts
@@ -211,7 +211,7 @@ _pool_lock = threading.Lock()  # torch lets one thread at a time into a pool
 
 @functools.cache
 def _pool(index: int) -> Any:
-    """One a GPU, for the life of the process."""
+    """The memory pool of a GPU, for the life of the process."""
     torch.cuda.init()
     with torch.cuda.device(index):  # it belongs to the device that is current when it is made
         return torch.cuda.MemPool()

@@ -53,7 +53,7 @@ class Event:
             cuda.call("cuStreamWaitEvent", current_stream(self.index) if stream is None else stream, self._handle, 0)
 
     def status(self) -> str:
-        """Empty when it has come; ``NOT_READY``; or why it never will: the driver's word for how the GPU has failed."""
+        """Empty when the event has come, ``NOT_READY`` before; if the GPU has failed, the driver's name for the error."""
         return status(self.index, "cuEventQuery", self._handle)
 
     def over(self) -> bool:

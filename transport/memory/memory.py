@@ -117,7 +117,7 @@ class Memory:
             return list(self._segments.values())
 
     def detach(self, device: Listener) -> None:
-        """Idempotent."""
+        """Tell ``device`` nothing any more. Idempotent."""
         with self.lock:
             if device in self._devices:
                 self._devices.remove(device)

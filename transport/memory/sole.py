@@ -1,9 +1,9 @@
-"""Whether this process has one way only to a tensor: then it may be changed in place, or handed over.
+"""Whether this process has only one reference to a tensor: then it may be changed in place, or handed over.
 
-Python and torch count references. How many of them a function's own variables are depends on the version (Python 3.14 borrows
-where 3.11 counts), so ``references`` is never compared with a number that somebody wrote down, but with what the same lines of
-code find, at import, for a tensor that surely nobody else has. Where one reference more does not show, everything counts as
-shared, and is copied.
+Python and torch count references. How many of them are a function's own variables depends on the version (Python 3.14 borrows
+where 3.11 counts). So ``references`` is never compared with a written number, but with the count that the same lines of code
+find, at import, for a tensor that certainly has no other reference. If a further reference does not raise that count, every
+tensor counts as shared, and is copied.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 
 def references(value: object) -> int:
-    """How many there are to an object, with those that are only there because we ask."""
+    """The number of references to an object, with those that exist only because of this call."""
     return sys.getrefcount(value)
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors have it, and Python objects: at least the one that asks."""
+    """The number of tensors and Python objects that refer to a storage, with the argument itself."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -67,10 +67,10 @@ def _calibrated(count: Callable[[list[object] | None], int]) -> int:
 
 
 KEPT = _calibrated(_kept)
-"""``references`` to what lies in a table, looked up into a variable of the function that asks."""
+"""``references`` of an unshared object in a table, which the asking function has looked up into a variable."""
 PASSED = _calibrated(_passed)
-"""``references`` to what a variable of the caller refers to, and the parameter of the function that asks."""
+"""``references`` of an unshared object in a variable of the caller and the parameter of the asking function."""
 STORAGE = _calibrated(_storage)
-"""``references`` to a storage that a variable of the function that asks refers to."""
+"""``references`` of an unshared storage in a variable of the asking function."""
 STORAGE_USES = _calibrated(_uses)
-"""``storage_uses`` of one that one tensor has, asked by way of one variable."""
+"""``storage_uses`` of the storage of a single tensor, in a variable of the asking function."""

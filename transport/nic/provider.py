@@ -155,8 +155,9 @@ class Context(abc.ABC):
 
     @abc.abstractmethod
     def register(self, address: int, nbytes: int, access: int, *, device_memory: bool = False) -> MemoryRegion:
-        """``access``: ``LOCAL``, ``REMOTE_READ`` or ``REMOTE_WRITE``. ``RegistrationError`` names the limit that was met
-        (memlock, max_mr_size, max_mr) and what raises it. ``device_memory``: ``address`` is a GPU's (``gpudirect.PEERMEM``)."""
+        """Register memory. ``access``: ``LOCAL``, ``REMOTE_READ`` or ``REMOTE_WRITE``. Raises ``RegistrationError`` with the
+        limit that was met (memlock, max_mr_size, max_mr) and how to raise it. ``device_memory``: ``address`` is a GPU's
+        (``gpudirect.PEERMEM``)."""
 
     @abc.abstractmethod
     def register_dma_buf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:

@@ -152,7 +152,7 @@ def status_name(status: int) -> str:
 
 
 def event_name(event: int) -> str:
-    """``"QP_FATAL"`` for 1; ``"EVENT_99"`` for what nobody named yet."""
+    """The name of an asynchronous event: ``"QP_FATAL"`` for 1, ``"EVENT_99"`` for an unknown one."""
     return EVENTS[event] if 0 <= event < len(EVENTS) else f"EVENT_{event}"
 
 

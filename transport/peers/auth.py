@@ -36,7 +36,7 @@ HOW_TO_SET = "export RDMARPC_SECRET=$(openssl rand -hex 32), the same for every 
 
 
 def check_secret(secret: bytes) -> None:
-    """``ValueError`` for one that is short enough to be guessed."""
+    """Raise ``ValueError`` for a secret that is so short that it can be guessed."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"the job secret has {len(secret)} bytes, and {MIN_SECRET_BYTES} at least are needed: it is random text, such as "

@@ -18,15 +18,16 @@ _log = logging.getLogger("rdmarpc")
 
 
 class Guard:
-    """Tells of unexpected errors of one thread or device: the first of a kind with its traceback, later ones as a count each
-    time it has grown tenfold. Any thread; raises nothing."""
+    """Logs the unexpected errors of one thread or device: the first of a kind with its traceback, then the count each time it
+    has grown tenfold. Any thread; raises nothing."""
 
     def __init__(self, who: str) -> None:
         self._who = who
         self._counts: dict[tuple[str, type[BaseException]], int] = {}
 
     def note(self, error: BaseException, doing: str) -> None:
-        """``doing``: what failed, without what varies from one time to the next."""
+        """Log an error. ``doing`` names the action that failed; with the error's type it is the kind, so it must not contain
+        values that vary."""
         kind = doing, type(error)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count == 1:
@@ -41,7 +42,7 @@ def open_files() -> int:
 
 
 def need_descriptors(count: int) -> None:
-    """``OSError`` if this process may not open so many files more."""
+    """Raise ``OSError`` if this process may not open ``count`` more files."""
     held: list[int] = []
     try:
         while len(held) < count:

@@ -1,4 +1,4 @@
-"""Things that processes hand each other over a Unix socket: descriptors, and who they are."""
+"""Descriptors and identities of processes, which processes hand each other over a Unix socket."""
 
 from __future__ import annotations
 

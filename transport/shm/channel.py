@@ -36,7 +36,7 @@ LANDING = 10  # after those of cuda_channel
 CLOSED, SILENT, BROKEN = range(3)
 _SEND_TIMEOUT = 5.0
 _LAST_WORDS = 1000
-"""Messages that are read at most when the peer takes none any more."""
+"""How many messages are read at most after the peer has stopped taking ours."""
 _LAST_COPY_NS = 200_000_000
 _LOOK_NS = 50_000_000
 
@@ -85,7 +85,7 @@ class ShmChannel(Channel):
         self.questions = Questions()
         self.beats = Beats(inboxes.peer_bells)
         self.sending = threading.Lock()
-        """Held while a control message is sent: who has it sends the first."""
+        """Held while a control message is sent, so that messages go out one at a time."""
         self._end_lock = threading.Lock()
         self.socket_open = True
         self.broke = self.told = False
@@ -172,7 +172,7 @@ class ShmChannel(Channel):
     # -- control messages
 
     def send(self, kind: int, number: int = 0, key: int = 0, address: int = 0, nbytes: int = 0, fd: int = -1) -> None:
-        """One control message. Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
+        """Send a control message. Raises ``PeerLost`` if the peer is gone or has not read for seconds."""
         payload = MESSAGE.pack(kind, number, key, address, nbytes)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
         with self.sending:
@@ -275,13 +275,13 @@ class ShmChannel(Channel):
         self.requests.forked()
 
     def lose(self, error: RdmaError) -> None:
-        """``end``, not because somebody here wanted it."""
+        """``end`` a channel that broke, so was not closed here."""
         if self.end(error):
             self.broke = True
             self.inboxes.close()
 
     def give_up(self, error: RdmaError, why: int) -> None:
-        """End a channel, and say goodbye for that reason: a peer that does not run finds it when it runs again."""
+        """End a channel, and send a goodbye with the reason ``why``. A peer that is stopped finds it when it runs again."""
         self.lose(error)
         try:
             self.sock.send(MESSAGE.pack(BYE, why, 0, 0, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

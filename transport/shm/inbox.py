@@ -23,13 +23,13 @@ _CLOSED_AT, _INFLIGHT_AT = 0, 64
 
 
 class Inboxes:
-    """Both, and the peer's bells, as they are mapped here; and how much was posted."""
+    """Our inbox, the peer's inbox and the peer's bells, as they are mapped here, and how much was posted."""
 
     def __init__(self, own: mmap.mmap, peer: mmap.mmap, peer_bells: mmap.mmap) -> None:
         self._keep = (own, peer, peer_bells)
         self._own, self._peer, self.peer_bells = map(address_of, self._keep)
         self.peer_closed = self._peer + _CLOSED_AT
-        """Address of the word that is set when the peer wants no more."""
+        """Address of the word that is set when the peer has closed its inbox."""
         self.inflight = self._peer + _INFLIGHT_AT
         """Address of the count of our copies under way."""
         self._stats = np.zeros(3, np.int64)  # posts, bytes, and the advice of kernels._move
@@ -47,7 +47,7 @@ class Inboxes:
         return int(self._stats[0]), int(self._stats[1])
 
     def close(self) -> None:
-        """No copy of the peer begins from now on."""
+        """Close our inbox: no copy of the peer begins from now on."""
         kernels.store(self._own + _CLOSED_AT, 1)
 
     @property
@@ -61,16 +61,16 @@ class Inboxes:
         return kernels.load(self._own + _INFLIGHT_AT) > 0
 
     def quiesce(self, limit_ns: int) -> int:
-        """As ``kernels.quiesce``, of our copies."""
+        """As ``kernels.quiesce``, for our copies."""
         return kernels.quiesce(self.inflight, limit_ns)
 
     def quiesce_peer(self, limit_ns: int) -> int:
-        """As ``kernels.quiesce``, of the peer's."""
+        """As ``kernels.quiesce``, for the peer's copies."""
         return kernels.quiesce(self._own + _INFLIGHT_AT, limit_ns)
 
 
 class WorkRequest:
-    """A work request block (``words/kernels``). Refers to no channel, which would keep it."""
+    """A work request block (``words/kernels``). It does not refer to the channel, which would else stay alive."""
 
     __slots__ = ("__weakref__", "address", "block")
 
@@ -109,7 +109,7 @@ class Requests:
             self._armed.add(request)
 
     def disarm(self) -> None:
-        """All that there are, and each that comes."""
+        """Disarm all requests, and each that is added later."""
         with self._lock:
             self._over = True
         self.forked()

@@ -34,7 +34,7 @@ class Posting(Protocol):
 
 
 class PreparedRequest(WorkRequest):
-    """One that somebody uses apart from its channel, whose memory it needs."""
+    """A work request that is used apart from its channel. It keeps the channel alive, because it needs the channel's memory."""
 
     __slots__ = ("_channel",)
 
@@ -45,7 +45,7 @@ class PreparedRequest(WorkRequest):
 
 
 class ShmTransfer(PreparedRequest, Transfer):
-    """All remote sides are mapped: posting is one kernel call, complete when it returns."""
+    """A transfer whose remote sides are all mapped. A post is one kernel call, and complete when it returns."""
 
     __slots__ = ("_sides",)
 

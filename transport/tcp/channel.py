@@ -133,7 +133,7 @@ class TcpChannel(Channel):
         return self._silence
 
     def revoke(self, region: int) -> None:
-        """No byte of this region is touched for this channel after the return."""
+        """Stop all copies of this channel from and to a region of ours. Its memory is not touched after the return."""
         with self.reader.lock:
             self.reader.revoke(region)
             with self.outbox.lock:

@@ -190,11 +190,11 @@ class Reader:
         return PeerLost(f"the peer sent {what}", peer=self._peer, device="tcp", status="PROTOCOL")
 
     def revoke(self, region: int) -> None:
-        """No byte of this region of ours is written after the return. With ``lock`` held."""
+        """Stop a copy into a region of ours. Its memory is not written after the return. Call it with ``lock`` held."""
         if self._target_region == region and self._left:
             self._target = None
             self._refusal = self._refusal or f"region {region} was closed during the copy"
 
     def end(self) -> None:
-        """Let go of the memory that something was coming for. With ``lock`` held."""
+        """Let go of the memory that payload was being received into. Call it with ``lock`` held."""
         self._target, self._left = None, 0

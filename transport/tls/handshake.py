@@ -44,7 +44,7 @@ class SealedStream(socket.socket):
         return self._peer_name
 
     def setsockopt(self, *args: Any) -> None:
-        """All that is set is about the network."""
+        """Set an option of the TCP socket: all options that are set here concern the network."""
         self._relay.tcp.setsockopt(*args)
 
     @property
@@ -172,7 +172,7 @@ class Tls:
     def _repeat(
         self, ssl: int, sock: socket.socket, deadline: float, step: object, *args: object, answers: bool = False
     ) -> None:
-        """``answers``: look first at what the peer answers."""
+        """Repeat a step of the handshake until it succeeds. ``answers``: look first at what the peer answers."""
         while True:
             self._lib.ERR_clear_error()
             result = step(ssl, *args)  # type: ignore[operator]

@@ -85,7 +85,7 @@ _FUNCTIONS = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """``NotSupported`` where there is none that will do."""
+    """OpenSSL's library. Raises ``NotSupported`` if none is found that can be used."""
     found = None
     for name in (*_NAMES, ctypes.util.find_library("ssl")):
         try:

@@ -29,13 +29,13 @@ class TlsOptions:
 
 
 def check(tls: object) -> None:
-    """``TypeError`` for what is no argument ``tls`` of a device."""
+    """Raise ``TypeError`` for a value that a device does not accept as ``tls``."""
     if not isinstance(tls, (bool, TlsOptions)):
         raise TypeError(f"tls is True, False or TlsOptions, got {tls!r}")
 
 
 def permit_rdma(tls: bool | TlsOptions) -> None:
-    """``NotSupported`` where RDMA would carry in clear what has to be encrypted."""
+    """Raise ``NotSupported`` if RDMA would carry data in clear that has to be encrypted."""
     check(tls)
     if tls and not (isinstance(tls, TlsOptions) and tls.rdma_in_clear):
         raise NotSupported(

@@ -37,7 +37,7 @@ from .registrations import Registrations
 from .transfer import Leftovers, VerbsTransfer, VerbsWindow
 
 if TYPE_CHECKING:
-    from ..gpu.behind import Later  # a kernel stands behind it, which only who has a GPU needs
+    from ..gpu.behind import Later  # it compiles a kernel, which only a process with a GPU needs
 
 _DRAIN_TIMEOUT_S = 5.0  # the adapter has its answers, or gives up, long before
 
@@ -104,7 +104,8 @@ class VerbsChannel(Channel):
         return self.prepare([(dst, src)], notify=notify, once=True).post()
 
     def prepare(self, pairs: Sequence[Pair], *, notify: int | None = None, once: bool = False) -> VerbsTransfer:
-        """``once``: it is posted once, so memory that is not registered is rather staged."""
+        """As ``Channel.prepare``. ``once``: the transfer is posted only once, so unregistered memory is staged, not
+        registered."""
         self.check()
         check_notify(notify)
         sides = []

@@ -1,4 +1,4 @@
-"""The control stream beside a queue pair: who is there, which memory it has registered, goodbyes, signs of life.
+"""The control stream beside a queue pair: the peer's setup, the memory that it has registered, goodbyes, signs of life.
 
 One TCP connection a channel, authenticated before anything else is parsed (``peers/auth``). First the handshake: a *setup* from
 each end (the acceptor's may be a refusal instead), with which both connect their queue pairs, the acceptor before it answers;
@@ -42,8 +42,8 @@ _SEND_TIMEOUT_S = 5.0
 
 
 class Setup(NamedTuple):
-    """One end of a connection: ``patience_ms`` is its ``peer_timeout``, ``max_msg_sz`` what its port takes in one message
-    (bytes), ``endpoint`` a dumped ``Endpoint``."""
+    """The setup of one end of a connection. ``patience_ms``: its ``peer_timeout``; ``max_msg_sz``: the bytes that its port
+    takes in one message; ``endpoint``: a dumped ``Endpoint``."""
 
     uid: int
     epoch: int
@@ -101,15 +101,16 @@ class Message(NamedTuple):
 
 
 class ControlStream:
-    """Any thread sends; the device's service thread receives. ``peer``: who is there, for people."""
+    """The stream of control messages with one peer. Any thread sends; the device's service thread receives. ``peer``: the
+    peer's name, for people."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock, self.peer = sock, peer
         self.pulse: Pulse | None = None
         self.heard = True
-        """Something came since somebody set this to false."""
+        """Whether bytes have come since this was last set to false."""
         self.lock = threading.RLock()
-        """Held while something is sent; by the handshake, until its own part is out."""
+        """Held while a message is sent. The handshake holds it until its own part is out."""
         self._rest = b""
         self.closed = False
 

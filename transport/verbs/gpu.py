@@ -182,7 +182,7 @@ class GpuMemory:
         segment.refused = list(gpudirect.better([*decision.refused, *segment.refused], segment.way))
 
     def _dma_buf(self, segment: Segment) -> MemoryRegion:
-        """``cuMemGetHandleForAddressRange`` takes whole pages of the host."""
+        """Register a segment as a dma-buf. ``cuMemGetHandleForAddressRange`` takes whole pages of the host."""
         page, fd = os.sysconf("SC_PAGE_SIZE"), c_int(-1)
         start = segment.base // page * page
         nbytes = -(-(segment.base + segment.nbytes - start) // page) * page
@@ -266,7 +266,7 @@ class GpuMemory:
         if not streams and (queue is None or queue.idle):
             return None
         if queue is None:
-            from ..gpu.behind import Behind  # a kernel stands behind it, which only who has a GPU needs
+            from ..gpu.behind import Behind  # it compiles a kernel, which only a process with a GPU needs
 
             with self._lock:
                 if (queue := self._behind.get(first)) is None:

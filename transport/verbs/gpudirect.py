@@ -84,8 +84,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``ways``: to be tried in this order, the last one is always ``STAGED``. ``refused``: the others. ``flush``: see
-    ``NONE``."""
+    """The ways by which an adapter reaches a GPU's memory. ``ways`` are tried in this order; the last one is always ``STAGED``.
+    ``refused``: the other ways. ``flush``: see ``NONE``."""
 
     ways: tuple[str, ...]
     refused: tuple[Refused, ...]

@@ -86,7 +86,7 @@ class StripedDevice(Device):
         return next(filter(None, (rail.why_not(part) for rail, part in zip(self.rails, parts))), "")
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
-        """``hello``: at most 64 KiB less 9 bytes."""
+        """As ``Device.connect``, over all ports. ``hello`` may have at most 64 KiB less 9 bytes."""
         self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
@@ -149,7 +149,7 @@ class StripedDevice(Device):
             self.on_lost(striped)
 
     def _lose(self, striped: StripedChannel, error: RdmaError) -> bool:
-        """One of its channels is lost: so are the others. ``False`` if it had ended before."""
+        """End all channels of a striped channel, because one of them is lost. ``False`` if it had ended before."""
         ended = striped.end(error)
         for channel in striped.rails:
             channel.end(error)

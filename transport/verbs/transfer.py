@@ -80,7 +80,7 @@ class VerbsWork(Work):
 
 
 class GpuReadWork(VerbsWork):
-    """One post that READs into GPU memory: done when the GPU sees it there."""
+    """One post that READs into GPU memory. It is done when the GPU sees the data."""
 
     __slots__ = ("_lock", "_transfer")
 
@@ -149,7 +149,7 @@ class Leftovers:
 
 
 class _Piece:
-    """One copy: where it is at the peer, what it is here, and by what it is reached."""
+    """One copy: the remote range and its place, the local tensor, and how work requests reach the tensor."""
 
     __slots__ = ("block", "chunks", "gpu", "place", "registered", "remote", "source", "staged", "tensor", "write")
 

@@ -24,7 +24,8 @@ _SETTLE_S, _RETRY_S, _JOIN_S = 3.0, 0.05, 5.0
 
 
 class Watch:
-    """Any thread enters and drops queue pairs; the thread runs from ``start`` to ``stop``."""
+    """The thread that takes completions while every waiter sleeps, and looks for failures. It runs from ``start`` to ``stop``.
+    Any thread enters and drops queue pairs."""
 
     def __init__(
         self,
@@ -52,20 +53,20 @@ class Watch:
         return len(self._by_qp) >= self._queues.room
 
     def enter(self, channel: VerbsChannel) -> None:
-        """Have completions of its queue pair counted."""
+        """Count the completions of a channel's queue pair from now on."""
         lane = channel.lane
         with self._lock:
             self._by_qp[lane.qp.qp_num] = channel
             completions.enter_lane(self._queues.port, lane.qp.qp_num, lane.address)
 
     def drop(self, qp_num: int) -> None:
-        """Completions of this queue pair concern nobody any more."""
+        """Ignore the completions of a queue pair from now on."""
         with self._lock:
             completions.drop_lane(self._queues.port, qp_num)
             self._by_qp.pop(qp_num, None)
 
     def channels(self) -> set[VerbsChannel]:
-        """Also those that are still in their handshake."""
+        """The entered channels, also those that are still in their handshake."""
         with self._lock:
             return set(self._by_qp.values())
 

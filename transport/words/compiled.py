@@ -65,7 +65,7 @@ def _tell(error: Exception) -> None:
 
 
 def _check(function: Callable[..., Any]) -> None:
-    """``OSError`` if numba has no place for this function, or one where another user may have written."""
+    """Raise ``OSError`` if numba has no cache folder for this function, or one where another user may have written."""
     source = Path(function.__code__.co_filename).absolute().parent
     if (source, _place) in _checked:
         return
@@ -85,7 +85,7 @@ def _check(function: Callable[..., Any]) -> None:
 
 
 def _check_path(place: Path) -> None:
-    """``OSError`` unless we and root alone can have put anything there: into the directory, or another one in its place."""
+    """Raise ``OSError`` unless only this user and root can have written to the directory, or put another one in its place."""
     for at in (place, *place.parents):
         found = at.lstat()
         open_to = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode & 0o022

@@ -252,7 +252,7 @@ def _find_lane(port: int, qp_num: int) -> int:
 
 @compiled(i64(i64, i64))
 def _complete(lane: int, count: int) -> int:
-    """Invariant 4. Wakes who waits for it, as ``signal`` does for a notification."""
+    """Enter progress of a lane (invariant 4), and wake its waiters, as ``signal`` does for a notification."""
     if count < ENDED:
         store_release(lane + 8 * LANE_REACHED, count)
     if load_acquire(lane + 8 * LANE_COMPLETED) < count:
@@ -265,7 +265,7 @@ def _complete(lane: int, count: int) -> int:
 
 @compiled(i64(i64))
 def end_lane(lane: int) -> int:
-    """No post any more, and every wait for one returns."""
+    """End a lane: later posts are refused, and every wait for a post returns."""
     lock(lane + 8 * LANE_LOCK)
     store_release(lane + 8 * LANE_CLOSED, SHUT)
     unlock(lane + 8 * LANE_LOCK)
@@ -412,7 +412,7 @@ def put(lane: int, chain: int, local: int, remote: int, nbytes: int, inline: int
 
 @compiled(i64(i64, i64))
 def revoke(lane: int, chain: int) -> int:
-    """No post of this chain begins any more. Returns what ``LANE_COMPLETED`` has reached when those before are done."""
+    """Refuse later posts of a chain. Returns the value of ``LANE_COMPLETED`` at which its earlier posts are done."""
     lock(lane + 8 * LANE_LOCK)
     store_release(chain + 8 * CHAIN_COUNT, 0)
     posted = load_acquire(lane + 8 * LANE_POSTED)

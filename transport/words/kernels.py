@@ -113,7 +113,7 @@ def progress(port: int) -> int:
 
 @compiled(i64(i64))
 def wake(word: int) -> int:
-    """Wake everybody who sleeps on this word."""
+    """Wake all threads that sleep on this word."""
     return futex(word, FUTEX_WAKE, WAKE_ALL, 0)
 
 

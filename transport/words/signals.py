@@ -11,7 +11,7 @@ from .compiled import compiled
 
 @compiled(i64(i64))
 def ring_bell(bell: int) -> int:
-    """Wake everybody who sleeps on this bell; no system call if nobody does."""
+    """Wake all threads that sleep on this bell. Makes no system call if none does."""
     fence()
     if load_acquire(bell + 8) > 0:
         fetch_add(bell, 1)
