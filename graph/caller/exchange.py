@@ -135,7 +135,7 @@ class Exchanges:
             # Whoever calls the model may keep what it gave for ever. The last free slot is never lent out.
             self._station.settle()
             if not inlet.spare():
-                self._station.device.count_staged(inlet.edge.nbytes)
+                self._station.count_staged(inlet.edge, inlet.edge.nbytes)
                 tensor = tensor.clone()
             if shared(slot, header):
                 run.shared.append((inlet.edge.value, tensor, tensor._version))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,6 @@ from ..work.tasks import Agenda, Batch, Task
 from .ledger import Ledger
 from .stage import Plan
 
-if TYPE_CHECKING:
-    from ...transport import Device
-
 
 class Part(NamedTuple):
     """One micro-batch as it is asked for: the model's tensor inputs, and what gives the loss (a scalar) of its output. Inputs
@@ -45,11 +42,11 @@ class Part(NamedTuple):
 class Chunk(Run):
     """The caller's segments of one micro-batch."""
 
-    def __init__(self, part: Part, header: Header, machine: Machine, device: Device, agenda: Agenda, batch: Batch) -> None:
+    def __init__(self, part: Part, header: Header, machine: Machine, station: Station, agenda: Agenda, batch: Batch) -> None:
         super().__init__(part.plan.flow, header, machine, agenda, batch)
         self.plan = part.plan
         self._tensors = dict(zip(part.plan.graph.inputs, part.tensors))
-        self._loss, self._device = part.loss, device
+        self._loss, self._station = part.loss, station
         self._root: torch.Tensor | None = None
         agenda.add(Task(self, self.flow.duties[0], False, self.commands))
 
@@ -87,7 +84,7 @@ class Chunk(Run):
                 continue
             waiting[inlet] -= 1
             if sum(slot.busy for slot in inlet.slots) - waiting[inlet] >= len(inlet.slots):
-                self._device.count_staged(inlet.edge.nbytes)
+                self._station.count_staged(inlet.edge, inlet.edge.nbytes)
                 self._values[given.name] = self._values[given.name].clone()
 
     def drop(self) -> None:
@@ -167,7 +164,7 @@ class Pipeline:
             place = MicroBatch(index, len(self.parts), self._window).pack()
             header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
-                self.parts[index], header, self._machine, self._station.device, self._agenda, self._batch
+                self.parts[index], header, self._machine, self._station, self._agenda, self._batch
             )
             if index == 0 and self._zeroed:
                 chunk.clear = True

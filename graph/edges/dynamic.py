@@ -84,6 +84,7 @@ class DynamicTarget:
 
     __slots__ = ("_channel", "_device", "_head", "_metadata", "_transfer", "_work", "free", "source")
     leased = occupied = producible = False
+    next = None
 
     def __init__(self, device: Device, channel: Channel, edge: Edge, remote: RemoteRegion, number: int) -> None:
         words = device.empty(HEADER_BYTES + edge.nbytes, dtype=torch.uint8)
@@ -139,8 +140,7 @@ class DynamicOutlet(Outlet):
         if found is not None and not self.staging and payload.is_cpu and device.can_lend(found[0], self.channel):
             return payload, found[1]
         nbytes = payload.numel() * edge.dtype.itemsize
-        device.count_staged(nbytes)
-        self._station.counts[f"bytes_staged[{edge.value}]"] += nbytes
+        self._station.count_staged(edge, nbytes)
         view, order = found if found is not None else (payload.resolve_conj().resolve_neg(), 0)
         copy = self.channel.empty(view.shape, dtype=edge.dtype).copy_(view)
         return copy.as_strided(payload.shape, strides(tuple(payload.shape), order)), order

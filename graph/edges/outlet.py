@@ -19,9 +19,11 @@ from ...transport import NotSupported, RdmaError, RemoteRegion
 from ...transport.memory.sole import STORAGE_USES, storage_uses
 from ..plan.place import Edge
 from ..trace.devices import find
-from ..wire.header import HEADER_BYTES, NONE, SHARED, Header
-from ..wire.layout import dense
+from ..wire.header import GATHERED, HEADER_BYTES, NONE, SEEN, SHARED, STRIDED, Header
+from ..wire.layout import dense, strides
+from ..wire.tail import Tail, tail_bytes
 from . import observer, staging
+from .strided import flat, landing, lay_out, span
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Transfer, Work
@@ -39,6 +41,7 @@ class Target:
         "_address",
         "_bare",
         "_bound",
+        "_capacity",
         "_credit",
         "_fetched",
         "_full",
@@ -47,53 +50,82 @@ class Target:
         "_header",
         "_lease",
         "_mapped",
+        "_number",
         "_place",
         "_ranges",
         "_registers",
+        "_room",
         "_stage",
+        "_strided",
+        "_tail",
         "_work",
         "_writing",
+        "next",
         "outlet",
         "source",
     )
 
-    def __init__(
-        self, outlet: Outlet, station: Berth, channel: Channel, head: RemoteRegion, payload: RemoteRegion, number: int
-    ) -> None:
+    def __init__(self, outlet: Outlet, head: RemoteRegion, room: RemoteRegion, number: int) -> None:
+        """``room``: what is behind the header, or the payload elsewhere."""
         self.outlet = outlet
-        edge = outlet.edge
-        self._header = station.device.empty(HEADER_BYTES, dtype=torch.uint8)
+        device, edge = outlet.device, outlet.edge
+        self._header = device.empty(HEADER_BYTES, dtype=torch.uint8)
         self._head = memoryview(self._header.numpy())
-        pair = (head, self._header)
-        self._ranges = (pair, payload, number)
-        self._bare = channel.prepare([pair], notify=number)
-        self._full: Transfer = self._bare
+        self._number = number
         self._bound: Transfer | None = None
         """The transfer that has a source."""
-        self._gpu: dict[torch.device, Transfer] = {}
         self._stage: torch.Tensor | None = None
         self._fetched: torch.Tensor | None = None
-        self._mapped = None
         self._place: torch.Tensor | None = None
-        self._registers = False
-        if edge.nbytes:
-            # Has the right size, is never sent and never touched, so it takes no memory.
-            idle = torch.empty(edge.nbytes, dtype=torch.uint8)
-            self._full = channel.prepare([pair, (payload, idle)], notify=number)
-            self._full.unbind(1)
-            if edge.origin and outlet.direct:
-                self._from_gpu(find(edge.origin))
-            if outlet.staging:
-                self._stage = station.device.empty(edge.nbytes, dtype=torch.uint8)
-            else:
-                self._mapped = channel.map(payload)
-                self._registers = self._mapped is None and channel.registered_only
+        if edge.nbytes and outlet.staging:
+            self._stage = device.empty(edge.nbytes, dtype=torch.uint8)
+        self.next: tuple[RemoteRegion, RemoteRegion] | None = None
+        """Where the slot is from the next write on, if it has moved: head and room."""
+        self._reach(head, room)
+        if edge.nbytes and edge.origin and outlet.direct:
+            self._from_gpu(find(edge.origin))
         self._work: Work | None = None
         self.source: torch.Tensor | None = None
         """What is being written."""
         self._credit, self._writing = True, False
         self._lease: weakref.ref[memoryview] | None = None
         self._address = 0
+
+    def _reach(self, head: RemoteRegion, room: RemoteRegion) -> None:
+        """Prepare the writes into a slot that lies there."""
+        edge, channel = self.outlet.edge, self.outlet.channel
+        pair, payload = (head, self._header), room[: edge.nbytes]
+        self._ranges, self._room = (pair, payload, self._number), room
+        self._bare = channel.prepare([pair], notify=self._number)
+        self._full: Transfer = self._bare
+        self._gpu: dict[torch.device, Transfer] = {}
+        self._strided: dict[int, tuple[Transfer, torch.Tensor]] = {}
+        self._mapped = None
+        self._tail: Tail | None = None
+        self._registers = False
+        self._capacity = max(0, room.nbytes - tail_bytes(len(edge.shape), edge.depth))
+        if not edge.nbytes:
+            return
+        # Has the right size, is never sent and never touched, so it takes no memory.
+        idle = torch.empty(edge.nbytes, dtype=torch.uint8)
+        self._full = channel.prepare([pair, (payload, idle)], notify=self._number)
+        self._full.unbind(1)
+        if self.outlet.staging:
+            return
+        self._mapped = channel.map(room)
+        self._registers = self._mapped is None and channel.registered_only
+        if self._mapped is not None:
+            self._tail = Tail(self._mapped.memory[self._capacity :], len(edge.shape))
+
+    def move(self) -> None:
+        """The slot is free: use it where it is now."""
+        assert self.next is not None
+        where, self.next = self.next, None
+        self._reach(*where)
+
+    def moved(self) -> list[RemoteRegion]:
+        """Where all slots of the edge are, if the consumer has said so here."""
+        return [] if self._tail is None else self._tail.moved(self.outlet.edge.depth)
 
     @property
     def free(self) -> bool:
@@ -120,6 +152,9 @@ class Target:
         if payload is None or payload.numel() == 0:
             self._work = self._bare.post()
             return
+        if header.flags & STRIDED:
+            self._write_strided(header, payload)
+            return
         full, here = self._full, payload.is_cpu
         if self._stage is not None or not (here or self.outlet.direct):
             payload = self._staged(payload)
@@ -130,6 +165,68 @@ class Target:
         seen = observer.current if self.outlet.direct else None
         self._work = full.post() if seen is None else self._observed(seen, full, header, here)
         self.release()
+
+    def _write_strided(self, header: Header, payload: torch.Tensor) -> None:
+        """A payload with gaps, or with elements that are read more than once: one copy into the mapped slot. Elsewhere gaps are
+        left out by a copy."""
+        edge = self.outlet.edge
+        if self._mapped is None or self._tail is None:
+            self._send_strided(header, payload)
+            return
+        whole, given = flat(payload), landing(edge.shape, payload.stride())
+        fits = whole is not None or span(edge.shape, given) * edge.dtype.itemsize <= self._capacity
+        self._mapped.begin()
+        try:
+            count = (self._capacity if fits else edge.nbytes) // edge.dtype.itemsize
+            room = torch.frombuffer(self._mapped.memory, dtype=edge.dtype, count=count)
+            if whole is not None:
+                room[: len(whole)].copy_(whole)
+            elif fits:
+                lay_out(payload, room, given)
+            else:
+                room.view(edge.shape).copy_(payload)
+            self._tail.write_strides(given)
+        finally:
+            self._mapped.end()
+        if not fits:
+            header = header._replace(flags=header.flags | GATHERED | SEEN)
+        header.write(self._head)
+        self._work = self._bare.post()
+
+    def _send_strided(self, header: Header, payload: torch.Tensor) -> None:
+        outlet = self.outlet
+        whole, given = flat(payload), landing(outlet.edge.shape, payload.stride())
+        if whole is None:
+            stage = self._fetched if self._stage is None else self._stage
+            if stage is None:
+                stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
+            whole = torch.frombuffer(memoryview(stage.numpy()), dtype=payload.dtype)
+            whole.view(payload.shape).copy_(payload)
+            outlet.count_staged()
+            header = header._replace(flags=header.flags | GATHERED)
+        elif self._stage is not None:
+            staged = self._stage[: whole.numel() * whole.element_size()].view(payload.dtype)
+            whole = staged.copy_(whole)
+        header.write(self._head)
+        full = self._strided_transfer(whole.numel() * whole.element_size(), given)
+        full.rebind(1, whole)
+        self._bound, self.source = full, whole
+        self._work = full.post()
+        self.release()
+
+    def _strided_transfer(self, nbytes: int, given: tuple[int, ...]) -> Transfer:
+        """The write of so many bytes of payload, and of the strides behind it."""
+        pair, payload, number = self._ranges
+        if nbytes not in self._strided:
+            words = self.outlet.device.empty(len(given), dtype=torch.int64)
+            idle = torch.empty(nbytes, dtype=torch.uint8)
+            behind = self._room[self._capacity : self._capacity + 8 * len(given)]
+            made = self.outlet.channel.prepare([pair, (payload[:nbytes], idle), (behind, words)], notify=number)
+            made.unbind(1)
+            self._strided[nbytes] = made, words
+        found, words = self._strided[nbytes]
+        words.copy_(torch.tensor(given, dtype=torch.int64))
+        return found
 
     def _observed(self, seen: observer.Observer, full: Transfer, header: Header, here: bool) -> Work:
         """Post the write; a copy of an accelerator's, if it is one, is observed. ``here``: the payload lies on the CPU."""
@@ -158,7 +255,7 @@ class Target:
         if stage is None:
             stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
         if not outlet.staging:
-            outlet.device.count_staged(outlet.edge.nbytes)
+            outlet.count_staged()
         staging.to_host(payload, memoryview(stage.numpy()))
         return stage
 
@@ -191,7 +288,7 @@ class Target:
         that storage: on any thread, also from finalizers."""
         if self._mapped is not None:
             self._mapped.begin()
-            view = memoryview(self._mapped.memory)
+            view = memoryview(self._mapped.memory)[: self.outlet.edge.nbytes]
         else:
             if self._place is None:
                 self._place = self.outlet.device.empty(self.outlet.edge.nbytes, dtype=torch.uint8)
@@ -255,8 +352,12 @@ class Outlet:
         for blob, number in slots:
             remote = RemoteRegion.load(blob[: RemoteRegion.WIRE_SIZE])
             there = blob[RemoteRegion.WIRE_SIZE :]  # of a payload that lies elsewhere
-            payload = RemoteRegion.load(there) if there else remote[HEADER_BYTES:]
-            self._targets.append(Target(self, self._station, self.channel, remote[:HEADER_BYTES], payload, number))
+            room = RemoteRegion.load(there) if there else remote[HEADER_BYTES:]
+            self._targets.append(Target(self, remote[:HEADER_BYTES], room, number))
+
+    def count_staged(self) -> None:
+        """A payload was copied besides its transfer."""
+        self._station.count_staged(self.edge, self.edge.nbytes)
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
@@ -267,8 +368,10 @@ class Outlet:
         else:
             # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
             payload, order = self._prepare(payload.detach())
+            if order < 0:
+                flags, order = flags | STRIDED, 0
         header = Header(self.edge.number, sequence, flags, mode, commands, order, backward, argument)
-        if payload is not None and self._reserved is not None and self._reserved.holds(payload):
+        if payload is not None and self._reserved is not None and not flags & STRIDED and self._reserved.holds(payload):
             self._reserved.announce(header)
             self._reserved = None
             self.device.count("bytes_produced", self.edge.nbytes)
@@ -287,6 +390,8 @@ class Outlet:
         if target is None:
             return None
         self._reserved = target
+        if target.next is not None:
+            target.move()
         return target.reserve(self.edge.dtype, shape, strides, self._station.freed)
 
     def cancel(self) -> None:
@@ -317,6 +422,8 @@ class Outlet:
             else:
                 return
             header, payload = self._waiting.popleft()
+            if target.next is not None:
+                target.move()
             target.write(header, payload, self._station.timeout)
 
     def sources(self) -> list[torch.Tensor]:
@@ -337,6 +444,7 @@ class Outlet:
         return not self._waiting
 
     def _prepare(self, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What is to be written, and its memory order; -1 for what none describes (``strided``)."""
         edge = self.edge
         if payload.shape != edge.shape or payload.dtype != edge.dtype:
             raise NotSupported(
@@ -344,17 +452,30 @@ class Outlet:
                 hint="the shape of what crosses between workers must not depend on data",
             )
         found = dense(payload)
-        if self.staging or found is None:
-            self.device.count_staged(edge.nbytes)
-        if found is None:
-            return payload.resolve_conj().resolve_neg().contiguous(), 0
-        return found
+        if self.staging:
+            self.count_staged()
+        if found is not None and (found[1] == 0 or strides(edge.shape, found[1]) == payload.stride()):
+            return found
+        if payload.is_cpu and not edge.device and not payload.is_conj() and not payload.is_neg():
+            return payload, -1
+        if found is not None:
+            return found
+        if not self.staging:
+            self.count_staged()
+        return payload.resolve_conj().resolve_neg().contiguous(), 0
+
+    def _follow(self, target: Target) -> None:
+        """The slots have moved to larger memory, if the consumer says so in this one, which it gives back."""
+        for other, remote in zip(self._targets, target.moved()):
+            other.next = remote[:HEADER_BYTES], remote[HEADER_BYTES:]
 
     def _credited(self, at: int) -> Callable[[int], None]:
         def credited(count: int) -> None:
             target = self._targets[at]
             if count != 1 or not target.credited():
                 raise RdmaError(f"a credit for a slot of edge {self.edge.number} that is free", peer=self.edge.target)
+            if self.edge.static:
+                self._follow(target)
             self.flush()
 
         return credited

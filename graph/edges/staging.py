@@ -1,7 +1,7 @@
 """Copies between an accelerator and host memory, for tensors that cross between devices without a direct path.
 
 A copy waits for what this thread's current stream was given before, and is complete when the function returns. So a
-notification or credit that is sent afterwards needs no event. Counted as ``bytes_staged``.
+notification or credit that is sent afterwards needs no event. Whoever asks for one counts it (``bytes_staged``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def to_gpu(tensor: torch.Tensor, gpu: torch.device, device: Device) -> torch.Tensor:
     """A copy of a host tensor on an accelerator, in the same memory order. ``ArenaFull`` where it has no memory left."""
-    device.count_staged(tensor.numel() * tensor.element_size())
     try:
         with driver().relaxed():
             return tensor.to(gpu)

@@ -82,13 +82,21 @@ class Station:
         self.staged: set[tuple[str, str]] = set()
         """From whom to which accelerator things go through host memory although that need not be so: it was logged."""
         self.closed = False
+        self.copied: Counter[int] = Counter()
+        """Bytes that each edge staged, by its number."""
         self.counts: Counter[str] = Counter()
-        """``dynamic_reads``, and the bytes that dynamic edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
+        """``dynamic_reads``, and the bytes that edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
 
     def channel(self, worker: str) -> Channel:
         if worker not in self.peers:
             self.peers[worker] = self._channels(worker)
         return self.peers[worker]
+
+    def count_staged(self, edge: Edge, nbytes: int) -> None:
+        """Payload of an edge was copied besides the transfer itself."""
+        self.device.count_staged(nbytes)
+        self.counts[f"bytes_staged[{edge.value}]"] += nbytes
+        self.copied[edge.number] += nbytes
 
     # -- set-up
 

@@ -60,7 +60,7 @@ class Transfers:
         return [histogram(kind, found) for kind, found in sizes.items()]
 
     def table(self) -> str:
-        """One line a crossing, one with the sums; no empty lines."""
+        """One line a crossing, one with the sums, and one for each tensor that was staged; no empty lines."""
         head = ("tensor", "kind", "from", "to", "shape", "bytes", "slots", "edge", "write", "memory of")
         rows = []
         for crossing in self.crossings:
@@ -83,7 +83,12 @@ class Transfers:
         more = f" and what {free} of free shape have" if free else ""
         count = len(self.crossings)
         total = f"{count} edges, {self.nbytes:,} bytes cross in a training step{more}, {self.slot_bytes:,} bytes of slots"
-        return table(head, rows, right=(5, 6)) + "\n" + total
+        staged = [
+            f"{c.kind} {c.name} from {c.source} to {c.target}: {c.staged:,} bytes staged so far"
+            for c in self.crossings
+            if c.staged
+        ]
+        return "\n".join([table(head, rows, right=(5, 6)), total, *staged])
 
     def uses(self) -> str:
         """One line for each tensor and worker that reads it: the operation that makes it, and the first and last use."""
@@ -146,11 +151,16 @@ def load(path: str | os.PathLike[str]) -> list[Transfers]:
     return from_json(Path(path).read_text())
 
 
-def describe(placement: Placement, parameter_bytes: Mapping[str, int] | None = None) -> Transfers:
-    """``parameter_bytes``: of the model, by worker. Without a graph (control edges, parameters that are served) the operations
-    stay unnamed."""
+def describe(
+    placement: Placement, parameter_bytes: Mapping[str, int] | None = None, staged: Mapping[int, int] | None = None
+) -> Transfers:
+    """``parameter_bytes``: of the model, by worker; ``staged``: bytes so far, by number of the edge. Without a
+    graph (control edges, parameters that are served) the operations stay unnamed."""
     known = {} if parameter_bytes is None else parameter_bytes
-    crossings = tuple(_crossing(placement.graph, edge) for edge in placement.edges)
+    copied = {} if staged is None else staged
+    crossings = tuple(
+        dataclasses.replace(_crossing(placement.graph, edge), staged=copied.get(edge.number, 0)) for edge in placement.edges
+    )
     segments: list[SegmentRecord] = []
     parts: dict[str, dict[str, None]] = {}
     for segment in placement.graph.segments if placement.graph is not None else ():

@@ -26,7 +26,8 @@ class Crossing:
     slots, which take ``slot_bytes`` at the target; ``device`` is where it wants the tensor (empty: the CPU). ``producer`` is
     the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in words, or the slot in
     which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient comes back. ``trigger``:
-    carries nothing, only starts a segment. A tensor with several targets is several crossings of one ``name``.
+    carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far. A tensor
+    with several targets is several crossings of one ``name``.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Crossing:
     first: Use | None = None
     last: Use | None = None
     device: str = ""
+    staged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

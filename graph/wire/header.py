@@ -23,6 +23,12 @@ STAGED = 32
 CLEAR = 64
 """A gradient: before this backward the gradients of all parameters that are trainable in ``mode`` become ``None``. Rides in
 every gradient of a backward, so that each worker learns of it before its first segment runs."""
+STRIDED = 128
+"""No memory order describes the payload: its strides stand behind it (``tail``)."""
+GATHERED = 256
+"""With ``STRIDED``: the payload came without its gaps, in row-major order, and is to be laid out with those strides."""
+SEEN = 512
+"""With ``GATHERED``: the sender sees what the consumer writes behind the payload, so the slots may move."""
 
 
 class MicroBatch(NamedTuple):

@@ -218,13 +218,13 @@ class WrappedModel(nn.Module):
         """The tensors that cross, as data: one entry for each plan that is set up, the last used one last. Entries have
         ``save`` and ``draw``, and print as tables."""
         state = state_of(self)
-        parameters = state.parameter_bytes()
-        return [describe(placement, parameters) for placement in state.session.caller.plans.placements()]
+        parameters, staged = state.parameter_bytes(), state.staged()
+        return [describe(placement, parameters, staged) for placement in state.session.caller.plans.placements()]
 
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.
         Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
-        ``plans``, ``misses`` (see there), ``dynamic_reads`` and, for each value that dynamic edges had to copy,
+        ``plans``, ``misses`` (see there), ``dynamic_reads`` and, for each value that was copied besides its transfer,
         ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from ..graph.trace.methods import capture_by, methods_of
 from ..graph.trace.sites import input_names, name_inputs
 from ..graph.trace.sizes import Sizes
 from ..parts.parameter import RemoteParameter
-from ..transport import NotSupported
+from ..transport import NotSupported, RdmaError
 from .eager import Eager
 from .session import Session
 from .signature import Miss, Signatures
@@ -136,6 +138,16 @@ class State:
         if self.runner is not None:
             totals["steps"] += self.runner.steps - self.runner.calls
             totals["misses"] += self.runner.misses.total()
+        return totals
+
+    def staged(self) -> dict[int, int]:
+        """Bytes that were staged so far, by the number of the edge; after the model's end, or a loss, those of this worker."""
+        session = self.session
+        totals = Counter(session.caller.station.copied)
+        if not session.closed:
+            with contextlib.suppress(RdmaError):
+                for copied in session.ask("copied", dict.fromkeys(session.workers, ())).values():
+                    totals.update(copied)
         return totals
 
     def misses(self) -> list[Miss]:

@@ -25,7 +25,7 @@ from rdmarpc.graph.edges.outlet import Outlet
 from rdmarpc.graph.edges.slot import Inlet, Slot, take
 from rdmarpc.graph.edges.station import Arrived, Fittings, Offer, Station
 from rdmarpc.graph.plan.place import Edge, Placement
-from rdmarpc.graph.wire.header import SHARED, Header
+from rdmarpc.graph.wire.header import GATHERED, SEEN, SHARED, STRIDED, Header
 from rdmarpc.transport import RdmaError, open_device
 
 _PERIOD = 1 << 16
@@ -180,7 +180,7 @@ class Worker:
         return sent
 
     def _make(self, sender: _Sender, number: int) -> torch.Tensor:
-        """Sometimes where it is to land, where that is possible; and then it is kept for a while."""
+        """Sometimes where it is to land, where that is possible; and then it is kept for a while. Sometimes with gaps."""
         line = sender.line
         expected = self.expected(sender.pattern, number, line.nbytes)
         if line.nbytes and sender.outlet.producible and self.chance.random() < 0.5:
@@ -188,6 +188,8 @@ class Worker:
             if reserved is not None:
                 self.own.append((self.turn + self.chance.randrange(20), sender.pattern, number, reserved.copy_(expected)))
                 return reserved
+        if line.nbytes > 1 and self.chance.random() < 0.2:
+            return torch.zeros(line.nbytes, self.chance.choice([2, 2, 2, 3]), dtype=torch.uint8)[:, 0].copy_(expected)
         return expected.clone()
 
     def _let_go(self) -> None:
@@ -202,7 +204,7 @@ class Worker:
     def _landed(self, inlet: Inlet, slot: Slot, header: Header) -> None:
         receiver, sequence = self.receivers[header.edge], header.sequence
         line = receiver.line
-        plain = header._replace(flags=header.flags & ~SHARED, argument=header.argument & ~1)
+        plain = header._replace(flags=header.flags & ~(SHARED | STRIDED | GATHERED | SEEN), argument=header.argument & ~1)
         assert plain == Header(header.edge, sequence), f"a torn header: {header}"
         assert sequence > receiver.low and sequence not in receiver.seen, f"{sequence} came twice"
         receiver.seen.add(sequence)
