@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .behind import Node
 from .record import ANCHOR, RECEIVED, engaged
 
-Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
-
-ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction._backward_cls
-_DIVERTED = "rdmarpc.diverted"
-_diverting = threading.Lock()
 
 
 def _following(node: Node) -> tuple[tuple[Node | None, int], ...]:
@@ -77,27 +71,6 @@ def _ordered(starts: list[Node]) -> list[Node]:
                 stack.pop()
     order.reverse()
     return order
-
-
-def divert(accumulator: Node) -> None:
-    """Have what a pass brings to a leaf go to the pass, and nothing to ``.grad``: the leaf's hooks run before, and those behind
-    its accumulator after. Other backward passes over the same leaf are not concerned."""
-    marks = accumulator.metadata
-    if _DIVERTED in marks:
-        return
-    with _diverting:
-        if _DIVERTED not in marks:
-            accumulator.register_prehook(partial(_diverted, accumulator.variable))
-            marks[_DIVERTED] = True  # only now: a thread that finds the mark relies on the hook
-
-
-def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
-    run = engaged.run
-    if run is None:
-        return None
-    if gradients[0] is not None:
-        run.accumulate(leaf, gradients[0])
-    return (None,)
 
 
 class Halted(Exception):

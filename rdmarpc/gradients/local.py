@@ -2,7 +2,8 @@
 
 A worker does not know which of the messages that it sent will get gradients, nor when. So that each node runs once, with all
 that flows into it, a node *waits* while an unanswered message that it took part in might still bring a gradient to it; what has
-arrived on its edges is *held*. Leaves do not wait: adding up is all they do (but the hooks of a leaf see the whole sum, once).
+arrived on its edges is *held*. Leaves do not wait: adding up is all they do. But the hooks of a leaf see the whole sum, once,
+and so does what stands behind it (``behind``: DDP).
 
 Usually nothing waits, and one call of the engine runs everything that the arrived gradients reach. Else only the nodes in front
 of those that wait run. The engine cannot stop at an edge: it runs at least the tensor hooks behind it. So gradients for waiting
@@ -20,7 +21,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -28,12 +30,15 @@ from torch.autograd.variable import Variable
 
 from ..ground.streams import Joint, use_here
 from ..transport import NotSupported
-from .graph import ACCUMULATE, BEHIND, NOTHING_MORE, REENTRANT, Halted, Node, divert, halting, label, quieten, reach
-from .record import ANCHOR, RECEIVED, Sent, Source, adds_up, engaged
+from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, inner_edges, refuse_late_hooks, replicas, watched
+from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach
+from .lending import Account, lending
+from .record import ANCHOR, RECEIVED, Source, engaged
 from .record import edge as edge_of
 
 _engine = Variable._execution_engine
 _AFTER, _HALT, _BEFORE = range(3)
+_NONE: set[int] = set()
 Gradients = tuple[torch.Tensor | None, ...]
 _FREED = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed): "
@@ -69,20 +74,6 @@ class Emitted(NamedTuple):
     gradients: Gradients
 
 
-class Account(Protocol):
-    """The context of a pass, as far as a pass needs it (``context.Context``)."""
-
-    number: int
-    sent: dict[int, Sent]
-    """The tensors that left here, by the number of their message."""
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if it has ended."""
-
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, ours: bool = False) -> None:
-        """Add to the gradient of a leaf; ``ours``: nothing else refers to ``gradient``."""
-
-
 class Pass:
     """A backward pass at one worker. Thread-safe."""
 
@@ -92,6 +83,10 @@ class Pass:
         """Gradients that have arrived on edges into nodes that have not run: (node, number of its output)."""
         self.collected: set[int] = set()
         """Leaves (by id) whose gradients are being held, while the engine runs."""
+        self.lent: set[int] = _NONE
+        """Leaves (by id) whose ``.grad`` is lent to the context, while the engine runs."""
+        self._static: list[Replica] = []
+        """DDP modules whose reducers wait for the whole pass: the first of a static graph."""
         self._collecting: dict[int, Node] = {}
         self._owners: list[list[GradientEdge]] = []
         """The edges that keep alive the nodes (``record.edge``) for which gradients are held."""
@@ -161,6 +156,11 @@ class Pass:
         use_here((before, gradient))
         self.held[node, output] = gradient if before is None else before + gradient
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something of it may still run here."""
+        return bool(self.held or self._static)
+
     def starts(self) -> list[Node]:
         """The nodes for which gradients are held."""
         with self._lock:
@@ -171,6 +171,7 @@ class Pass:
         with self._lock:
             self._over = True
             self.held.clear()
+            self._static.clear()
             self._labels.clear()
             self._owners.clear()
 
@@ -202,6 +203,7 @@ class Pass:
                 self._joint.enter()  # what was emitted
                 self.collected.clear()
                 self._collecting.clear()
+                self.lent = _NONE
                 with self._lock:
                     self._running = False
                     emitted, self._emitted = self._emitted, []
@@ -212,22 +214,27 @@ class Pass:
         none. Call it with the lock held."""
         if not self.held:
             self._owners.clear()
-            return None
+            return self._next_static() if self._static else None
         waits = self._waiting()
         ready = {edge for edge in self.held if not waits(edge[0])} if waits else set(self.held)
         if not ready:
             return None
         reached = reach({node for node, _ in ready})
         held_up = [node for node in reached if waits(node)] if waits else []
+        behind: list[Node] = []
         for node in reached:
             if type(node) is ACCUMULATE:
-                divert(node)
+                refuse_late_hooks(node.variable)
+                if watched(node):
+                    behind.append(node)
+            elif type(node) is SINK:
+                self._note_static(node)
             elif type(node) is REENTRANT:
                 raise NotSupported(
                     "a reentrant checkpoint runs a backward pass of its own, into .grad",
                     hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) works",
                 )
-        inner = [node for node in held_up if type(node) is not ACCUMULATE]
+        inner = [node for node in held_up if type(node) is not ACCUMULATE or node in behind]
         if inner:
             blocked = set(held_up)
             part = reach({node for node, _ in ready if not _ends(node)}, stop=blocked.__contains__)
@@ -236,6 +243,7 @@ class Pass:
                 taken = [(edge, self.held.pop(edge)) for edge in ready if edge[0] in part]
                 return lambda: self._run_part(taken, part)
             ready = {edge for edge in ready if _ends(edge[0])}
+            behind = [node for node in behind if any(node is edge[0] for edge in ready)]
             held_up = []
         for node in held_up:
             leaf = node.variable
@@ -243,7 +251,30 @@ class Pass:
             self.collected.add(id(leaf))
             self._collecting[id(leaf)] = node
         taken = [(edge, self.held.pop(edge)) for edge in ready]
-        return lambda: self._run_all(taken)
+        return lambda: self._run_all(taken, behind)
+
+    def _note_static(self, sink: Node) -> None:
+        """In the first pass of a static graph, DDP would reduce at the end of the call of the engine that comes to its sink. It
+        has to be the end of the pass here."""
+        module = sink.ddp_weakref()
+        if module is None or not module.static_graph or module._static_graph_delay_allreduce_enqueued:
+            return
+        module._static_graph_delay_allreduce_enqueued = True
+        self._static += [each for each in replicas.of(next(iter(module._module_parameters))) if each.module() is module]
+
+    def _next_static(self) -> Callable[[], None] | None:
+        """With the lock held: the reduction of a DDP module that nothing more can come to."""
+        waits = self._waiting()
+        held_up = {id(node.variable) for node in self._labels if type(node) is ACCUMULATE and waits(node)} if waits else set()
+        for each in self._static:
+            if held_up.isdisjoint(map(id, each.parameters())):
+                self._static.remove(each)
+                return functools.partial(self._reduce, each)
+        return None
+
+    def _reduce(self, replica: Replica) -> None:
+        with torch.no_grad(), lending(self.context, (), [replica]):
+            replica.module().reducer._delay_all_reduce()
 
     def _waiting(self) -> Callable[[Node], bool] | None:
         """Whether a node waits for a message; ``None`` if none can."""
@@ -255,7 +286,7 @@ class Pass:
             return None
         if not self._labelled.keys() >= set(unanswered):
             # New ones: they were sent since, by a forward pass that goes on.
-            self._labels = label([[each.node for each in sent[message].edges()] for message in unanswered])
+            self._labels = label([[each.node for each in inner_edges(sent[message])] for message in unanswered])
             self._labelled = {message: bit for bit, message in enumerate(unanswered)}
         if not self._labels:
             return None
@@ -265,16 +296,18 @@ class Pass:
         def waits(node: Node) -> bool:
             if not labels.get(node, 0) & mask:
                 return False
-            return type(node) is not ACCUMULATE or bool(node.variable._backward_hooks)
+            return type(node) is not ACCUMULATE or bool(node.variable._backward_hooks) or watched(node)
 
         return waits
 
-    def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]]) -> None:
+    def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], behind: list[Node]) -> None:
+        """``behind``: accumulators that are watched."""
         use_here(gradient for _, gradient in taken)
         edges = tuple([GradientEdge(*edge) for edge, _ in taken])
         gradients = tuple([gradient for _, gradient in taken])
         taken.clear()
-        _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)
+        with lending(self.context, behind) if behind else nullcontext(_NONE) as self.lent:
+            _engine.run_backward(edges, gradients, self.retain_graph, False, (), True, True)
 
     def _run_part(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], part: set[Node]) -> None:
         """Run the nodes of ``part``, and hold what they bring to others."""

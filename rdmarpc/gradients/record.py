@@ -25,15 +25,6 @@ class Sent(NamedTuple):
     to: int
     targets: list[torch.Tensor | GradientEdge]
 
-    def edges(self) -> list[GradientEdge]:
-        """The edges into nodes that may have to wait: those of all tensors but leaves whose gradients are only added up."""
-        return [edge(target) if isinstance(target, torch.Tensor) else target for target in self.targets if not adds_up(target)]
-
-
-def adds_up(target: torch.Tensor | GradientEdge) -> bool:
-    """Whether a gradient only has to be added to others: so for a leaf without hooks."""
-    return isinstance(target, torch.Tensor) and not target._backward_hooks
-
 
 class Source(NamedTuple):
     """The origin of received tensors, to which their gradients go: the context, the sender's number, and the number of its
@@ -50,6 +41,11 @@ class Running(Protocol):
     @property
     def collected(self) -> set[int]:
         """Leaves (by id) whose gradients are being held."""
+        ...
+
+    @property
+    def lent(self) -> set[int]:
+        """Leaves (by id) whose ``.grad`` holds the context's gradient for now."""
         ...
 
     def emit(self, source: Source, gradients: tuple[torch.Tensor | None, ...]) -> None:

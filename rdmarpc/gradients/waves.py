@@ -34,6 +34,7 @@ from ..functions import TOLD_WHO
 from ..ground import here
 from ..links.frames import CONTROL
 from . import error as grad_error
+from .behind import inner_edges
 from .context import Context, Contexts
 from .graph import reach
 from .local import Emitted, ForeignGradients, Gradients, Pass
@@ -189,7 +190,7 @@ class Wave:
     def reply(self) -> Reply:
         """The answer to the asker. Raises if the context has ended meanwhile, because gradients may have been lost."""
         self.run_.context.check()
-        if self.run_.held:
+        if self.run_.waiting:
             self.holders.add(self.agent.number)
         return Reply(self._back, self.holders)
 
@@ -473,7 +474,7 @@ def _survey(sender: int, header: bytes, messages: bytes, held: bool) -> bytes:
     for message in _unpacked(messages):
         sent = context.sent.get(message)
         if sent is not None:
-            starts += [each.node for each in sent.edges()]
+            starts += [each.node for each in inner_edges(sent)]
     sources = [node.source for node in reach(starts) if type(node) is RECEIVED]
     return b"".join(_REACHED.pack(source.worker, source.message) for source in sources)
 

@@ -18,6 +18,7 @@ import torch
 from .. import autograd
 from ..calls import agent as _agent
 from ..functions import MAY_DEFER
+from ..gradients.lending import undisturbed
 from ..graph.work.remote_update import hyperparameters
 from ..ground.futures import fail
 from ..ground.streams import use_here
@@ -53,9 +54,9 @@ class LocalOptimizer:
         """Step with the gradients of ``context``. Parameters without one are left alone, and so is every ``.grad``."""
         gradients = autograd.get_gradients(context)
         use_here(gradients.values())
-        with _stepping:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        with _stepping, undisturbed(parameters):
             self._apply(changes)
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             before = [parameter.grad for parameter in parameters]
             try:
                 for parameter in parameters:

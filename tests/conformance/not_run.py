@@ -19,6 +19,7 @@ SUITES: dict[str, str] = {
     "CudaRpcTest": GPU,
     "CudaDistAutogradTest": GPU,
     "CudaRemoteModuleTest": GPU,
+    "CudaDdpComparisonTest": GPU,
     "TensorPipeCudaDistAutogradTest": GPU,
     "TensorPipeAgentCudaRpcTest": GPU,
     "FaultyAgentDistAutogradTest": FAULTS,

@@ -25,6 +25,7 @@ MODULES = {
     "autograd": f"{_ROOT}.rpc.dist_autograd_test",
     "optimizer": f"{_ROOT}.rpc.dist_optimizer_test",
     "remote_module": f"{_ROOT}.nn.api.remote_module_test",
+    "ddp": f"{_ROOT}.ddp_under_dist_autograd_test",
 }
 _TARGET = "torch.distributed.rpc"
 _PICKLED = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
@@ -89,6 +90,7 @@ def _ours(name: str) -> ModuleType | None:
 
 def _substitute() -> None:
     import torch
+    import torch._dynamo  # DDP imports it, in each process if nobody has before
     import torch.distributed.rpc
     import torch.testing._internal.common_distributed  # what looks at the original while it is imported comes first
 
@@ -152,6 +154,18 @@ def _substitute_autograd() -> None:
     torch.distributed.autograd = sys.modules[name] = StandIn(name, rdmarpc.autograd)  # type: ignore[assignment]
 
 
+_modules: list[Any] = []
+
+
+def _kept(*args: Any, **kwargs: Any) -> Any:
+    """DDP modules, kept to the end: gloo's group that dies with its last module holds the interpreter's lock and waits for its
+    threads, one of which may want it (torch alone hangs so, now and then)."""
+    import torch.nn.parallel
+
+    _modules.append(torch.nn.parallel.DistributedDataParallel(*args, **kwargs))
+    return _modules[-1]
+
+
 def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
     """Import the tests; returns ``{suite: class}``, ready to be made with the name of a test and given ``rank`` and
     ``file_name``. The classes are put into this module, so that their instances can be pickled by reference."""
@@ -181,6 +195,8 @@ def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
         if importlib.util.find_spec(MODULES[short]) is None:
             continue
         module = importlib.import_module(MODULES[short])
+        if short == "ddp":
+            module.DistributedDataParallel = _kept  # type: ignore[attr-defined]
         for suite in listed():
             theirs = vars(module).get(suite)
             if isinstance(theirs, type) and theirs.__module__ == module.__name__:

@@ -32,10 +32,10 @@ def watch() -> None:
         part(self, taken, nodes)
         paths["partial, several held"] += len(self.held) > 1
 
-    def run_all(self: Pass, taken: Any) -> None:
+    def run_all(self: Pass, taken: Any, behind: Any) -> None:
         paths["whole"] += 1
         paths["collecting"] += bool(self.collected)
-        everything(self, taken)
+        everything(self, taken, behind)
 
     def expecting(self: Pass, messages: set[int]) -> None:
         paths["settled"] += 1

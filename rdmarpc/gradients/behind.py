@@ -1,0 +1,212 @@
+"""What stands behind the accumulator of a leaf, besides us: hooks of other libraries, and the reducers of DDP.
+
+A context keeps gradients to itself, and ``.grad`` as it is: most leaves' gradients are taken in front of their accumulators.
+What stands behind one works on ``.grad`` (DDP averages that), and wants a gradient that is complete. Such a leaf is *watched*:
+it waits for all that a pass brings to it, and lends its ``.grad`` to the call of the engine that runs it (``lending``).
+
+DDP does not tell anybody which parameters it has, and a reducer writes to those too that a pass does not reach here. Every
+reducer is a reference to its type: when there are more or fewer than we know of, DDP modules are looked for among all objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel, distributed
+
+from ..transport import NotSupported
+from .record import Sent, edge, engaged
+
+Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
+
+ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+SINK: Any = getattr(getattr(distributed, "_DDPSink", None), "_backward_cls", None)
+"""Behind the outputs of DDP modules that have a static graph, or look for unused parameters."""
+_DIVERTED = "rdmarpc.diverted"
+_diverting = threading.Lock()
+
+
+class Mark:
+    """Of an accumulator: the hooks before and behind it that Python knows, ours (one, before) among them."""
+
+    __slots__ = ("before", "behind", "lock")
+
+    def __init__(self, accumulator: Node) -> None:
+        handle = accumulator.register_prehook(partial(_diverted, accumulator.variable))
+        self.before: OrderedDict[int, Any] = handle.hooks_dict_ref()
+        handle = accumulator.register_hook(_nothing)  # the only way to the hooks behind it
+        self.behind: OrderedDict[int, Any] = handle.hooks_dict_ref()
+        handle.remove()
+        self.lock = threading.Lock()
+        """Of who has the leaf's ``.grad`` lent."""
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def divert(accumulator: Node) -> Mark:
+    """Have what a pass brings to a leaf go to the pass, and nothing to ``.grad``, unless that is lent to the pass: the leaf's
+    hooks run before, and those behind its accumulator after. Other backward passes over the same leaf are not concerned."""
+    marks = accumulator.metadata
+    mark: Mark | None = marks.get(_DIVERTED)
+    if mark is None:
+        with _diverting:
+            mark = marks.get(_DIVERTED)
+            if mark is None:
+                mark = marks[_DIVERTED] = Mark(accumulator)
+    return mark
+
+
+def _diverted(leaf: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+    run = engaged.run
+    if run is None or id(leaf) in run.lent:
+        return None
+    if gradients[0] is not None:
+        run.accumulate(leaf, gradients[0])
+    return (None,)
+
+
+def watched(accumulator: Node) -> bool:
+    """Whether something stands behind the accumulator, or (hooks that users put there) in front of it."""
+    mark = divert(accumulator)
+    return bool(mark.behind) or len(mark.before) > 1 or bool(replicas.of(accumulator.variable))
+
+
+def adds_up(target: torch.Tensor | GradientEdge) -> bool:
+    """Whether all there is to do with a gradient is to add it to others: of a leaf that has no hooks and is not watched."""
+    if not isinstance(target, torch.Tensor) or target._backward_hooks or target._post_accumulate_grad_hooks:
+        return False
+    if target.layout is not torch.strided:
+        return not watched(edge(target).node)
+    return not watched(get_gradient_edge(target).node)
+
+
+def inner_edges(sent: Sent) -> list[GradientEdge]:
+    """Of what left: the edges in front of which something may wait, all but leaves whose gradients are only added up."""
+    return [edge(target) if isinstance(target, torch.Tensor) else target for target in sent.targets if not adds_up(target)]
+
+
+def refuse_late_hooks(leaf: torch.Tensor) -> None:
+    """``NotSupported`` for a leaf with hooks that want its ``.grad`` (torch passes them over without a word, or misleads
+    them)."""
+    if leaf._post_accumulate_grad_hooks:
+        raise NotSupported(
+            f"a leaf of shape {tuple(leaf.shape)} has a hook by register_post_accumulate_grad_hook: such hooks work on .grad, "
+            "which a backward pass in a context leaves alone",
+            hint="Tensor.register_hook, or a loss.backward() without a context",
+        )
+    hooks: Any = leaf._backward_hooks
+    if hooks and any(isinstance(getattr(hook, "__self__", None), DistributedDataParallel) for hook in hooks.values()):
+        raise _not_averaged("delay_all_reduce_named_params=")
+
+
+def _not_averaged(what: str) -> NotSupported:
+    return NotSupported(
+        f"DistributedDataParallel with {what} works on .grad outside of its reducer: a backward pass in a context would not "
+        "average",
+        hint="DistributedDataParallel without it, and DistributedOptimizer",
+    )
+
+
+# -- DDP
+
+
+class Replica:
+    """One DDP module. ``lock``: of who has its parameters' ``.grad`` lent."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = weakref.ref(module)
+        self.lock = threading.Lock()
+
+    def module(self) -> Any:
+        """``None`` once it is gone."""
+        return self._module()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that its reducer has."""
+        module = self._module()
+        return [] if module is None else [each for each in module._module_parameters if each.requires_grad]
+
+    def check(self) -> None:
+        """``NotSupported`` for what cannot be right in a context."""
+        module = self.module()
+        if module is None:
+            return
+        what = ""
+        if module.mixed_precision is not None:
+            what = "mixed_precision="
+        elif module._delay_all_reduce_params:
+            what = "delay_all_reduce_named_params="
+        elif module._use_python_reducer:
+            what = 'torch._dynamo.config.optimize_ddp = "python_reducer"'
+        elif any(hasattr(each, "_in_backward_optimizers") for each in self.parameters()):
+            what = "an optimizer in its backward pass"
+        if what:
+            raise _not_averaged(what)
+
+    def finished(self) -> bool:
+        """Whether nothing is being reduced."""
+        module = self.module()
+        if module is None:
+            return True
+        try:
+            module.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+
+_REDUCER: Any = getattr(torch.distributed, "Reducer", None)
+
+
+class Replicas:
+    """The DDP modules of this process, by their parameters. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._of: dict[int, list[Replica]] = {}
+        # Of references to the type, those that are no reducers of modules that we know. There are none without a group.
+        self._other = -1 if _REDUCER is None or torch.distributed.is_initialized() else sys.getrefcount(_REDUCER)
+
+    def of(self, leaf: torch.Tensor) -> list[Replica]:
+        """Those that ``leaf`` is a parameter of."""
+        if _REDUCER is None:
+            return []
+        if sys.getrefcount(_REDUCER) != self._other + len(self._live):
+            self._look()
+        if not self._of:
+            return []
+        return [each for each in self._of.get(id(leaf), ()) if each.module() is not None]
+
+    def _look(self) -> None:
+        with self._lock:
+            frozen = gc.get_freeze_count() > 0
+            if frozen:
+                gc.unfreeze()  # get_objects passes over what is
+            found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+            if frozen:
+                gc.freeze()
+            before = {id(replica.module()): replica for known in self._of.values() for replica in known}
+            of: dict[int, list[Replica]] = {}
+            live = weakref.WeakSet(each for each in found if "reducer" in each.__dict__)
+            for each in live:
+                replica = before.get(id(each)) or Replica(each)
+                for parameter in replica.parameters():
+                    of.setdefault(id(parameter), []).append(replica)
+            self._of, self._live = of, live
+            del found, before
+            self._other = sys.getrefcount(_REDUCER) - len(live)
+
+
+replicas = Replicas()
