@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +39,9 @@ def serve(
 
     ``model.optimizer`` (of the class ``optimizer``, with ``defaults``) sends the gradients away when it steps. The servers sum
     the gradients of all ``workers``, step, and write the new weights into the memory of this model's parameters. The next
-    forward waits for these weights. From a step until then nothing else may read the parameters; ``model.pull()`` waits, too.
+    forward waits for these weights, as does whatever else reads a parameter. Values that are written into parameters here go to
+    the servers before the next step (with several workers: ``NotSupported``, ``load_state_dict`` is the way). Copies of the
+    model (``copy.deepcopy``, pickle) are ordinary models.
 
     * ``workers``: the names of all workers that train this model. Each of them calls ``serve`` with the same arguments.
       ``None``: this worker alone. Gradients are summed in the order of this list, so divide the loss by its length for the
@@ -144,16 +148,20 @@ class ServedModel(nn.Module):
         self.__dict__["_rdmarpc"] = State(net, servers)  # see ``state_of``
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = getattr(net, kind)
+        # Trainers look at its signature to know what the model takes.
+        self.__dict__["forward"] = functools.wraps(net.forward)(functools.partial(ServedModel.forward, self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         net, servers = state_of(self)
-        servers.trainer.pull()
+        servers.pull()
+        if len(servers.workers) > 1:
+            servers.check_written()
         return net(*args, **kwargs)
 
     def pull(self) -> None:
         """Return when the weights of the last step are here. Raises ``PeerLost``, ``TransferTimeout``, and the errors of the
         servers."""
-        state_of(self).servers.trainer.pull()
+        state_of(self).servers.pull()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -220,14 +228,13 @@ class ServedModel(nn.Module):
         self._wait()
         servers = state_of(self).servers
         result = state_of(self).net.load_state_dict(state_dict, strict)
-        for server, parameters in servers.parameters.items():
-            servers.ask(server, "load", {at: parameter.detach() for at, parameter in enumerate(parameters)})
+        servers.load()
         return result
 
     def _wait(self) -> None:
         servers = state_of(self).servers
         if not servers.closed:
-            servers.trainer.pull()
+            servers.pull()
 
     def train(self, mode: bool = True) -> ServedModel:
         state_of(self).net.train(mode)
@@ -235,10 +242,55 @@ class ServedModel(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise NotSupported("a served model cannot be converted or moved", hint="do that before serve()")
+        self._wait()
+        for name, tensor in itertools.chain(super().named_parameters(), self.named_buffers()):
+            with torch.no_grad():
+                made = fn(tensor.detach())
+            if (made.dtype, made.device, made.data_ptr()) != (tensor.dtype, tensor.device, tensor.data_ptr()):
+                raise NotSupported(
+                    f"{name!r} of a served model cannot become {made.dtype} on {made.device}, or lie elsewhere",
+                    hint="convert or move the model before serve()",
+                )
+        return self
+
+    def share_memory(self) -> Any:
+        raise NotSupported("a served model lies where servers write: its memory cannot be exchanged")
+
+    # -- it stands for the original
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(state_of(self).net, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._own(name):
+            super().__setattr__(name, value)
+        if "_rdmarpc" in self.__dict__ and (name == "training" or not self._own(name)):
+            setattr(state_of(self).net, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._own(name):
+            super().__delattr__(name)
+        else:
+            delattr(state_of(self).net, name)
+
+    def _own(self, name: str) -> bool:
+        """Whether an attribute is of this object, and not of the original."""
+        there = "_rdmarpc" in self.__dict__ and (name == "forward" or name not in self.__dict__)
+        return not there or isinstance(getattr(type(self), name, None), property)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the original with the present weights, which no server knows of."""
+        self._wait()
+        return copy.deepcopy(state_of(self).net, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As that copy."""
+        self._wait()
+        return _itself, (state_of(self).net,)
+
+
+def _itself(net: nn.Module) -> nn.Module:
+    return net

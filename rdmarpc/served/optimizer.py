@@ -24,8 +24,14 @@ class Served(Protocol):
     trainer: Trainer
     staging: str
 
-    steps: int
-    """How many were made."""
+    def pull(self) -> None:
+        """Return when the weights of the last step are here."""
+
+    def ready(self) -> None:
+        """Before the gradients of a step are sent."""
+
+    def sent(self) -> None:
+        """After that; returns when they may be changed again."""
 
     @property
     def optimizers(self) -> Iterator[int]:
@@ -105,7 +111,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        served.trainer.ready()
+        served.ready()
         staging, writes = served.staging, []
         for share in self._shares:
             numbers, rest = self._numbers(share)
@@ -118,9 +124,12 @@ class ServedOptimizer(torch.optim.Optimizer):
             share.half.send(self._number, marks, present, grads, numbers, staging)
             # New values will stand there without torch's doing: graphs that saved the old ones must not go backward.
             torch.autograd.graph.increment_version(share.parameters)
-        served.trainer.finish()
-        served.steps += 1
+        served.sent()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # gradients are here, also while weights are on their way
+            super().zero_grad(set_to_none)
 
     def _numbers(self, share: _Share) -> tuple[list[float], Any]:
         numbers, rest = numbers_of([self.param_groups[group] for group, _ in share.groups])
@@ -142,7 +151,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         """As the real one's, with the state that the servers have."""
         served = self._served
         assert served is not None
-        served.trainer.pull()
+        served.pull()
         result = super().state_dict()
         index = {parameter: number for number, parameter in enumerate(self._everything())}
         for share in self._shares:
@@ -157,7 +166,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         """With several workers each of them loads the same before its next step."""
         served = self._served
         assert served is not None
-        served.trainer.pull()
+        served.pull()
         super().load_state_dict({**state_dict, "state": {}})
         state: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
         for number, parameter in enumerate(self._everything()):

@@ -16,8 +16,9 @@ from ..graph.servers.bundle import WEIGHT, Bundle
 from ..graph.servers.trainer import Half, Trainer, gradient_note
 from ..graph.wire.layout import dense
 from ..graph.work.command import WorkerError
-from ..transport import PeerLost, RdmaError, TransferTimeout, for_others
+from ..transport import NotSupported, PeerLost, RdmaError, TransferTimeout, for_others
 from . import serving
+from .parameter import Watch
 
 _LEAVE_TIMEOUT_S = 10.0
 _LATE_TIMEOUT_S = 1.0
@@ -48,6 +49,7 @@ class Servers:
         self.position = {
             parameter: (server, at) for server, found in self.parameters.items() for at, parameter in enumerate(found)
         }
+        self._watch: Watch | None = None
         self.trainer = Trainer(agent.name, agent.device, agent.channel, self._explain, timeout)
         _open.difference_update([trainer for trainer in _open if trainer.station.device.closed])
         _open.add(self.trainer)
@@ -73,6 +75,8 @@ class Servers:
         for half in halves:
             for parameter, landing in zip(self.parameters[half.server], half.room.tensors):
                 parameter.data = landing
+        names = [name for found in self.names.values() for name in found]
+        self._watch = Watch(names, list(self.position), self.pull)
 
     def _half(self, server: str, numbers: Iterator[int]) -> Half:
         me, parameters = self.agent.name, self.parameters[server]
@@ -89,6 +93,55 @@ class Servers:
         gradients = Bundle(edges(GRADIENT, me, server, learns), orders[:learns], gradient_note(learns)) if learns else None
         self.placement.edges += [*weights.edges, *(gradients.edges if gradients is not None else ())]
         return self.trainer.add(weights, gradients)
+
+    # -- steps
+
+    def pull(self) -> None:
+        """See ``Trainer.pull``."""
+        self.trainer.pull()
+        if self._watch is not None:
+            self._watch.here()
+
+    def ready(self) -> None:
+        """Before a step: the weights and the servers are here, and these have what was written into parameters here."""
+        self.pull()
+        self.check_written()
+        self.trainer.ready()
+
+    def sent(self) -> None:
+        """After a step's gradients were sent. Returns when they may be changed again."""
+        self.trainer.finish()
+        self.steps += 1
+        assert self._watch is not None
+        self._watch.seen()
+        self._watch.away()
+        if self._watch.shared:
+            self.pull()
+
+    def check_written(self) -> None:
+        """Tell the servers what somebody wrote into parameters here. Raises ``NotSupported`` where they have other workers."""
+        if self.closed or self._watch is None or not (written := self._watch.written()):
+            return
+        everything = list(self.position.items())
+        if len(self.workers) > 1:
+            parameter, (server, at) = everything[written[0]]
+            raise NotSupported(
+                f"parameter {self.names[server][at]!r} was written into here, and its other workers do not see that",
+                hint="call load_state_dict with the same values at every worker; make optimizers by model.new_optimizer",
+            )
+        values: dict[str, dict[int, torch.Tensor]] = {}
+        for parameter, (server, at) in [everything[number] for number in written]:
+            values.setdefault(server, {})[at] = parameter.detach()
+        for server, found in values.items():
+            self.ask(server, "load", found)
+        self._watch.seen()
+
+    def load(self) -> None:
+        """Give the servers everything that is here."""
+        for server, parameters in self.parameters.items():
+            self.ask(server, "load", {at: parameter.detach() for at, parameter in enumerate(parameters)})
+        if self._watch is not None:
+            self._watch.seen()
 
     # -- set-up calls, none of them in the steady state
 
@@ -130,7 +183,7 @@ class Servers:
         failed: BaseException | None = None
         try:
             if not self.trainer.late:
-                self.trainer.pull()
+                self.pull()
                 self.trainer.station.check()
         except Exception as error:  # said where the weights were wanted
             failed = error
@@ -157,5 +210,7 @@ class Servers:
                 channel = self.trainer.station.peers.get(server)
                 safe &= channel is None or channel.error is not None
         self.trainer.close()
+        if self._watch is not None:
+            self._watch.close()
         if safe:
             _open.discard(self.trainer)
