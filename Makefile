@@ -3,6 +3,7 @@
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
+# make zoo   real models and training loops beside one process, and the tables of docs/models.md; ARGS='GPT-2 loops' chooses
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 # make vm-bench  the verbs device beside perftest and torch RPC, in such a guest
 # make vm-cluster  two emulated hosts: faults between them, a SLURM over them (Debian; see docs/clusters.md)
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run smoke test test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
+.PHONY: run smoke test zoo test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -49,6 +50,11 @@ endif
 
 test-cuda: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# torch is installed before, so that torchvision does not choose it; beside a torch for CPUs its compiled operators are missing.
+zoo: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[zoo]'
+	$(BIN)/python -m tests.zoo.tour $(ARGS) $(if $(ARGS),,--table docs/models.md)
 
 campaign: $(INSTALLED)
 	$(BIN)/python -m tests.campaign $(ARGS)

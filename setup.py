@@ -16,6 +16,7 @@ FOLDERS = {
 }
 
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
+ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -44,6 +45,7 @@ setup(
         "verbs": ["ibverbs"],
         "bench": ["grpcio"],
         "slurm": ["hydra-submitit-launcher"],
+        "zoo": [*TEST, *ZOO],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["rdmarpc = rdmarpc.cli:main"]},

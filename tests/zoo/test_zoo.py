@@ -1,0 +1,47 @@
+"""The zoo's quick form: models and loops of torch alone, and one of each family of the ``zoo`` extra where that is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import families
+from .plain_models import ENTRIES as MODELS
+from .tour import visit
+from .training_loops import ENTRIES as LOOPS
+from .zoo_tables import line, tables
+
+PLAIN = ("LSTM tagger", "tied language model", "MoE, by tokens", "DLRM", "FNO", "UNet")
+STEPS = ("gradient accumulation", "OneCycleLR", "two optimizers", "frozen and back", "GAN", "micro-batches")
+FIRST = {
+    "torchvision": ["squeezenet1_1"],
+    "timm": ["resnet10t"],
+    "transformers": ["BERT"],
+    "torch_geometric": ["GCN"],
+    "trainers": ["Lightning"],
+}
+
+
+def all_as_expected(family: str, names: list[str]) -> None:
+    rows = list(visit(family, names))
+    assert {row.name for row in rows} == set(names)
+    assert not (strange := [line(row) for row in rows if not row.expected]), "\n".join(strange)
+    assert all(row.name in tables(rows) for row in rows)
+
+
+def test_models_of_torch_alone():
+    all_as_expected("plain", list(PLAIN))
+
+
+def test_loops_over_a_model_of_torch_alone():
+    all_as_expected("loops", list(STEPS))
+
+
+@pytest.mark.parametrize("family", sorted(FIRST))
+def test_one_of_a_family(family):
+    if absent := families.missing(family):
+        pytest.skip(f"needs the zoo extra ({', '.join(absent)})")
+    all_as_expected(family, FIRST[family])
+
+
+def test_the_zoo_is_as_large_as_it_says():
+    assert len(MODELS) >= 30 and len(LOOPS) >= 30

@@ -1,0 +1,65 @@
+"""The rows of the zoo as lines, and as the tables of ``docs/models.md``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from .compare import EQUAL, REFUSED, Row
+
+BEGIN, END = "<!-- tables: make zoo -->", "<!-- end of tables -->"
+
+
+def line(row: Row) -> str:
+    mark = "" if row.expected else "!! "
+    text = f"{mark}{row.family}: {row.name}, {row.how}: {row.outcome}"
+    if row.captured:
+        text += f" by {row.captured.splitlines()[0]}"
+    if row.outcome == EQUAL and row.ratio:
+        text += f", {row.staged} staged, {row.ratio:.1f}x"
+    return text + (f"\n      {row.detail}" if row.detail else "")
+
+
+def counted(rows: Iterable[Row]) -> str:
+    rows = list(rows)
+    found = Counter(row.outcome for row in rows)
+    strange = sum(not row.expected for row in rows)
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items()))
+    return f"{len({(row.family, row.name) for row in rows})} entries, {len(rows)} rows: {said}; {strange} not as expected"
+
+
+def write_tables(path: Path, rows: list[Row]) -> None:
+    text = path.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n\n{tables(rows)}\n{END}{after}", encoding="utf-8")
+
+
+def tables(rows: list[Row]) -> str:
+    parts = []
+    for family in dict.fromkeys(row.family for row in rows):
+        own = [row for row in rows if row.family == family]
+        parts.append(f"### {family}\n\n{counted(own)}.\n\n{_table(own)}")
+    return "\n".join(parts)
+
+
+def _table(rows: list[Row]) -> str:
+    lines = ["| entry | how | outcome | captured by | staged | step |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        outcome = row.outcome if row.outcome != REFUSED else f"refused: {_short(row.detail)}"
+        captured = _captured(row.captured) if row.outcome == EQUAL else ""
+        numbers = (f"{row.staged:,}", f"{row.ratio:.1f}×") if row.outcome == EQUAL and row.ratio else ("", "")
+        lines.append(f"| {row.name} | {row.how} | {outcome} | {captured} | {numbers[0]} | {numbers[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _captured(said: str) -> str:
+    method, *reasons = said.splitlines() or [""]
+    return method + (f" ({_short(reasons[-1])})" if reasons else "")
+
+
+def _short(text: str) -> str:
+    text = text.split(": ", 1)[-1] if text.startswith("NotSupported") else text
+    text = text.replace("|", "\\|")
+    return text if len(text) <= 110 else text[:107] + "..."
