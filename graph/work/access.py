@@ -80,6 +80,21 @@ class Access:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
         self._submit(lambda: getattr(self._root.get_submodule(path), method)(*args), commands)
 
+    def compile(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> None:
+        """``module.compile(*args, **kwargs)``."""
+        self._submit(lambda: self._root.get_submodule(path).compile(*args, **kwargs), commands)
+
+    def seed(self, seed: int, commands: int) -> None:
+        """Seed the generators that parts draw from. Not by ``torch.manual_seed``: this worker may be a caller too, and its own
+        program has not set this seed."""
+
+        def sow() -> None:
+            torch.default_generator.manual_seed(seed)
+            if self._gpu is not None:
+                torch.get_device_module(self._gpu).default_generators[self._gpu.index or 0].manual_seed(seed)
+
+        self._submit(sow, commands)
+
     def take(self, pack: Callable[[Mapping[str, Any]], Any], commands: int) -> Any:
         """All parts, by path, as ``pack`` makes them ready to travel."""
         parts: dict[str, Any] = {}

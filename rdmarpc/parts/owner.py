@@ -25,6 +25,7 @@ from ..graph.trace.devices import CPU, find, named, tensors_of
 from ..graph.wire.layout import dense, strides
 from ..graph.work.host import Host
 from ..transport import NotSupported, RdmaError
+from . import compiled
 
 _hosts: weakref.WeakKeyDictionary[Agent, dict[str, tuple[str, Host]]] = weakref.WeakKeyDictionary()
 
@@ -74,6 +75,9 @@ class _Pickler(pickle.Pickler):
         self.specs: list[Spec] = []
         self._homes = homes
         self._seen: dict[int, int] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        return compiled.reduced(obj) if isinstance(obj, nn.Module) else NotImplemented
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided or obj.is_quantized:

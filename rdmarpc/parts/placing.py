@@ -14,6 +14,7 @@ from ..graph.trace.devices import CPU
 from ..graph.trace.devices import tensors_of as own_tensors
 from ..transport import NotSupported
 from ..transport.gpu.driver import kind
+from .compiled import is_compiled
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _RANK = re.compile(r"rank:(\d+)")
@@ -122,6 +123,9 @@ def _expand(net: nn.Module, key: str) -> list[str]:
 
 def _children(net: nn.Module, key: str, path: str, module: nn.Module, step: str) -> Iterator[tuple[str, nn.Module]]:
     known = {name: child for name, child in module._modules.items() if child is not None}
+    if is_compiled(module) and step != "_orig_mod":
+        yield from _children(net, key, join(path, "_orig_mod"), known["_orig_mod"], step)
+        return
     match = _RANGE.fullmatch(step)
     if step in known or match is None:
         wanted = [step]

@@ -141,6 +141,10 @@ class RemotePart(nn.Module):
         self._place.owners.ask_owner(self._place.worker, "call", self._place.path, "apply", (fn,))
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``module.compile(...)`` at the owner."""
+        self._place.owners.ask_owner(self._place.worker, "compile", self._place.path, args, kwargs)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
             check_kept(fn, tensor, self._place.refusal)
@@ -215,6 +219,9 @@ def part_class(kind: type[nn.Module]) -> type[RemotePart]:
     run here, over the stand-ins."""
     if kind not in _classes:
         try:
+            if isinstance(_static(kind, "training"), property):
+                raise TypeError  # it hands everything on to another module
+
             names = {
                 "__module__": kind.__module__,
                 "__qualname__": kind.__qualname__,

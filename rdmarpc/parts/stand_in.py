@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..transport import NotSupported
 from .buffer import RemoteBuffer, changed
+from .compiled import is_compiled, unwrapped
 from .entries import entries_of, take_entries
 from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
@@ -71,7 +72,7 @@ def stand_in(original: nn.Module, owners: Owners, places: Places, path: str, mad
             return mirror(original, owners, home, path, made)
         made[id(original)] = original
         return original
-    shell = made[id(original)] = copy.copy(original)
+    shell = made[id(original)] = unwrapped(original) if is_compiled(original) else copy.copy(original)
     tables: dict[str, dict[str, Any]] = {"_parameters": dict(original._parameters), "_buffers": dict(original._buffers)}
     vars(shell).update(tables)
     if home != places.caller and own_tensors(original):

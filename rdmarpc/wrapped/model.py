@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..calls import agent as _agent
 from ..graph.show.describe import Transfers, describe
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
+from ..parts.compiled import is_compiled
 from ..parts.placing import resolve
 from ..parts.remote_part import RemotePart, given
 from ..parts.stand_in import Shell
@@ -65,12 +68,20 @@ def wrap(
 
     At the first call the forward is captured, and the parts run once on tensors without data. Other input shapes are captured
     once more for all of them, or one by one when they come again (``model.misses()``). Dropout and other random operations in a
-    part draw from the generator of its worker.
+    part draw from the generator of its worker. ``torch.manual_seed`` here seeds those of the model's workers too, before the
+    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers.
+
+    A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
+    the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was
+    applied to keeps the names of its parameters. ``torch.compile(model)`` of what ``wrap`` returns leaves its forward as it
+    is.
 
     Raises ``ValueError`` for an unknown worker or part, and ``NotSupported`` for a part that cannot move, both before anything
     is moved.
     """
     agent = _agent.current()
+    if is_compiled(net):
+        warnings.warn("wrap() takes torch.compile off the model as a whole; compile its parts instead", stacklevel=2)
     places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
     for device in {device for path, device in places.devices.items() if places.homes[path] == agent.name}:
         find(named(device))
@@ -90,7 +101,9 @@ class _Forward:
     def __init__(self, kind: type[nn.Module]) -> None:
         @functools.wraps(kind.forward)
         def forward(model: WrappedModel, *args: Any, **kwargs: Any) -> Any:
-            return WrappedModel.forward(model, *args, **kwargs)
+            # Importing torch.compile takes seconds: only where the program has done so.
+            run = _uncompiled if "torch._dynamo" in sys.modules else WrappedModel.forward
+            return run(model, *args, **kwargs)
 
         self._function = forward
 
@@ -104,6 +117,12 @@ class _Forward:
 
     def __delete__(self, model: WrappedModel) -> None:
         model._replaced = None
+
+
+@torch._disable_dynamo
+def _uncompiled(model: WrappedModel, *args: Any, **kwargs: Any) -> Any:
+    """The forward, which ``torch.compile`` leaves as it is."""
+    return WrappedModel.forward(model, *args, **kwargs)
 
 
 def _class_of(kind: type[nn.Module]) -> type[WrappedModel]:
@@ -136,7 +155,7 @@ class WrappedModel(nn.Module):
     @staticmethod
     def _made(net: nn.Module, session: Session, capture: str, chunks: int) -> WrappedModel:
         """The wrapped model over the stand-in of ``net``: they have their attributes, tables and hooks in common."""
-        model: WrappedModel = object.__new__(_class_of(type(net)))
+        model: WrappedModel = object.__new__(_class_of(type(session.stand_in)))
         object.__setattr__(model, "__dict__", vars(session.stand_in))
         model._replaced = None
         model._rdmarpc = State(net, session, capture, chunks)

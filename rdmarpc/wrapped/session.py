@@ -21,8 +21,10 @@ from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
 from ..parts import owner
+from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
 from ..parts.placing import Places, divide, place_here
+from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
 from ..transport import RdmaError, TransferTimeout
 from .settings import Settings
@@ -43,11 +45,11 @@ class Session:
         self.closed = False
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
-        self.shape = skeleton(net)
+        self.shape = uncompiled(skeleton(net))
         for name, table in vars(self.shape).items():
             if name.endswith("_hooks"):
                 vars(self.shape)[name] = type(table)()  # those of the model as a whole run here, around its forward
-        self.settings = Settings(self.ask_owner, self.shape, self._moment)
+        self.settings = Settings(self.ask_owner, self.shape, lambda: (self.caller.steps, self.backwards))
         self._uncounted = 0
         remote = divide(net, places)
         packed = {worker: owner.Packed(parts, places.device) for worker, parts in remote.items()}
@@ -100,6 +102,7 @@ class Session:
             reaching=reaching,
         )
         agent.on_peer_lost(self._caller.station.lost)
+        self._seeds = Seeds(agent, remote, self._seed)
 
     @property
     def caller(self) -> Caller:
@@ -152,8 +155,8 @@ class Session:
         parts = {path: part for answer in answers.values() for path, part in owner.unpack(*answer).items()}
         fill_memo(self.stand_in, parts, memo)
 
-    def _moment(self) -> tuple[int, int]:
-        return self.caller.steps, self.backwards
+    def _seed(self, workers: list[str], seed: int) -> None:
+        self.ask("seed", dict.fromkeys(workers, (seed, self.caller.control.sync())))
 
     def zero(self, worker: str, position: int, how: int) -> None:
         self.caller.control.zero(worker, position, how)
@@ -241,6 +244,7 @@ class Session:
         ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
         owner would silently train what is frozen here."""
         self.settings.push()
+        self._seeds.push()
         with torch._C.DisableTorchFunctionSubclass():
             flags = tuple(
                 (

@@ -368,6 +368,45 @@ def the_object() -> None:
     model.close()
 
 
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5), nn.Linear(20, 20))
+        self.b = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.3), nn.Linear(20, 4))
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def losses_of(network: nn.Module, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    found = []
+    for x, y in DATA:
+        loss = F.cross_entropy(network(x), y)
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+def seeds() -> None:
+    torch.manual_seed(3)
+    model, twin = both(Random, {"a": "worker1"})
+    first = losses_of(model, 7)
+    assert losses_of(model, 7) == first
+    assert losses_of(model, 8) != first
+    other = wrap(copy.deepcopy(twin), {"a": "worker1"})
+    assert losses_of(other, 7) == first
+    for network in (model, twin):
+        network.b[1].p = 0.0
+    assert losses_of(model, 7) == losses_of(twin, 7)  # only one worker draws
+    model(DATA[0][0])
+    before = model.counters(False)["rpc_messages"]
+    model(DATA[0][0])
+    assert model.counters(False)["rpc_messages"] == before
+    other.close()
+    model.close()
+
+
 def everything() -> None:
     for scenario in (
         attributes,
@@ -377,6 +416,7 @@ def everything() -> None:
         hooks_of_the_root,
         arguments,
         the_object,
+        seeds,
     ):
         torch.manual_seed(0)
         scenario()
