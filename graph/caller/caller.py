@@ -69,7 +69,7 @@ class Caller:
         self._lock = threading.RLock()
         fittings = self.plans.control(name, parameters)
         self.control = Control(self.station, self.ledger, fittings, parameters, timeout, self._lock)
-        self._exchanges = Exchanges(self.station, self.ledger, self.control, self._lock)
+        self._exchanges = Exchanges(self.station, self.ledger, self.control, self._lock, self._anchor)
 
     # -- set-up
 

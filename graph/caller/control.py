@@ -35,9 +35,13 @@ class Control:
         timeout: float,
         lock: threading.RLock,
     ) -> None:
-        self.backwards = 0
-        """How many have begun."""
-        self.zeroing = Zeroing(parameters)
+        self.begun = dict.fromkeys(parameters, 0)
+        """Of each worker: how many backwards have begun in which it takes part."""
+        self.asked = 0
+        """How often an owner was asked for something that may have changed its parts."""
+        self.deferred: Callable[[], None] | None = None
+        """What is called before anything new: it sends what was put off until then (``parts.remote_values``)."""
+        self.zeroing = Zeroing(parameters, ledger.present)
         self._station, self._ledger, self._timeout, self._lock = station, ledger, timeout, lock
         self._outlets: dict[str, Outlet] = {outlet.edge.target: outlet for outlet in fittings.outlets.values()}
 
@@ -59,15 +63,30 @@ class Control:
             self._flush_zero()
             return self._ledger.commands
 
+    def epoch(self) -> tuple[int, ...]:
+        """Equal as long as nothing was sent by which parameters or gradients may have changed."""
+        return self._ledger.commands, self._ledger.sequence, self.asked, *self.begun.values()
+
+    def has_gradient(self, worker: str, position: int) -> bool | None:
+        """Whether a parameter had a gradient after the last backward; ``None``: that one did not come to its end."""
+        present = self._ledger.present[worker]
+        return None if present is None else bool(present[position])
+
+    def settle(self) -> None:
+        """Zeroing that was asked for before goes out now."""
+        if self.zeroing.due:
+            self.sync()
+
     def begin_backward(self, plan: Plan, mode: int) -> dict[str, bytes]:
         """Before the first gradient goes out: see to the zeroing that is due, by the marks that are to ride in the gradients,
         which are returned, or by a command."""
-        self.backwards += 1
-        if not self.zeroing.due:
-            return {}
-        marks = self.zeroing.ride(plan, mode)
+        marks = self.zeroing.ride(plan, mode) if self.zeroing.due else {}
         if not marks:
             self._flush_zero()
+        for worker in plan.participants:
+            self.begun[worker] += 1
+            self._ledger.present[worker] = None
+            self.zeroing.assigned.discard(worker)
         return marks
 
     def ready(self, drain: bool = False) -> None:
@@ -75,6 +94,8 @@ class Control:
         an empty look ends in a system call)."""
         if self._station.closed:
             raise RdmaError("the model was closed")
+        if self.deferred is not None:
+            self.deferred()
         self._station.check()
         while drain and self._station.poll(0.0):
             pass

@@ -15,15 +15,17 @@ from ..edges.station import Station
 from ..wire.header import Header
 from .control import Control, names
 from .ledger import Ledger
-from .stage import Forward, Plan, Stage
+from .stage import Forward, Plan, Stage, accumulator, engine_runs
 
 
 class Exchanges:
     """The ``stage.Exchange`` of all forwards of one model. ``exchange_gradients`` is called by the thread that goes backward;
-    everything else is for the holder of the caller's ``lock``."""
+    everything else is for the holder of the caller's ``lock``. Every forward hangs on the leaf ``anchor``: a backward that does
+    not reach it is about named inputs alone."""
 
-    def __init__(self, station: Station, ledger: Ledger, control: Control, lock: threading.RLock) -> None:
+    def __init__(self, station: Station, ledger: Ledger, control: Control, lock: threading.RLock, anchor: torch.Tensor) -> None:
         self._station, self._ledger, self._control, self._lock = station, ledger, control, lock
+        self._anchor = accumulator(anchor)
         self._passes: weakref.WeakValueDictionary[int, Forward] = weakref.WeakValueDictionary()
 
     def begin(self, plan: Plan, grad: bool, mode: int) -> Forward:
@@ -91,8 +93,10 @@ class Exchanges:
                     )
             run.shared.clear()
             self._control.ready()
-            run.zeroed = self._control.begin_backward(run.plan, run.mode)
-        header = Header.gradient(run.sequence, bool(run.zeroed), run.mode, self._ledger.commands)
+            run.leave = not engine_runs(self._anchor)
+            if not run.leave:
+                run.zeroed = self._control.begin_backward(run.plan, run.mode)
+        header = Header.gradient(run.sequence, bool(run.zeroed), run.mode, self._ledger.commands, run.leave)
         # Later stages that autograd did not reach contribute nothing, and their workers must be told so.
         for number in sorted((n for n in run.stages_left if n > stage.number), reverse=True):
             skipped = run.plan.stages[number]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ...transport import fresh
 from ..edges.slot import Slot
-from ..wire.header import DONE, ERROR, Header
+from ..wire.header import DONE, ERROR, NONE, Header
 from ..work.command import WorkerError, unpadded
 from .stage import Plan
 
@@ -22,12 +22,15 @@ Abandoned = tuple[Plan, int, Mapping[str, bytes]]
 
 
 class Ledger:
-    """``commands``: how many were sent. ``last_backward``: by worker, the sequence of the last one that has finished there."""
+    """``commands``: how many were sent. ``last_backward``: by worker, the sequence of the last one that has finished there.
+    ``present``: which of a worker's parameters had a gradient then, a byte each; ``None``: another backward has begun since."""
 
-    def __init__(self, workers: Iterable[str]) -> None:
+    def __init__(self, workers: Mapping[str, int]) -> None:
         self.commands = 0
         self.last_backward = dict.fromkeys(workers, 0)
-        self._sequence = 0
+        self.present: dict[str, bytes | None] = {worker: bytes(count) for worker, count in workers.items()}
+        self._told = dict(self.present)
+        self.sequence = 0
         self._done: dict[int, set[str]] = {}
         self._errors: dict[int, Exception] = {}
         self._fatal: Exception | None = None
@@ -36,8 +39,8 @@ class Ledger:
 
     def reserve(self, count: int) -> int:
         """The first of so many consecutive sequences."""
-        self._sequence += count
-        return self._sequence - count + 1
+        self.sequence += count
+        return self.sequence - count + 1
 
     # -- what workers report
 
@@ -49,8 +52,11 @@ class Ledger:
                 self._fatal = error
             elif header.sequence not in self._dropped:
                 self._errors.setdefault(header.sequence, error)
-        elif header.flags & DONE and header.sequence not in self._dropped:
-            self._done.setdefault(header.sequence, set()).add(worker)
+        elif header.flags & DONE:
+            if not header.flags & NONE:
+                self._told[worker] = unpadded(slot.payload)
+            if header.sequence not in self._dropped:
+                self._done.setdefault(header.sequence, set()).add(worker)
 
     def done_by(self, sequence: int) -> set[str]:
         """Workers that have reported the backward of this forward; it grows with what they report."""
@@ -61,6 +67,7 @@ class Ledger:
         self.forget_done(sequence)
         for worker in workers:
             self.last_backward[worker] = sequence
+            self.present[worker] = self._told[worker]
 
     def forget_done(self, sequence: int) -> None:
         self._done.pop(sequence, None)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from ...transport import NotSupported
 from ..edges.outlet import Outlet
 from ..edges.slot import Inlet
 from ..edges.station import Fittings
@@ -125,6 +126,8 @@ class Forward:
         self.finished = False
         self.zeroed: Mapping[str, bytes] = {}
         self.backward_started = False
+        self.leave = False
+        """Whether its backward leaves parameters' gradients as they are (``header.LEAVE``)."""
         self.stages_left = set(range(len(plan.stages)))
         self._abandoned = abandoned
 
@@ -145,6 +148,26 @@ def as_in_forward(run: Forward) -> Iterator[None]:
             now.wait_stream(stream)
 
 
+def check_once() -> None:
+    """In a backward, before what is differentiated once only."""
+    if torch.is_grad_enabled():
+        raise NotSupported(
+            "create_graph=True: gradients of remote parts have no graph of their own",
+            hint="a gradient penalty has to be computed inside of one part, or in this process",
+        )
+
+
+def engine_runs(node: Any) -> bool:
+    """In a backward: whether it is to reach this node."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def accumulator(leaf: torch.Tensor) -> Any:
+    """The node that adds to a leaf's gradient."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 class Cross(torch.autograd.Function):
     """One stage, as autograd sees it."""
 
@@ -157,8 +180,13 @@ class Cross(torch.autograd.Function):
         return (torch.zeros(()), *outputs)
 
     @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        check_once()
+        return Cross.back(ctx, *grads)
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
+    def back(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
         with as_in_forward(ctx.run):
             results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
         return (torch.zeros(()), None, None, None, *results)
@@ -203,8 +231,13 @@ class CrossApart(torch.autograd.Function):
         return tuple(torch.zeros(()) for _ in range(1 + len(made)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
+        check_once()
+        return CrossApart.go_back(ctx, *handles)
+
+    @staticmethod
+    @once_differentiable
+    def go_back(ctx: Any, *handles: torch.Tensor | None) -> Any:
         grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
         with as_in_forward(ctx.run):
             results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)

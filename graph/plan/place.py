@@ -96,8 +96,14 @@ def control_edges(caller: str, worker_parameters: dict[str, int], numbers: Itera
     for worker, parameters in worker_parameters.items():
         shape = (command_bytes(parameters),)
         edges.append(Edge(next(numbers), COMMAND, "commands", caller, worker, shape, torch.uint8, CONTROL_DEPTH))
-        edges.append(Edge(next(numbers), REPORT, "reports", worker, caller, (REPORT_BYTES,), torch.uint8, CONTROL_DEPTH))
+        shape = (report_bytes(parameters),)
+        edges.append(Edge(next(numbers), REPORT, "reports", worker, caller, shape, torch.uint8, CONTROL_DEPTH))
     return Placement(0, caller, edges, None, [caller, *worker_parameters])
+
+
+def report_bytes(parameters: int) -> int:
+    """Payload of a report: enough for one byte a parameter, and for an error."""
+    return REPORT_BYTES + parameters
 
 
 def command_bytes(parameters: int) -> int:

@@ -29,6 +29,8 @@ GATHERED = 256
 """With ``STRIDED``: the payload came without its gaps, in row-major order, and is to be laid out with those strides."""
 SEEN = 512
 """With ``GATHERED``: the sender sees what the consumer writes behind the payload, so the slots may move."""
+LEAVE = 1024
+"""A gradient: parameters keep the gradients they have, this backward is about inputs alone. Rides as ``CLEAR`` does."""
 
 
 class MicroBatch(NamedTuple):
@@ -81,9 +83,9 @@ class Header(NamedTuple):
         return cls(0, sequence, GRAD if grad else 0, mode, commands, 0, 0, place)
 
     @classmethod
-    def gradient(cls, sequence: int, clear: bool, mode: int, commands: int) -> Header:
-        """``clear``: see ``CLEAR``."""
-        return cls(0, sequence, CLEAR if clear else 0, mode, commands)
+    def gradient(cls, sequence: int, clear: bool, mode: int, commands: int, leave: bool = False) -> Header:
+        """``clear``, ``leave``: see ``CLEAR``, ``LEAVE``."""
+        return cls(0, sequence, CLEAR * clear | LEAVE * leave, mode, commands)
 
     @classmethod
     def command(cls, number: int, kind: int, argument: int, backward: int) -> Header:

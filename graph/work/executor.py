@@ -24,10 +24,10 @@ from ...transport.gpu.driver import driver
 from ..edges.outlet import Outlet
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Arrived, Station
-from ..plan.place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge
+from ..plan.place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge, report_bytes
 from ..plan.program import Machine
 from ..wire.header import NONE, Header, MicroBatch
-from .command import DISCARD, ZERO, Command, WorkerError, unpadded
+from .command import DISCARD, NOTHING, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
 from .run import Run
 from .tasks import Agenda, Batch, Task
@@ -64,6 +64,7 @@ class Executor(threading.Thread):
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._backwards: OrderedDict[int, None] = OrderedDict()
         self._closing, self._gpu = False, gpu
+        self._present = bytes(len(machine.parameters))
 
     # -- from other threads
 
@@ -200,7 +201,7 @@ class Executor(threading.Thread):
             self._remember(self._backwards, run.sequence)
             # Of a batch the caller needs to know when it is over, and where the backwards end: there another one may begin.
             if last or run.flow.sink:
-                self._tell(Header.done(run.sequence))
+                self._tell_done(run.sequence)
 
     # -- what lands
 
@@ -278,10 +279,19 @@ class Executor(threading.Thread):
         if self.report is not None:
             self.report.send(header, payload)
 
+    def _tell_done(self, sequence: int) -> None:
+        """With a byte for each parameter, whether it has a gradient now, if that is news."""
+        present = bytes([parameter.grad is not None for parameter in self.machine.parameters])
+        if present == self._present:
+            self._tell(Header.done(sequence))
+            return
+        self._present = present
+        self._tell(Header.done(sequence), Command(NOTHING, payload=present).padded(report_bytes(len(present))))
+
     def _send_error(self, sequence: int, error: BaseException, fatal: bool = False) -> None:
         """Forward 0 stands for all, ``fatal`` for all to come."""
         blob = WorkerError.of(error, self.station.name).dump(REPORT_BYTES - 8)
-        payload = Command(0, payload=blob).padded(REPORT_BYTES)
+        payload = Command(NOTHING, payload=blob).padded(report_bytes(len(self.machine.parameters)))
         try:
             self._tell(Header.error(sequence, fatal), payload)
         except RdmaError:

@@ -18,6 +18,7 @@ from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
 from .remote_update import build_optimizer, copy_state, load_state, read_numbers
+from .remote_values import Operation, perform
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device
@@ -121,6 +122,10 @@ class Host:
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]], commands: int) -> None:
         self._on_executor(lambda: load_state(self._optimizers[number], self.parameters, state), commands)
+
+    def operate(self, operations: list[Operation], commands: int) -> list[Any]:
+        """See ``remote_values.perform``."""
+        return self._on_executor(lambda: perform(self.parameters, operations), commands)
 
     # -- the rest
 

@@ -16,6 +16,17 @@ from ...transport import NotSupported
 
 NOT_SENT = frozenset({"params", "param_names"})
 
+_optim = torch.optim
+PER_PARAMETER = frozenset(
+    {
+        *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop, _optim.Rprop),
+        *(_optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Adafactor, _optim.SparseAdam, _optim.Muon),
+    }
+)
+"""Classes of which a step updates each parameter from its own gradient and state alone, after one call of a closure: one half
+of such an optimizer at each owner does what one optimizer does. Of any other class, and of classes derived from these, nothing
+is known: no trial could show what its step does after a thousand others."""
+
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says besides its parameters, in a fixed order."""
@@ -31,11 +42,14 @@ def numbers_of(groups: Sequence[dict[str, Any]]) -> tuple[list[float], tuple[Any
         for key, value in hyperparameters(group).items():
             items = value if isinstance(value, tuple) else (value,)
             for item in items:
-                if isinstance(item, torch.Tensor):
-                    raise NotSupported(f"the optimizer's {key} is a tensor", hint="use a number where parameters are remote")
                 number = isinstance(item, (int, float))
-                rest.append((at, key, type(item), None if number else item))
-                if number:
+                if isinstance(item, torch.Tensor):
+                    if item.numel() != 1 or item.dtype.is_complex:
+                        raise NotSupported(f"the optimizer's {key} is a tensor of shape {tuple(item.shape)}, {item.dtype}")
+                    rest.append((at, key, item.dtype, item.shape))
+                else:
+                    rest.append((at, key, type(item), None if number else item))
+                if number or isinstance(item, torch.Tensor):
                     numbers.append(float(item))
     return numbers, tuple(rest)
 
@@ -45,6 +59,8 @@ def read_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[float]) -> 
     left = iter(numbers)
 
     def renew(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.fill_(next(left))
         return type(value)(next(left)) if isinstance(value, (int, float)) else value
 
     for group in groups:

@@ -21,7 +21,7 @@ import torch
 from ...transport import NotSupported
 from ..edges.outlet import keep_apart
 from ..plan.program import Machine
-from ..wire.header import CLEAR, GRAD, Header, MicroBatch
+from ..wire.header import CLEAR, GRAD, LEAVE, Header, MicroBatch
 from .flow import Duty, Flow, Route, Source
 from .tasks import ALONE, Agenda, Batch, Task
 
@@ -50,8 +50,8 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 class Run:
     """Belongs to the thread of its agenda, which takes the tasks that have become possible. ``micro``: which part of ``batch``
-    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``clear``: its gradients
-    say so to others (``header.CLEAR``)."""
+    it is. ``zero_due``: the parameters' gradients become ``None`` before its first backward; ``clear``, ``leave``: its
+    gradients say so to others (``header.CLEAR``, ``LEAVE``)."""
 
     def __init__(self, flow: Flow, header: Header, machine: Machine, agenda: Agenda, batch: Batch | None = None) -> None:
         self.flow, self.machine, self.agenda, self.batch = flow, machine, agenda, batch
@@ -61,6 +61,7 @@ class Run:
         self._lock = threading.Lock() if flow.gpus else None
         self.zero_due = False
         self.clear = False
+        self.leave = False
         self._values: dict[str, torch.Tensor] = {}
         self._users_left: dict[str, int] = {}
         self._shared: set[str] = set()
@@ -191,6 +192,8 @@ class Run:
         """A contribution has come from another worker."""
         if header.flags & CLEAR and not self.clear:
             self.clear = self.zero_due = True
+        if header.flags & LEAVE:
+            self.leave = True
         self.gradient(value, source, grad, header.commands)
 
     def gradient(self, name: str, source: Source, grad: torch.Tensor | None, commands: int) -> None:
@@ -213,7 +216,7 @@ class Run:
         duty = route.producer
         if duty is None:
             assert route.back is not None
-            route.back.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands), total)
+            route.back.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands, self.leave), total)
             return
         self._grads[name] = total
         left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1
@@ -223,7 +226,8 @@ class Run:
     def backward(self, duty: Duty) -> None:
         roots, grads = self._roots(duty)
         if roots:
-            torch.autograd.backward(roots, grads)
+            # What leads to an input leads to the anchor.
+            torch.autograd.backward(roots, grads, inputs=[_ANCHOR] if self.leave else None)
             keep_apart(self.flow.unread, self.machine.parameters)
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:

@@ -1,6 +1,7 @@
-"""A parameter that lives at another worker, and its gradient: shapes without data.
+"""A parameter that lives at another worker: a shape without data.
 
-Anything that would compute with them raises ``NotSupported`` and names the worker; nothing is silently wrong.
+Outside of the forward its value and its gradient are remote tensors (``remote_tensor``): operations that autograd need not
+know of run on them. Anything else raises ``NotSupported`` and names the worker; nothing is silently wrong.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..graph.caller.caller import Caller
 from ..graph.work.command import TO_NONE, TO_ZERO, Command
+from ..graph.work.remote_values import ASSIGN, DATA, GRAD, VALUE, Operation, Place
 from ..transport import NotSupported
+from .remote_tensor import Home, RemoteTensor
+from .remote_values import RemoteValues
 
 
 class EagerForward(Protocol):
@@ -29,9 +34,11 @@ class EagerForward(Protocol):
 class Owners(Protocol):
     """The workers that own the parts of one model, as its stand-ins and optimizers see them (``session.Session``)."""
 
+    values: RemoteValues
+
     @property
-    def backwards(self) -> int:
-        """How many backwards have begun."""
+    def caller(self) -> Caller:
+        """The caller's end: it knows what backwards have done."""
 
     eager: EagerForward | None
 
@@ -71,7 +78,7 @@ class Owners(Protocol):
 
 
 class RemoteParameter(nn.Parameter):
-    """In ``model.parameters()`` it stands for parameter ``position`` of ``worker``. ``grad`` is ``None`` or a ``RemoteGrad``;
+    """In ``model.parameters()`` it stands for parameter ``position`` of ``worker``. ``grad`` is ``None`` or a ``RemoteTensor``;
     setting it to ``None`` clears the real gradient before the next backward."""
 
     worker: str
@@ -81,9 +88,9 @@ class RemoteParameter(nn.Parameter):
         meta = torch.empty_like(like, device="meta").detach()
         self = torch.Tensor._make_subclass(cls, meta, like.requires_grad)
         self.worker, self.path = worker, path
-        self._owner, self._position, self._cleared = owner, position, owner.backwards
-        self._home = like.device
-        self._stub = None
+        self._owner, self._position, self._cleared = owner, position, 0
+        self._home = Home(lambda: owner.values, worker, path, position, like.device, self.fill_grad_with_zeros)
+        self._stub, self._given = None, False
         self._left = False
         return self
 
@@ -92,10 +99,11 @@ class RemoteParameter(nn.Parameter):
 
     _owner: Owners
     _position: int
-    _home: torch.device
-    """Where it would be in one process: what people move their inputs to."""
     _cleared: int
-    _stub: RemoteGrad | None
+    _home: Home
+    _stub: RemoteTensor | None
+    _given: bool
+    """Whether ``grad`` was set to a tensor."""
     _left: bool
     """Whether it may have had a gradient when it was frozen: that one stays until it is cleared."""
 
@@ -112,30 +120,72 @@ class RemoteParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         owner = self._owner
-        if owner.in_step or self._cleared == owner.backwards:
+        if owner.in_step:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
-            if not self.requires_grad and not self._left:
+        if not self._given:
+            if self._cleared == owner.caller.control.begun[self.worker]:
                 return None
-            if self._stub is None:
-                self._stub = RemoteGrad(self)
+            present = owner.caller.control.has_gradient(self.worker, self._position)
+            if present is None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    present = self.requires_grad or self._left
+            if not present:
+                return None
+        if self._stub is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._stub = RemoteTensor(self._home, self, GRAD)
         return self._stub
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            raise self._refuse("its gradient cannot be set from here")
-        self._left = False
-        if self._cleared != self._owner.backwards:
-            self._cleared = self._owner.backwards
+            self._assign_grad(value)
+            return
+        given, self._given, self._stub, self._left = self._given, False, None, False
+        begun = self._owner.caller.control.begun[self.worker]
+        if given:
+            self._owner.values.take_back((self.worker, self._position, True))
+        if given or self._cleared != begun:
+            self._cleared = begun
             self._owner.zero(self.worker, self._position, TO_NONE)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
+    def _assign_grad(self, value: torch.Tensor) -> None:
+        if value is not self._stub:
+            self._assign(value, GRAD, "grad")
+            self._given, self._stub = True, RemoteTensor(self._home, value, GRAD)
+            self._owner.caller.control.zeroing.assigned.add(self.worker)
+
+    def _assign(self, value: torch.Tensor, kind: int, what: str) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            alike = value.shape == self.shape and value.dtype == self.dtype and value.layout is self.layout
+        if not alike or value.device != self._home.device:
+            raise RuntimeError(
+                f"assigned {what} has shape {tuple(value.shape)}, {value.dtype}, {value.device}; "
+                f"{self!r} stands for one on {self._home.device}"
+            )
+        if (kind == GRAD and value.requires_grad) or isinstance(value, (RemoteTensor, RemoteParameter)):
+            raise self._refuse(f"its {what} cannot be part of a graph, or another worker's", "assign a clone")
+        target, values = (self.worker, self._position, kind == GRAD), self._owner.values
+        values.take_back(target)
+        values.write(
+            self.worker, Operation(ASSIGN, (Place(self._position, kind), value.detach().clone())), [target], value.nbytes
+        )
+        values.lend(target, value.detach() if value.requires_grad else value)
+
     def fill_grad_with_zeros(self) -> None:
+        self._owner.values.changed((self.worker, self._position, True))
         self._owner.zero(self.worker, self._position, TO_ZERO)
+
+    def _seen(self, kind: int) -> RemoteTensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return RemoteTensor(self._home, self, kind)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refuse("set_() cannot run on it here, where it has no memory", "use p.data.copy_(value)")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -147,75 +197,53 @@ class RemoteParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self._refuse("it cannot be pickled")
 
-    def _refuse(self, why: str) -> NotSupported:
-        return NotSupported(
-            f"parameter {self.path!r} lives on worker {self.worker!r}: {why}",
-            peer=self.worker,
-            hint="model.state_dict() fetches the values, model.load_state_dict() sets them",
-        )
+    def _refuse(self, why: str, hint: str = "") -> NotSupported:
+        hint = hint or "model.state_dict() fetches the values, model.load_state_dict() sets them"
+        return NotSupported(f"parameter {self.path!r} lives on worker {self.worker!r}: {why}", peer=self.worker, hint=hint)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func == DEVICE:
-            return args[0]._home
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in _FREEZING and args[0].requires_grad:
-                    args[0]._left = args[0]._cleared != args[0]._owner.backwards
+                    args[0]._left = args[0]._cleared != args[0]._owner.caller.control.begun[args[0].worker]
                 return func(*args, **(kwargs or {}))
-        found = _find(RemoteParameter, (args, kwargs))
+        found = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
         if func in _HOOKING:
             raise found._refuse("a hook on it would not run")
+        if func in _PLACED:
+            return _PLACED[func](found._home.device)
         if found.owner.eager is not None:
             # The forward of a cut module computes with it.
             given = pytree.tree_map(_value, (args, kwargs or {}))
             return func(*given[0], **given[1])
-        raise found._refuse(f"{getattr(func, '__name__', func)} cannot run on it here")
+        return _outside(found, func, args, kwargs or {})
 
 
-class RemoteGrad(torch.Tensor):
-    """The gradient of a remote parameter, as far as it is known here: that there is one. It can be set to zero."""
-
-    parameter: RemoteParameter
-
-    @staticmethod
-    def __new__(cls, parameter: RemoteParameter) -> RemoteGrad:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(parameter.shape), dtype=parameter.dtype, device=torch.device("meta")
+def _outside(found: RemoteParameter, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation outside of the forward."""
+    if func is torch.Tensor.detach:
+        return found._seen(VALUE)
+    if func == _DATA.__get__:
+        return found._seen(DATA)
+    if func == _DATA.__set__:
+        return found._assign(args[1], DATA, "data")
+    name = getattr(func, "__name__", str(func))
+    with torch._C.DisableTorchFunctionSubclass():
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter)]
+        graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    if func in _MEMORY:
+        raise found._refuse(f"{name} cannot run on it here, where it has no memory", "use p.data.copy_(value)")
+    if func in _REFUSED or (graph and func not in _WITHOUT_GRAPH):
+        raise found._refuse(
+            f"{name} cannot run on it here, as autograd would not know of it",
+            "compute with p.detach() or under torch.no_grad(), or in the forward of a module",
         )
-        self.parameter = parameter
-        return self
-
-    def __init__(self, parameter: RemoteParameter) -> None:
-        """Made in ``__new__``."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.zero_.default:
-            args[0].parameter.fill_grad_with_zeros()
-            return args[0]
-        if func in (torch.ops.aten._foreach_zero_.default,):
-            for grad in args[0]:
-                grad.parameter.fill_grad_with_zeros() if isinstance(grad, RemoteGrad) else grad.zero_()
-            return None
-        parameter = _find(RemoteGrad, (args, kwargs)).parameter
-        raise NotSupported(
-            f"the gradient of {parameter.path!r} lives on worker {parameter.worker!r}: {func} cannot run on it here",
-            peer=parameter.worker,
-            hint="what needs the values of gradients (clipping, logging their norms) has to run at their worker",
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"RemoteGrad({self.parameter.path!r} on {self.parameter.worker!r})"
-
-
-def _find(kind: type[Any], arguments: Any) -> Any:
-    leaves = pytree.tree_leaves(arguments)
-    return next(leaf for leaf in leaves if isinstance(leaf, kind))
+    seen = {id(leaf): leaf._seen(VALUE) for leaf in leaves}
+    back = {id(tensor): leaf for leaf in leaves for tensor in [seen[id(leaf)]]}
+    args, kwargs = pytree.tree_map(lambda leaf: seen.get(id(leaf), leaf), (args, kwargs))
+    made = func(*args, **kwargs)
+    return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), made)
 
 
 def _value(leaf: Any) -> Any:
@@ -228,10 +256,10 @@ def _value(leaf: Any) -> Any:
 
 def _harmless() -> frozenset[Any]:
     tensor = torch.Tensor
-    read = "requires_grad shape dtype device layout is_leaf grad_fn ndim is_sparse is_quantized is_meta retains_grad names "
-    read += "is_cuda is_cpu is_mkldnn is_xpu is_mps is_nested is_sparse_csr itemsize nbytes output_nr _version _backward_hooks"
+    read = "requires_grad shape dtype layout is_leaf grad_fn ndim is_sparse is_quantized retains_grad names "
+    read += "is_mkldnn is_nested is_sparse_csr itemsize nbytes output_nr _version _backward_hooks"
     methods = "size dim numel nelement stride element_size is_floating_point is_complex requires_grad_ ndimension is_shared "
-    methods += "is_contiguous is_signed is_inference __len__ __hash__ __dir__"
+    methods += "is_contiguous is_signed is_inference __len__ __hash__ __dir__ retain_grad"
     found = [getattr(getattr(tensor, name), "__get__", None) for name in read.split() if hasattr(tensor, name)]
     found += [getattr(tensor, name) for name in methods.split() if hasattr(tensor, name)]
     found += [tensor.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel]  # type: ignore[attr-defined]
@@ -242,3 +270,32 @@ HARMLESS = _harmless()
 DEVICE = torch.Tensor.device.__get__
 _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _FREEZING = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
+_PLACED: dict[Any, Callable[[torch.device], Any]] = {
+    DEVICE: lambda device: device,
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_mps.__get__: lambda device: device.type == "mps",  # type: ignore[attr-defined]
+    torch.Tensor.is_xpu.__get__: lambda device: device.type == "xpu",  # type: ignore[attr-defined]
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
+"""What says where it is: where the same parameter of the original model was."""
+_REFUSED = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+_MEMORY = frozenset(
+    {
+        *(torch.Tensor.resize_, torch.Tensor.resize_as_, torch.Tensor.share_memory_, torch.Tensor.data_ptr),
+        *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.pin_memory, torch.Tensor.storage_offset),
+    }
+)
+_WITHOUT_GRAPH = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
+        *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
+        torch.Tensor.new_tensor,
+        *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.Tensor.item, torch.Tensor.tolist),
+        *(torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf, torch.isfinite, torch.Tensor.isfinite),
+        *(torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.eq, torch.Tensor.__bool__, torch.Tensor.__float__),
+    }
+)
+"""Their results never have a graph."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
 from ..graph.servers.trainer import Half, Trainer
-from ..graph.work.remote_update import hyperparameters, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, hyperparameters, numbers_of
 from ..transport import NotSupported
 
 
@@ -213,4 +213,10 @@ def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, default
     """An optimizer of this class over parameters of that model."""
     if issubclass(kind, torch.optim.LBFGS):
         raise NotSupported("LBFGS looks at all gradients of several evaluations in one step: it cannot be served")
+    servers = {server for server, _ in served.position.values()}
+    if kind not in PER_PARAMETER and len(servers) > 1:
+        raise NotSupported(
+            f"{kind.__name__} may combine parameters in one step, and they are at {len(servers)} servers",
+            hint="use one server, or a class of torch.optim",
+        )
     return _class(kind)(served, params, defaults)

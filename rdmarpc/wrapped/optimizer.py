@@ -1,33 +1,39 @@
-"""Any torch optimizer over ``model.parameters()``: its local half steps here, its remote halves where the parameters live.
+"""Any torch optimizer over ``model.parameters()``.
 
-A global hook sees every optimizer's ``step``. Those with remote parameters get a half of the same class at each owner, over
-the real parameters; from then on a step is one command with the numbers of the parameter groups.
+A global hook sees every optimizer's ``step``. Those with remote parameters, of a class that updates each parameter by itself
+(``PER_PARAMETER``), get a half of the same class at each owner, over the real parameters: the local half steps here, the others
+by one command with the numbers of the parameter groups.
+
+An optimizer of any other class may combine parameters, so it runs here as it is, over remote tensors: what it reads is
+fetched, what it writes goes back, its state lies here.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
+import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ..graph.work.command import STEP, Command
-from ..graph.work.remote_update import hyperparameters, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, hyperparameters, numbers_of
 from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported
 
 _numbers = itertools.count(1)
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_named: set[type[Optimizer]] = set()
 _installed = False
+_ELSEWHERE = "elsewhere"
+"""A key in the state of an optimizer with remote halves: it is gone when the state was cleared here."""
 
 
 class RemoteHalves:
@@ -69,7 +75,7 @@ class RemoteHalves:
         """The numbers of this worker's groups; whatever else is new about them, the worker is told at once."""
         every = self._groups()
         groups = [every[at] for at in members]
-        values = [[value for key, value in group.items() if key != "params"] for group in groups]
+        values = [[_comparable(value) for key, value in group.items() if key != "params"] for group in groups]
         known = self._known.get(worker)
         if known is not None and known[0] == values:
             return known[1]
@@ -131,44 +137,109 @@ def install() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
 
 
 def attach(optimizer: Optimizer) -> list[RemoteHalves]:
-    """The remote halves of an optimizer, one for each wrapped model that it trains; none for an ordinary one."""
+    """The remote halves of an optimizer, one for each wrapped model that it trains; none for an ordinary one, and none for a
+    class of which it is not known that it updates each parameter by itself."""
     shape = tuple(len(group["params"]) for group in optimizer.param_groups)
     known, halves = _known.get(optimizer, (None, []))
     if known == shape:
         return halves
     first = known is None
     remote = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, RemoteParameter)]
+    if type(optimizer) not in PER_PARAMETER:
+        _known[optimizer] = (shape, [])
+        if remote:
+            _name(type(optimizer))
+        return []
     models = list({id(parameter.owner): parameter.owner for parameter in remote}.values())
-    if first and any(optimizer.state.get(parameter) for parameter in remote):
+    if first and any(_used(optimizer.state.get(parameter)) for parameter in remote):
         raise NotSupported(
             "this optimizer's state was loaded before its remote parameters were known, and is lost",
             hint="call model.attach(optimizer) before optimizer.load_state_dict()",
         )
+    for parameter in remote:
+        optimizer.state.pop(parameter, None)  # the other halves make theirs
     for half in halves:
         half.adopt()
     halves = halves + [RemoteHalves(optimizer, m) for m in models if m not in [half.owners for half in halves]]
     _known[optimizer] = (shape, halves)
-    if first and remote:
+    if halves and optimizer not in _hooks:
         optimizer.register_state_dict_post_hook(_after_state_dict)
         optimizer.register_load_state_dict_pre_hook(_before_load)
+        optimizer.register_load_state_dict_post_hook(_mark)
+        before, after = optimizer.register_step_pre_hook(_send), optimizer.register_step_post_hook(_after_step)
+        _hooks[optimizer] = before.id, after.id
+        _mark(optimizer)
     return halves
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    halves = attach(optimizer)
-    if not halves:
-        return
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is not None:
-        raise NotSupported(
-            "step(closure) does not work where parameters are remote", hint="call backward() yourself, then step()"
+def _used(state: dict[str, Any] | None) -> bool:
+    """Whether it is more than what a constructor makes (Adagrad's)."""
+    return state is not None and bool(state) and float(state.get("step", 1)) != 0
+
+
+def _name(kind: type[Optimizer]) -> None:
+    if kind not in _named:
+        _named.add(kind)
+        warnings.warn(
+            f"{kind.__name__} may combine parameters in one step, so it runs in this process: gradients and values of remote "
+            "parameters are fetched for it, and new values sent back, in every step",
+            stacklevel=2,
         )
+
+
+def _mark(optimizer: Optimizer) -> None:
+    optimizer.state[_ELSEWHERE] = {}  # type: ignore[index]
+
+
+def _comparable(value: Any) -> Any:
+    return ("tensor", float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Ours come after every hook of the user's that looks at gradients, and before every one that looks at what is new."""
+    if attach(optimizer):
+        before, after = _hooks[optimizer]
+        cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(before)
+        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
+
+
+def _send(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    halves = attach(optimizer)
+    if _ELSEWHERE not in optimizer.state:
+        raise NotSupported(
+            "the state of this optimizer was cleared or replaced here; that of remote parameters is at their workers",
+            hint="make a new optimizer, or use load_state_dict()",
+        )
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise NotSupported(
+            "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
+            hint="make the optimizer with fused=False",
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _step(halves)
+        return None
+    told = _and_step(closure, halves)
+    return (args, {**kwargs, "closure": told}) if "closure" in kwargs else ((args[0], told, *args[2:]), kwargs)
+
+
+def _and_step(closure: Callable[[], Any], halves: list[RemoteHalves]) -> Callable[[], Any]:
+    def told() -> Any:
+        loss = closure()
+        _step(halves)
+        return loss
+
+    return told
+
+
+def _step(halves: list[RemoteHalves]) -> None:
     for half in halves:
         half.step()
+        half.owners.values.bring_back()
+    for half in halves:
         half.owners.in_step = True
 
 
@@ -178,6 +249,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    state["state"].pop(_ELSEWHERE, None)
     for half in attach(optimizer):
         half.fill(state)
     return state

@@ -20,10 +20,12 @@ from ..graph.trace.capture import skeleton
 from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
+from ..graph.work.remote_values import Operation
 from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
 from ..parts.placing import Places, divide, place_here
+from ..parts.remote_values import RemoteValues
 from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
 from ..transport import RdmaError, TransferTimeout
@@ -49,8 +51,9 @@ class Session:
         for name, table in vars(self.shape).items():
             if name.endswith("_hooks"):
                 vars(self.shape)[name] = type(table)()  # those of the model as a whole run here, around its forward
-        self.settings = Settings(self.ask_owner, self.shape, lambda: (self.caller.steps, self.backwards))
+        self.settings = Settings(self.ask_owner, self.shape, lambda: (self.caller.steps, *self.caller.control.begun.values()))
         self._uncounted = 0
+        self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
         packed = {worker: owner.Packed(parts, places.device) for worker, parts in remote.items()}
         self._caller: Caller | None = None
@@ -111,10 +114,6 @@ class Session:
         return self._caller
 
     @property
-    def backwards(self) -> int:
-        return self._caller.control.backwards if self._caller is not None else 0
-
-    @property
     def workers(self) -> list[str]:
         """The workers that have remote parts."""
         return list(self._count)
@@ -159,6 +158,7 @@ class Session:
         self.ask("seed", dict.fromkeys(workers, (seed, self.caller.control.sync())))
 
     def zero(self, worker: str, position: int, how: int) -> None:
+        self.values.flush()
         self.caller.control.zero(worker, position, how)
 
     def step(self, commands: Mapping[str, Command]) -> None:
@@ -185,7 +185,14 @@ class Session:
     def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
         """A method of one host, after everything that was asked for before."""
         commands = self.caller.control.sync()
-        return self.ask(method, {worker: (*args, commands)})[worker]
+        self.caller.control.asked += 1
+        answer = self.ask(method, {worker: (*args, commands)})[worker]
+        self.values.bring_back()
+        return answer
+
+    def _operate(self, operations: Mapping[str, Sequence[Operation]]) -> dict[str, Any]:
+        commands = self.caller.control.sync()
+        return self.ask("operate", {worker: (list(wanted), commands) for worker, wanted in operations.items()})
 
     def _call_all(self, function: Any, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         agent, answers, error = self.agent, {}, None

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from group import die, dismiss, results, run_group, until_dismissed
 from halt import halt
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import rdmarpc as rpc
 from rdmarpc.served import serving
@@ -213,12 +214,11 @@ def test_one_worker_two_servers(transport):
 # -- several workers
 
 
-class Slow(torch.optim.AdamW):
-    """Takes its time, by chance."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        time.sleep(random.choice([0, 0, 0, 0.003]))
-        return super().step(closure)
+def train_together_or_serve(rank: int) -> None:
+    if rank < 2:
+        train_together(rank)
+    else:
+        register_optimizer_step_pre_hook(lambda *_: time.sleep(random.choice([0, 0, 0, 0.003])))
 
 
 def train_together(rank: int) -> None:
@@ -228,7 +228,9 @@ def train_together(rank: int) -> None:
             for parameter in net.parameters():
                 parameter.zero_()  # what counts is what the first worker brings
     workers = ["worker0", "worker1"]
-    served = rpc.serve(net, ["worker2", "worker3"], Slow, lr=1e-2, workers=workers, placement="balanced", timeout=20)
+    served = rpc.serve(
+        net, ["worker2", "worker3"], torch.optim.AdamW, lr=1e-2, workers=workers, placement="balanced", timeout=20
+    )
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     assert_same(dict(net.named_parameters()), dict(twin.named_parameters()))
     net.features[1].eval(), twin.features[1].eval()  # its statistics are each worker's own
@@ -260,7 +262,7 @@ def train_together(rank: int) -> None:
 
 
 def test_two_workers_two_servers():
-    results(run_group(partial(on_workers, train_together, 2), 4))
+    results(run_group(partial(on_workers, train_together_or_serve, 4), 4))
 
 
 # -- what goes wrong
@@ -290,7 +292,8 @@ def some_end(what: str, rank: int) -> float:
             pass
         return 0.0
     kind = Breaks if what == "step" else torch.optim.SGD
-    served = rpc.serve(linear(), ["worker2", "worker3"], kind, lr=0.1, workers=["worker0", "worker1"], timeout=20)
+    servers = ["worker2"] if what == "step" else ["worker2", "worker3"]
+    served = rpc.serve(linear(), servers, kind, lr=0.1, workers=["worker0", "worker1"], timeout=20)
     if what != "step":
         one_step(served)
         served.pull()
@@ -492,3 +495,19 @@ def test_placements():
     assert place(net, ["a", "b", "c"], "round_robin") == dict(zip(names, "abca"))
     assert place(net, ["a", "b"], "balanced") == dict(zip(names, "abbb"))
     assert place(net, ["a", "b"], {"1": "b", "1.bias": "a", "": "a"}) == dict(zip(names, "aaba"))
+
+
+def on_driver(body: Callable[[], Any], rank: int) -> Any:
+    try:
+        return body() if rank == 0 else None
+    finally:
+        rpc.shutdown()
+
+
+def combining() -> None:
+    with pytest.raises(rpc.NotSupported, match="Breaks may combine parameters"):
+        rpc.serve(linear(), ["worker1", "worker2"], Breaks, lr=0.1)
+
+
+def test_an_optimizer_that_may_combine_parameters_has_one_server():
+    results(run_group(partial(on_driver, combining), 3))

@@ -389,16 +389,12 @@ def stand_ins() -> None:
     x, y = batches(1, 8, 1, 8, 8, classes=10)[0]
     F.cross_entropy(model(x), y).backward()
     for attempt in (
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: model.classifier.weight.grad * 2,
         lambda: model.classifier.weight * 2,
-        lambda: model.classifier.weight.data,
         lambda: model.classifier.weight.norm(),
         lambda: model.half(),
         lambda: model.classifier.weight.register_hook(print),
-        lambda: torch.optim.SGD(model.parameters(), 0.1).step(lambda: 0.0),
     ):
-        with pytest.raises(rpc.NotSupported, match=r"worker1|closure"):
+        with pytest.raises(rpc.NotSupported, match="worker1"):
             attempt()
     assert model.classifier.weight.grad is not None
     model.zero_grad()

@@ -170,8 +170,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "a new parameter": lambda m: m.head.register_parameter("gain", nn.Parameter(torch.zeros(4))),
     "a deleted parameter": lambda m: delattr(m.head, "bias"),
     "a buffer": lambda m: m.head.register_buffer("gain", torch.zeros(4)),
-    "data": lambda m: setattr(m.head.weight, "data", torch.zeros(4, 20)),
-    "grad": lambda m: setattr(m.head.weight, "grad", torch.zeros(4, 20)),
     "a hook inside": lambda m: m.part.inner.register_forward_hook(print),
     "a pre hook inside": lambda m: m.body[0].register_forward_pre_hook(print),
     "a backward hook inside": lambda m: m.body[0].register_full_backward_hook(print),
