@@ -69,7 +69,8 @@ def wrap(
     At the first call the forward is captured, and the parts run once on tensors without data. Other input shapes are captured
     once more for all of them, or one by one when they come again (``model.misses()``). Dropout and other random operations in a
     part draw from the generator of its worker. ``torch.manual_seed`` here seeds those of the model's workers too, before the
-    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers.
+    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers. Attributes of
+    classes, globals, and the flags of torch are those of each process: what is changed here in them does not reach parts.
 
     A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
     the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was
@@ -167,6 +168,12 @@ class WrappedModel(nn.Module):
             raise NotSupported(
                 "hooks for all modules (register_module_forward_hook and the like) do not run at other workers",
                 hint="register hooks on single parts",
+            )
+        saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if saving is not None and getattr(saving[0], "__module__", "") == "torch.utils.checkpoint":
+            raise NotSupported(
+                "activation checkpointing around a wrapped model does not reach what other workers keep for the backward",
+                hint="use torch.utils.checkpoint inside of the parts",
             )
         state = state_of(self)
         session = state.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import types
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from test_wrap import assert_same_state, batches, both, drive
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import rdmarpc as rpc
 from rdmarpc import wrap
@@ -356,6 +358,13 @@ def the_object() -> None:
         compare(plain, again)
     assert copy.deepcopy(model.part).count == twin.part.count
     compare(model, twin)
+    with pytest.raises(rpc.NotSupported, match="activation checkpointing"):
+        checkpoint(model, x, use_reentrant=False)
+    handle = nn.modules.module.register_module_forward_hook(lambda *found: None)
+    with pytest.raises(rpc.NotSupported, match="hooks for all modules"):
+        model(x)
+    handle.remove()
+    assert inspect.signature(model.forward) == inspect.signature(twin.forward)
     run = model.forward
     model.forward = lambda x: run(x) * 2
     assert torch.equal(model(x), twin(x) * 2)
