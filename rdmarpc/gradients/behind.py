@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ..transport import NotSupported
+from .implicit import of_others
 from .record import Sent, edge, engaged
 
 Node = Any  # torch.autograd.graph.Node; hashable, one object a node while somebody has it
@@ -99,7 +100,7 @@ def inner_edges(sent: Sent) -> list[GradientEdge]:
 def refuse_late_hooks(leaf: torch.Tensor) -> None:
     """``NotSupported`` for a leaf with hooks that want its ``.grad`` (torch passes them over without a word, or misleads
     them)."""
-    if leaf._post_accumulate_grad_hooks:
+    if of_others(leaf):
         raise NotSupported(
             f"a leaf of shape {tuple(leaf.shape)} has a hook by register_post_accumulate_grad_hook: such hooks work on .grad, "
             "which a backward pass in a context leaves alone",

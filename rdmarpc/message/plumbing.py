@@ -63,7 +63,7 @@ _CALLED = {
     "rdmarpc.gradients.waves": ("_deliver", "_settle", "_survey"),
     "rdmarpc.optim.local": ("create", "load_state_dict", "state_dict", "step"),
     "rdmarpc.nn": ("_made", "_make", "_parameters", "_remote_forward", "_remote_forward_on", "_train"),
-    "rdmarpc.references.handle": ("_backward", "_fetch", "_type_of"),
+    "rdmarpc.references.handle": ("_accumulate", "_backward", "_fetch", "_type_of"),
     "rdmarpc.references.proxy": ("_run", "_run_async"),
     "rdmarpc.served.serving": ("ask", "enter", "leave", "why"),
     "rdmarpc.calls.termination": ("_report",),

@@ -12,6 +12,7 @@ from ..functions import MAY_DEFER, async_execution
 from ..gradients import error as grad_error
 from ..gradients import waves
 from ..gradients.context import current as current_context
+from ..gradients.implicit import Fetched
 from ..gradients.roots import check_types, referenced_scalar, scalars
 from ..ground import here
 from ..ground.futures import fail, mapped
@@ -100,7 +101,10 @@ class RRef(Generic[T]):
         """The value: on the owner the object itself, elsewhere a copy that is fetched now. Waits until the value exists,
         elsewhere for at most ``timeout`` seconds (-1 = the default, 0 = no limit). Raises the exception of the function that
         was to make the value, ``TransferTimeout``, ``PeerLost``, and ``RuntimeError`` if the call of ``remote`` was given
-        up."""
+        up.
+
+        A tensor that requires grad is part of the autograd context of this thread. Without one it is a leaf, and backward
+        passes of torch over it also run at the owner, from the value into ``.grad``."""
         check(self, "call to_here() on it")
         if self.is_owner():
             return self.local_value()
@@ -110,6 +114,8 @@ class RRef(Generic[T]):
         value = pending.result()
         if self._fork.creation is not None:
             self._fork.confirmed = True  # the owner has made it
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+            Fetched(value, self._fork.rref, self, _bring)
         return value
 
     def local_value(self) -> T:
@@ -374,6 +380,32 @@ def _backward(rref: int, context_id: int, retain_graph: bool) -> torch.futures.F
 
 
 _backward._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
+
+
+def _bring(handles: list[RRef[Any]], retain_graph: bool, gradients: list[torch.Tensor]) -> None:
+    """Have the owners of fetched values run backward from them, all at once. Raises the first error when all have ended."""
+    by_owner: dict[int, list[int]] = {}
+    for at, handle in enumerate(handles):
+        check(handle, "run a backward pass over it")
+        by_owner.setdefault(handle._fork.owner, []).append(at)
+    pending = []
+    for places in by_owner.values():
+        numbers = tuple([handles[at]._fork.rref for at in places])
+        pending.append(ask(handles[places[0]], _accumulate, (numbers, retain_graph, *[gradients[at] for at in places])))
+    errors = []
+    for call in pending:
+        try:
+            call.result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _accumulate(rrefs: tuple[int, ...], retain_graph: bool, *gradients: torch.Tensor) -> None:
+    """A backward pass from values here into ``.grad``."""
+    values = [_current().rrefs.future(rref).wait() for rref in rrefs]
+    torch.autograd.backward(values, list(gradients), retain_graph=retain_graph)
 
 
 @async_execution
