@@ -47,6 +47,7 @@ from .transport import (
 if TYPE_CHECKING:
     from .served.model import serve
     from .wrapped.balance import auto_placement
+    from .wrapped.checkpoint import load_checkpoint, save_checkpoint
     from .wrapped.model import wrap
 
 __all__ = [
@@ -83,12 +84,14 @@ __all__ = [
     "init_rpc",
     "internal",
     "is_available",
+    "load_checkpoint",
     "nn",
     "optim",
     "profiling",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "save_checkpoint",
     "serve",
     "shutdown",
     "timeline",
@@ -97,7 +100,13 @@ __all__ = [
 ]
 
 
-_LATE = {"auto_placement": ".wrapped.balance", "serve": ".served.model", "wrap": ".wrapped.model"}
+_LATE = {
+    "auto_placement": ".wrapped.balance",
+    "load_checkpoint": ".wrapped.checkpoint",
+    "save_checkpoint": ".wrapped.checkpoint",
+    "serve": ".served.model",
+    "wrap": ".wrapped.model",
+}
 
 
 def __getattr__(name: str) -> Any:

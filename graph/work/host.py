@@ -13,6 +13,7 @@ from ...transport import RdmaError, TransferTimeout
 from ..edges.station import Fittings, Leased, Offer, Station
 from ..plan.place import Placement
 from ..plan.program import Machine
+from . import stored
 from .access import Access
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
@@ -126,6 +127,47 @@ class Host:
     def operate(self, operations: list[Operation], commands: int) -> list[Any]:
         """See ``remote_values.perform``."""
         return self._on_executor(lambda: perform(self.parameters, operations), commands)
+
+    # -- checkpoints
+
+    def save(
+        self, folder: str, model: str, pieces: list[stored.Piece], optimizers: stored.Optimizers, rng: str, commands: int
+    ) -> None:
+        """Write this worker's part of the model that the checkpoint calls ``model``. ``rng``: what it calls its generators."""
+
+        def save() -> None:
+            state: dict[str, Any] = {model: stored.entries(self.root, pieces), "rng": {rng: stored.generators(self.gpu)}}
+            for name, (number, positions) in optimizers.items():
+                found = self._optimizers[number].state
+                parameters = {fqn: self.parameters[at] for at, fqn in positions.items()}
+                state[name] = {"state": {fqn: dict(found[p]) for fqn, p in parameters.items() if p in found}}
+            stored.write(folder, state)
+
+        self._on_executor(save, commands)
+
+    def restore(
+        self, folder: str, model: str, pieces: list[stored.Piece], optimizers: stored.Optimizers, rng: str, commands: int
+    ) -> bool:
+        """The inverse of ``save``. Whether the checkpoint has generators of that name."""
+
+        def restore() -> bool:
+            metadata = stored.metadata_of(folder)
+            state: dict[str, Any] = {model: stored.entries(self.root, pieces)}
+            for name, (_, positions) in optimizers.items():
+                state[name] = {"state": stored.optimizer_target(metadata, name, [*positions.values()])}
+            has = stored.read_generators(metadata, state, rng, self.gpu)
+            stored.read(folder, state)
+            stored.take_entries(self.root, pieces, state[model])
+            for name, (number, positions) in optimizers.items():
+                for at in positions:
+                    self._optimizers[number].state.pop(self.parameters[at], None)
+                found = {at: state[name]["state"][fqn] for at, fqn in positions.items() if fqn in state[name]["state"]}
+                load_state(self._optimizers[number], self.parameters, found)
+            if has:
+                stored.set_generators(state["rng"][rng], self.gpu)
+            return has
+
+        return self._on_executor(restore, commands)
 
     # -- the rest
 

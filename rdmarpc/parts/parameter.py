@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..graph.caller.caller import Caller
 from ..graph.work.command import TO_NONE, TO_ZERO, Command
 from ..graph.work.remote_values import ASSIGN, DATA, GRAD, VALUE, Operation, Place
+from ..graph.work.stored import Piece
 from ..transport import NotSupported
 from .remote_tensor import Home, RemoteTensor
 from .remote_values import RemoteValues
@@ -45,6 +46,9 @@ class Owners(Protocol):
     @property
     def outside(self) -> EagerForward:
         """Runs a part that is called outside of any forward."""
+
+    apart: list[tuple[str, Piece]] | None
+    """While it is a list, ``state_dict`` adds to it what lies at which worker, instead of the values."""
 
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""

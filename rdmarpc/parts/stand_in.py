@@ -195,6 +195,9 @@ class Shell(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         away = self._away
+        if away.owners.apart is not None:
+            away.owners.apart.append((away.worker, (away.path, prefix, tuple(away.entries))))
+            return
         values = away.owners.ask_owner(away.worker, "own_state", away.path)
         for name in away.entries:
             destination[prefix + name] = values[name]

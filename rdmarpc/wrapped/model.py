@@ -22,7 +22,7 @@ from ..parts.placing import resolve
 from ..parts.remote_part import RemotePart, given
 from ..parts.stand_in import Shell
 from ..transport import NotSupported
-from . import batches
+from . import batches, replacing
 from . import optimizer as remote_optimizer
 from .eager import Eager
 from .session import Session
@@ -91,8 +91,10 @@ def wrap(
     methods_of(capture)
     batches.checked(chunks)
     remote_optimizer.install()
-    session = Session(net, places, agent, depth, timeout, plans, staging == "always")
-    return WrappedModel._made(net, session, capture, chunks)
+    options = (depth, timeout, plans, staging == "always")
+    model = WrappedModel._made(net, Session(net, places, agent, *options), capture, chunks)
+    state_of(model).options = options
+    return model
 
 
 class _Forward:
@@ -162,6 +164,13 @@ class WrappedModel(nn.Module):
         model._rdmarpc = State(net, session, capture, chunks)
         session.runs_outside(Eager(session, session.stand_in, model._rdmarpc.skeleton))
         return model
+
+    def _renew(self, before: State, session: Session) -> None:
+        """Stand over another session of the same model."""
+        object.__setattr__(self, "__dict__", vars(session.stand_in))
+        self._rdmarpc = State(before.net, session, before.method, before.chunks)
+        self._rdmarpc.options, self._rdmarpc.saved = before.options, before.saved
+        session.runs_outside(Eager(session, session.stand_in, self._rdmarpc.skeleton))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if nn.modules.module._has_any_global_hook():
@@ -270,6 +279,10 @@ class WrappedModel(nn.Module):
         """Make the remote halves of an optimizer now instead of at its first step; needed before its ``load_state_dict``."""
         for halves in remote_optimizer.attach(optimizer):
             halves.ensure()
+
+    def replace(self, old: str, new: str) -> dict[str, Any]:
+        """See ``replacing.replace``."""
+        return replacing.replace(self, old, new)
 
     def close(self) -> None:
         """Free the parts and slots at every worker. Idempotent."""

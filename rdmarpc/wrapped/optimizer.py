@@ -175,6 +175,12 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
     return halves
 
 
+def forget(optimizer: Optimizer) -> None:
+    """Its remote parameters are others now: their halves are made at its next step, or by ``attach``."""
+    if optimizer in _known:
+        _known[optimizer] = ((), [])
+
+
 def _used(state: dict[str, Any] | None) -> bool:
     """Whether it is more than what a constructor makes (Adagrad's)."""
     return state is not None and bool(state) and float(state.get("step", 1)) != 0

@@ -21,6 +21,7 @@ from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
 from ..graph.work.host import Mode, Tree
 from ..graph.work.remote_values import Operation
+from ..graph.work.stored import Piece
 from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
@@ -42,6 +43,7 @@ class Session:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
         self.in_step = False
+        self.apart: list[tuple[str, Piece]] | None = None
         self.eager: EagerForward | None = None
         self._outside: EagerForward | None = None
         self.closed = False
@@ -105,7 +107,7 @@ class Session:
             reaching=reaching,
         )
         agent.on_peer_lost(self._caller.station.lost)
-        self._seeds = Seeds(agent, remote, self._seed)
+        self.seeds = Seeds(agent, remote, self._seed)
 
     @property
     def caller(self) -> Caller:
@@ -251,7 +253,7 @@ class Session:
         ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
         owner would silently train what is frozen here."""
         self.settings.push()
-        self._seeds.push()
+        self.seeds.push()
         with torch._C.DisableTorchFunctionSubclass():
             flags = tuple(
                 (

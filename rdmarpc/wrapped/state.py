@@ -30,6 +30,10 @@ def state_of(model: nn.Module) -> State:
     return state
 
 
+def is_wrapped(value: Any) -> bool:
+    return isinstance(value, nn.Module) and isinstance(getattr(value, "_rdmarpc", None), State)
+
+
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
     ``forward_backward``. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the forward where no capture works. What
@@ -41,7 +45,11 @@ class State:
         self.captured = ""
         self.runner: Eager | None = None
         self._methods = methods_of(method)
-        self._net, self._top = net, session.stand_in
+        self.net, self._top = net, session.stand_in
+        self.options: tuple[int, float, int, bool] = (2, 60.0, 16, False)
+        """Of ``wrap``: depth, timeout, plans, whether everything is staged."""
+        self.saved: tuple[dict[str, Any], str] | None = None
+        """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
         self._parameters = list(self._top.parameters())
         # The modules whose forward is part of what is captured.
@@ -70,7 +78,7 @@ class State:
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, training, sizes),
-                lambda: input_names(self._net, _joined(leaves, tree), len(tensors)),
+                lambda: input_names(self.net, _joined(leaves, tree), len(tensors)),
                 recurring,
             )
         except TypeError as error:

@@ -53,6 +53,12 @@ def test_an_example_that_fails_says_so():
     assert done.returncode and number(r"accuracy on images never seen: ([\d.]+)%", done.stdout) < 95
 
 
+def test_checkpoint():
+    said = run("-m", "examples.checkpoint")
+    assert "step 20: worker1 is lost, worker3 goes on from step 16" in said
+    assert "all 30 losses are the same bits: True" in said
+
+
 def same_as_one_process(said: str) -> None:
     assert number(r"no step's losses are further apart than ([\d.e+-]+)", said) < 1e-5
 

@@ -1,0 +1,138 @@
+"""Checkpoints that each owner writes and reads, plain DCP in one process, a worker that is killed and replaced."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from group import die, results, run_group
+from torch import nn
+
+import rdmarpc as rpc
+
+
+class Counted(nn.Module):
+    """Has a buffer, a state that is no tensor, and draws random numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.norm, self.calls = nn.Linear(width, width), nn.BatchNorm1d(width), 0
+
+    def forward(self, x):
+        return nn.functional.dropout(torch.relu(self.norm(self.layer(x))), 0.3, self.training)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Counted(8), Counted(8), nn.Linear(8, 1)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)) * self.scale).squeeze(1)
+
+
+PLACES = {"first": "worker1", "middle": "worker2"}
+
+
+def made() -> dict[str, Any]:
+    torch.manual_seed(3)
+    net = Net()
+    model = rpc.wrap(net, PLACES, timeout=20.0)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+
+
+def step(state: dict[str, Any]) -> float:
+    model, optimizer = state["model"], state["optimizer"]
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(state["step"]))
+    optimizer.zero_grad()
+    loss = (model(x) + 0.01 * torch.rand(6)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    state["schedule"].step()
+    state["step"] += 1
+    return loss.item()
+
+
+def plainly(folder: str, expected: dict[str, torch.Tensor]) -> None:
+    """In one process, without us: the model alone, and its optimizer by torch's own functions."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    model, moments = get_state_dict(net, optimizer)
+    found = {"model": model, "optimizer": moments, "step": 0}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    assert found["step"] == 3
+    for key, value in net.state_dict().items():
+        assert value == expected[key] if not isinstance(value, torch.Tensor) else torch.equal(value, expected[key]), key
+    assert len(optimizer.state) == len(list(net.parameters()))
+    assert all(entry["step"] == 3 and entry["exp_avg"].abs().sum() for entry in optimizer.state.values())
+
+
+def training(folder: str) -> None:
+    state = made()
+    with pytest.raises(rpc.NotSupported, match="no checkpoint"):
+        state["model"].replace("worker1", "worker3")
+    for _ in range(3):
+        step(state)
+    place = str(Path(folder) / "at")
+    rpc.save_checkpoint({**state, "step": 1}, place)
+    rpc.save_checkpoint(state, place)  # takes the place of the other
+    assert [path.name for path in Path(folder).iterdir()] == ["at"]
+    saved = {key: copy.deepcopy(value) for key, value in state["model"].state_dict().items()}
+    losses = [step(state) for _ in range(5)]
+    end = state["model"].state_dict()
+    state["model"].close()
+    plainly(place, saved)
+
+    again = made()
+    rpc.load_checkpoint(again, place)
+    assert again["step"] == 3
+    assert [step(again) for _ in range(2)] == losses[:2]
+    rpc.rpc_async("worker1", die)
+    with pytest.raises(rpc.PeerLost):
+        for _ in range(100):
+            step(again)
+    with pytest.raises(ValueError, match="without"):
+        again["model"].replace("worker1", "worker2")
+    back = again["model"].replace("worker1", "worker3")
+    assert back is again and again["step"] == 3
+    assert [step(again) for _ in range(5)] == losses
+    for key, value in again["model"].state_dict().items():
+        assert value == end[key] if not isinstance(value, torch.Tensor) else torch.equal(value, end[key]), key
+    assert "worker3" in again["model"].placement_table()
+    again["model"].close()
+
+
+def scenario(meeting: Any) -> None:
+    meeting.join()
+    meeting.step("joined", 4)
+    if meeting.rank:
+        meeting.hear("done", timeout=100.0)
+        rpc.shutdown(graceful=False)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        training(folder)
+    meeting.say("done")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():
+    outcomes = run_group(scenario, 4, dynamic=True, timeout=120.0)
+    assert outcomes[1].exit_code == -9
+    results([outcome for rank, outcome in enumerate(outcomes) if rank != 1])
