@@ -256,6 +256,14 @@ class Rooted(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class Tripled(Rooted):
+    """The hook of its own could be traced: it must run once all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_hooks.clear()
+
+
 def tripled(module, args):
     return (args[0] * 3,)
 
@@ -271,6 +279,9 @@ def hooks_of_the_root() -> None:
         compare(model, twin)
         assert model.calls == twin.calls == 2
         model.close()
+    model, twin = both(Tripled, {"a": "worker1"}, capture="export")
+    compare(model, twin)
+    model.close()
 
 
 class Writing(nn.Module):
