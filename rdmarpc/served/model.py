@@ -144,12 +144,11 @@ class ServedModel(nn.Module):
 
     def __init__(self, net: nn.Module, servers: Servers) -> None:
         super().__init__()
+        self.__class__ = _with_forward_of(type(net))
         self.training = net.training
         self.__dict__["_rdmarpc"] = State(net, servers)  # see ``state_of``
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = getattr(net, kind)
-        # Trainers look at its signature to know what the model takes.
-        self.__dict__["forward"] = functools.wraps(net.forward)(functools.partial(ServedModel.forward, self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         net, servers = state_of(self)
@@ -278,7 +277,7 @@ class ServedModel(nn.Module):
 
     def _own(self, name: str) -> bool:
         """Whether an attribute is of this object, and not of the original."""
-        there = "_rdmarpc" in self.__dict__ and (name == "forward" or name not in self.__dict__)
+        there = "_rdmarpc" in self.__dict__ and name not in self.__dict__
         return not there or isinstance(getattr(type(self), name, None), property)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -290,6 +289,16 @@ class ServedModel(nn.Module):
         """As that copy."""
         self._wait()
         return _itself, (state_of(self).net,)
+
+
+def _with_forward_of(original: type[nn.Module]) -> type[ServedModel]:
+    """The class, with the signature of that forward: trainers look there for what a model takes."""
+
+    @functools.wraps(original.forward)
+    def forward(self: ServedModel, *args: Any, **kwargs: Any) -> Any:
+        return ServedModel.forward(self, *args, **kwargs)
+
+    return type("ServedModel", (ServedModel,), {"forward": forward, "__doc__": ServedModel.__doc__, "__module__": __name__})
 
 
 def _itself(net: nn.Module) -> nn.Module:

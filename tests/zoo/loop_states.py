@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing as mp
 import random
 from typing import Any
 
@@ -283,9 +282,7 @@ def moved(side: Alone) -> Seen:
 def loader(side: Alone) -> Seen:
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(20, 10, generator=generator), torch.randint(0, 4, (20,), generator=generator)
-    batches = DataLoader(
-        TensorDataset(x, y), 6, shuffle=True, generator=generator, num_workers=0 if mp.current_process().daemon else 2
-    )
+    batches = DataLoader(TensorDataset(x, y), 6, shuffle=True, generator=generator)
     optimizer = side.optimizer(SGD, lr=0.1)
     for _ in range(2):
         for a, b in batches:

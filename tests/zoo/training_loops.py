@@ -133,7 +133,7 @@ ENTRIES: dict[str, Loop] = {
     "torch.compile": Loop(states.compiled),
     "a part compiled": Loop(states.plain, make=lambda: _compiled_part()),
     "no-op .to()": Loop(states.moved),
-    "DataLoader with workers": Loop(states.loader),
+    "DataLoader": Loop(states.loader),
     "seeded anew in every step": Loop(states.seeded),
     "micro-batches": Loop(states.micro_batches),
     "GAN": Loop(states.gan, **GAN),
