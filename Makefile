@@ -83,6 +83,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,bench,examples,test,dev]'
+	$(BIN)/python -m compileall -q $(FOLDERS) rdmarpc tests
 	touch $@
 
 # mypy reads packages from folders, and ours have other import names than folders: lay them out as links.

@@ -32,7 +32,6 @@ The words, each in a cache line of its own. Every read-modify-write is sequentia
 from __future__ import annotations
 
 import numpy as np
-from numba.types import int64 as i64
 
 from ..transport import Poller
 from ..transport.words import kernels
@@ -51,6 +50,7 @@ from ..transport.words.atomics import (
     store_release,
 )
 from ..transport.words.compiled import compiled
+from ..transport.words.symbols import i64
 
 POLLING, HOLDING, RUNNING, WAITER = 0, 1, 2, 4
 _LINE = 64  # bytes of a cache line

@@ -42,9 +42,9 @@ BOOT_PATIENCE = 120.0
 FAILED, OUT_OF_TIME = 125, 124
 
 NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-"""With these a kernel compiled on the host is loaded from numba's cache in the guest, whose processor is another one."""
+"""With these a kernel compiled on the host is loaded from disk in the guest, whose processor is another one."""
 
-THIRD_PARTY = ("numpy", "torch", "torch._dynamo", "numba", "psutil", "matplotlib.pyplot", "rich")
+THIRD_PARTY = ("numpy", "torch", "torch._dynamo", "llvmlite.binding", "psutil", "matplotlib.pyplot", "rich")
 """What programs in a guest that stays find imported: nothing of ours, which may change from one program to the next."""
 
 PASSED_ON = ("PATH", "HOME", "LANG", "USER", "VIRTUAL_ENV")

@@ -25,15 +25,13 @@ Invariants:
 
 from __future__ import annotations
 
-from numba import types
-from numba.types import int64 as i64
-
 from ..gpu.driver import CU_STREAM_CAPTURE_MODE_RELAXED
 from ..words.atomics import call, fetch_add, load_acquire, store_release
 from ..words.compiled import compiled, compiled_callback
 from ..words.kernels import CLOSED, OK, enter
 from ..words.kernels import post as finish_host
 from ..words.signals import signal
+from ..words.symbols import i64, void
 
 JOB_WR, JOB_DONE, JOB_TABLE, JOB_COPIES, JOB_INFLIGHT, JOB_RESULT, JOB_SCRATCH, JOB_MODE, JOB_GROUPS, JOB_HEAD = range(10)
 """The work request block; the lane's record; the functions; whether GPUs copy; where ``FINISH`` leaves; how it went (``OK``,
@@ -133,8 +131,8 @@ def post(job: int) -> int:
     return status
 
 
-@compiled(types.void(i64))
-def _finish(job: int) -> None:
+@compiled(i64(i64))
+def _finish(job: int) -> int:
     inflight, done = _word(job, JOB_INFLIGHT), _word(job, JOB_DONE)
     if _word(job, JOB_RESULT) == OK:
         result = finish_host(_word(job, JOB_WR))
@@ -142,10 +140,10 @@ def _finish(job: int) -> None:
             store_release(job + 8 * JOB_RESULT, result)
     if inflight != 0:
         fetch_add(inflight, -1)
-    signal(done, 0)
+    return signal(done, 0)
 
 
-@compiled_callback(types.void(i64))
+@compiled_callback(void(i64))
 def finish(job: int) -> None:
     """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
     _finish(job)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from numba import types
 
 from ..channel import Work
 from ..errors import RdmaError, TransferTimeout, fresh
@@ -35,13 +34,14 @@ from ..peers.guard import Guard
 from ..words import kernels
 from ..words.compiled import compiled_callback
 from ..words.signals import signal
+from ..words.symbols import i64, void
 from .driver import Driver
 from .events import NOT_READY, Event, status
 
 _SLICE_S, _JOIN_S = 0.05, 5.0
 
 
-@compiled_callback(types.void(types.int64))
+@compiled_callback(void(i64))
 def count(record: int) -> None:
     """The host function: on a thread of the driver, which must neither call the driver nor wait for Python."""
     signal(record, 0)

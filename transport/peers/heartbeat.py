@@ -18,12 +18,12 @@ import time
 from functools import partial
 
 import numpy as np
-from numba.types import int64 as i64
 
 from ..errors import GIVEN_UP, RdmaError
 from ..words import kernels
 from ..words.atomics import FUTEX_WAIT, fetch_add, futex, load_acquire, now
 from ..words.compiled import compiled
+from ..words.symbols import i64
 from .pulse import ROW_WORDS, Pulse, beat
 
 TICK_NS = 250_000_000

@@ -30,12 +30,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numba import njit, types
-from numba.types import int64 as i64
 
 from ..words import kernels
 from ..words.atomics import compare_exchange, errno, load_acquire, sched_yield, store_release
 from ..words.compiled import compiled
+from ..words.symbols import CFunction, i32, i64, inline
 
 ROW_WORDS = 16
 MAX_BUFFERS = 512
@@ -45,25 +44,25 @@ _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT | MSG_NOSIGNAL
 _EINTR, _EAGAIN = 4, 11
 _KEEP, _DROP = 0, 1
 
-_send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.intp, types.int32))
-_sendmsg = types.ExternalFunction("sendmsg", types.intp(types.int32, types.intp, types.int32))
+_send = CFunction("send", i64(i32, i64, i64, i32))
+_sendmsg = CFunction("sendmsg", i64(i32, i64, i32))
 
 
-@njit(inline="always")
+@inline
 def _send_owed(row: int, frame: int, nbytes: int) -> bool:
     """Send what is left of a beat. Whether all of it is out."""
     owed = load_acquire(row + 16)
-    sent = _send(types.int32(load_acquire(row + 8)), frame + nbytes - owed, owed, types.int32(_FLAGS))
+    sent = _send(i32(load_acquire(row + 8)), frame + nbytes - owed, owed, i32(_FLAGS))
     if sent > 0:
         owed -= sent
         store_release(row + 16, owed)
     return owed == 0
 
 
-@njit(inline="always")
+@inline
 def _send_some(row: int) -> int:
     """One system call for the buffers. Returns bytes, 0 if there is no room, or a negative errno."""
-    sent = _sendmsg(types.int32(load_acquire(row + 8)), row + 64, types.int32(_FLAGS))
+    sent = _sendmsg(i32(load_acquire(row + 8)), row + 64, i32(_FLAGS))
     if sent < 0:
         code = errno()
         return 0 if code == _EAGAIN or code == _EINTR else -code

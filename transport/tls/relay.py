@@ -21,12 +21,11 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.types import int64 as i64
 
 from ..words import kernels
 from ..words.atomics import call, errno, load_acquire, store_release
 from ..words.compiled import compiled
+from ..words.symbols import CFunction, i32, i64
 from .openssl import ERROR_SSL, ERROR_SYSCALL, ERROR_WANT_READ, ERROR_WANT_WRITE, address, library, reason
 
 BUFFER_BYTES = 64 << 10
@@ -58,10 +57,10 @@ _SHUT_RD, _SHUT_WR, _SHUT_RDWR = 0, 1, 2
 _EINTR, _EAGAIN = 4, 11
 _OPEN, _GOODBYE, _ENDED = 0, 1, 2
 
-_recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.intp, types.int32))
-_send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.intp, types.int32))
-_poll = types.ExternalFunction("poll", types.int32(types.intp, types.intp, types.int32))
-_shutdown = types.ExternalFunction("shutdown", types.int32(types.int32, types.int32))
+_recv = CFunction("recv", i64(i32, i64, i64, i32))
+_send = CFunction("send", i64(i32, i64, i64, i32))
+_poll = CFunction("poll", i32(i64, i64, i32))
+_shutdown = CFunction("shutdown", i32(i32, i32))
 
 
 @compiled(i64(i64, i64))
@@ -97,7 +96,7 @@ def relay(at: int) -> int:
     """Relay until both directions have ended. ``at``: the words of a ``Relay``.
 
     Longer than a screen: one loop over a dozen local variables, which compiled functions could share only through memory."""
-    tcp, local = types.int32(_word(at, _TCP)), types.int32(_word(at, _LOCAL))
+    tcp, local = i32(_word(at, _TCP)), i32(_word(at, _LOCAL))
     sending, hearing, gone = _OPEN, _OPEN, False
     out_at, out_left, in_at, in_left = 0, 0, 0, 0
     write_waits, read_waits, sealed = 0, 0, 0
@@ -105,7 +104,7 @@ def relay(at: int) -> int:
         moved = False
         # From the worker to the peer.
         if sending == _OPEN and out_left == 0:
-            got = _recv(local, _word(at, _OUT), BUFFER_BYTES, types.int32(_DONTWAIT))
+            got = _recv(local, _word(at, _OUT), BUFFER_BYTES, i32(_DONTWAIT))
             if got > 0:
                 out_at, out_left, moved = 0, got, True
             elif got == 0 or (errno() != _EAGAIN and errno() != _EINTR):
@@ -124,15 +123,15 @@ def relay(at: int) -> int:
             done = _seal(at, _SHUTDOWN, 0, 0)
             write_waits = _waits_for(at, done, 0) if done < 0 else 0
             if write_waits <= 0:
-                _shutdown(tcp, types.int32(_SHUT_WR))
+                _shutdown(tcp, i32(_SHUT_WR))
                 sending, write_waits, moved = _ENDED, 0, True
         if write_waits < 0:
             # The peer may have said something before: go on hearing.
-            _shutdown(local, types.int32(_SHUT_RD))
+            _shutdown(local, i32(_SHUT_RD))
             sending, out_left, write_waits, moved = _ENDED, 0, 0, True
         # From the peer to the worker.
         if in_left:
-            done = _send(local, _word(at, _IN) + in_at, in_left, types.int32(_DONTWAIT))
+            done = _send(local, _word(at, _IN) + in_at, in_left, i32(_DONTWAIT))
             if done > 0:
                 in_at, in_left, moved = in_at + done, in_left - done, True
             elif errno() != _EAGAIN and errno() != _EINTR:
@@ -148,7 +147,7 @@ def relay(at: int) -> int:
                 broken = read_waits == -ERROR_SSL or read_waits == -ERROR_SYSCALL
                 if broken:
                     sending, out_left = _ENDED, 0
-                _shutdown(local, types.int32(_SHUT_RDWR if broken else _SHUT_WR))
+                _shutdown(local, i32(_SHUT_RDWR if broken else _SHUT_WR))
                 hearing, read_waits, moved = _ENDED, 0, True
         if moved:
             continue
@@ -158,7 +157,7 @@ def relay(at: int) -> int:
         watched = hearing == _OPEN or offered != 0
         store_release(_word(at, _FDS), (_word(at, _TCP) if wanted else 0xFFFFFFFF) | wanted << 32)
         store_release(_word(at, _FDS) + 8, (_word(at, _LOCAL) if watched else 0xFFFFFFFF) | offered << 32)
-        ready = _poll(_word(at, _FDS), 2, types.int32(_LINGER_MS if gone else -1))
+        ready = _poll(_word(at, _FDS), 2, i32(_LINGER_MS if gone else -1))
         if gone and ready == 0:
             return 0
         if (load_acquire(_word(at, _FDS) + 8) >> 48) & (_POLLHUP | _POLLERR):

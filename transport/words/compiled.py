@@ -1,108 +1,103 @@
-"""``njit`` and ``cfunc`` with a cache on disk, wherever there is a place for one that nobody else can write to.
+"""``compiled``: a function of integers as machine code, which runs without the GIL.
 
-What lies in the cache is machine code that the next process runs. So a directory is used only if no other user can have put
-anything there. The places, in order: the one that numba chooses (``NUMBA_CACHE_DIR``, ``__pycache__`` beside the source, the
-user's cache directory), a private directory below the temporary one, none. A cache that cannot be read or written (a full
-disk, a damaged file) sends us on to the next place; the kernel is compiled all the same.
+The code is made once (``compiler``, which imports numba: seconds) and kept on disk (``cache``) under a digest of all that it is
+made from: the function, the kernels and constants that it uses, how operations are emitted, the versions of what compiles it,
+and the processor. A process that finds it there imports no compiler.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import stat
-import tempfile
+import hashlib
+import sys
 from collections.abc import Callable
+from functools import cache as once
+from importlib.metadata import version
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numba
-from numba.core.caching import FunctionCache
+from . import cache, machine
+from .symbols import CFunction, Kernel, Scalar, inlined, operations
 
-_NUMBAS, _PRIVATE, _NONE = range(3)
-_place = _NUMBAS
-"""The kind of folder where this process looks for compiled kernels, and keeps them."""
-_checked: set[tuple[Path, int]] = set()
-"""Folders of sources, each with the kind of cache folder that was found safe for it."""
+
+class Callback:
+    """A C function. ``address``: where it lies, for as long as the process lives."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+kernels: dict[Any, Kernel] = {}
+"""By what stands for them in their modules."""
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: ``njit`` for one signature, without the GIL, compiled at once."""
-    return lambda function: _compile(function, lambda cache: numba.njit(signature, nogil=True, cache=cache)(function))
+    """A decorator: the function as a builtin that takes and gives integers (``signature``: of ``i64``) and lets the GIL go."""
+
+    def make(function: Any) -> Any:
+        kernel = Kernel(function, signature, False, _digest(function, repr(signature)))
+        made = machine.builtin(function.__name__, function.__doc__, _loaded(kernel))
+        kernels[made] = kernel
+        return made
+
+    return make
 
 
-def compiled_callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: ``cfunc``, whose ``address`` C code may call."""
-    return lambda function: _compile(function, lambda cache: numba.cfunc(signature, nopython=True, cache=cache)(function))
+def compiled_callback(signature: Any) -> Callable[[Callable[..., Any]], Callback]:
+    """A decorator: the function as one that C code may call at an address."""
+
+    def make(function: Any) -> Callback:
+        return Callback(_loaded(Kernel(function, signature, True, _digest(function, f"callback {signature}"))))
+
+    return make
 
 
-def _compile(function: Callable[..., Any], make: Callable[[bool], Any]) -> Any:
-    global _place
-    before = numba.config.CACHE_DIR
-    while _place != _NONE:
-        try:
-            if _place == _PRIVATE:
-                numba.config.CACHE_DIR = str(_private())
-            _check(function)
-            return make(True)
-        except (
-            Exception
-        ) as error:  # also what a damaged file makes of unpickling; a fault in the kernel itself comes again below
-            _place += 1
-            _tell(error)
-        finally:
-            numba.config.CACHE_DIR = before
-    return make(False)
+def _loaded(kernel: Kernel) -> int:
+    function = kernel.function
+    where = function.__module__, function.__code__.co_filename, _environment()
+    code = cache.find(*where, kernel.name, kernel.digest)
+    if code is None:
+        from .compiler import object_code  # imports numba
+
+        code = object_code(kernel, kernels)
+        cache.keep(*where, kernel.name, cache.Entry(kernel.digest, code))
+    return machine.address_of(code, kernel.symbol)
 
 
-def _tell(error: Exception) -> None:
-    log, reason = logging.getLogger("rdmarpc"), f"{type(error).__name__}: {error}"
-    if _place == _PRIVATE:
-        log.info("compiled kernels are kept in the temporary directory: %s", reason)
-    else:
-        hint = "NUMBA_CACHE_DIR may name a directory for them"
-        log.warning("every process compiles its kernels anew, which takes seconds: %s; %s", reason, hint)
+# -- what the code is made from
 
 
-def _check(function: Callable[..., Any]) -> None:
-    """Raise ``OSError`` if numba has no cache folder for this function, or one where another user may have written."""
-    source = Path(function.__code__.co_filename).absolute().parent
-    if (source, _place) in _checked:
-        return
-    try:
-        place = Path(FunctionCache(function).cache_path).absolute()
-    except RuntimeError:
-        raise PermissionError("no cache directory can be written to") from None
-    if place.parent == source:
-        # A user who can write the sources can have code run without the cache, so the rights on them are allowed here too.
-        found, package = place.stat(), source.stat()
-        owners = (os.geteuid(), 0, package.st_uid)
-        if found.st_uid not in owners or found.st_mode & ~package.st_mode & 0o022:
-            raise PermissionError(f"other users may have written to {place}")
-    else:
-        _check_path(place)
-    _checked.add((source, _place))
+@once
+def _environment() -> str:
+    """What all code depends on, in short: the processor, and all that compiles."""
+    found = hashlib.sha256(
+        repr((machine.processor(), sys.implementation.cache_tag, version("llvmlite"), version("numba"))).encode()
+    )
+    for name in ("compiler.py", "instructions.py", "machine.py"):
+        found.update(Path(__file__).with_name(name).read_bytes())
+    return found.hexdigest()[:16]
 
 
-def _check_path(place: Path) -> None:
-    """Raise ``OSError`` unless only this user and root can have written to the directory, or put another one in its place."""
-    for at in (place, *place.parents):
-        found = at.lstat()
-        open_to = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode & 0o022
-        if at != place and found.st_mode & stat.S_ISVTX:
-            open_to = 0  # as /tmp: what is ours stays where it is
-        if found.st_uid not in (os.geteuid(), 0) or open_to:
-            raise PermissionError(f"other users may have written to {at}")
-    real = place.resolve()
-    if real != place:
-        _check_path(real)
+def _digest(function: FunctionType, kind: str) -> bytes:
+    found = hashlib.sha256(kind.encode())
+    _add(found, function, function.__code__)
+    return found.digest()
 
 
-def _private() -> Path:
-    """The directory below the temporary one, made if need be. ``OSError`` if there cannot be one that is ours alone."""
-    place = Path(tempfile.gettempdir()).absolute() / f"rdmarpc-{os.geteuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{place} is not ours alone")
-    return place
+def _add(found: Any, function: FunctionType, code: CodeType) -> None:
+    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    found.update(repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_argcount)).encode())
+    for name in code.co_names:
+        if name in function.__globals__:
+            found.update(f"{name}={_meaning(function.__globals__[name])};".encode())
+
+
+def _meaning(value: Any) -> str:
+    """What a global name of a kernel stands for."""
+    if isinstance(value, (int, Scalar, CFunction)) or value in operations:
+        return repr(value) if isinstance(value, (int, CFunction)) else getattr(value, "name", None) or value.__name__
+    if value in inlined:
+        return _digest(value, "inline").hex()
+    if isinstance(value, ModuleType):
+        return repr(sorted((name, number) for name, number in vars(value).items() if isinstance(number, int)))
+    return kernels[value].digest.hex()

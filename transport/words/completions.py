@@ -27,13 +27,6 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-from numba.types import int64 as i64
-
 from . import layout as at
 from .atomics import (
     FUTEX_WAKE,
@@ -50,10 +43,10 @@ from .atomics import (
 )
 from .compiled import compiled
 from .signals import signal
+from .symbols import CFunction, i32, i64, not_compiled, operation
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_poll_fds = types.ExternalFunction("poll", types.int32(types.intp, types.int64, types.int32))
-_eventfd_write = types.ExternalFunction("eventfd_write", types.int32(types.int32, types.int64))
+_poll_fds = CFunction("poll", i32(i64, i64, i32))
+_eventfd_write = CFunction("eventfd_write", i32(i32, i64))
 
 # A port (words).
 (
@@ -118,66 +111,40 @@ OPEN, SHUT = 0, 1
 """``LANE_CLOSED``: posts are taken; never again."""
 
 
-@intrinsic
-def _call_2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
-    """``int function(a, b)`` at an address; ``b`` is a 32-bit integer."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [_I64, _I32])
-        target = builder.inttoptr(args[0], kind.as_pointer())
-        return builder.sext(builder.call(target, [args[1], builder.trunc(args[2], _I32)]), _I64)
-
-    return i64(i64, i64, i64), codegen
+@operation
+def call_2(function: int, a: int, b: int) -> int:
+    """Call ``int function(a, b)`` at an address; ``b`` is a 32-bit integer."""
+    not_compiled()
 
 
-@intrinsic
-def _call_3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """``int function(a, b, c)`` at an address; all are pointers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target = builder.inttoptr(args[0], ir.FunctionType(_I32, [_I64] * 3).as_pointer())
-        return builder.sext(builder.call(target, args[1:]), _I64)
-
-    return i64(i64, i64, i64, i64), codegen
+@operation
+def call_3(function: int, a: int, b: int, c: int) -> int:
+    """Call ``int function(a, b, c)`` at an address; all are pointers."""
+    not_compiled()
 
 
-@intrinsic
-def _call_poll(typingctx: Any, function: Any, cq: Any, count: Any, wc: Any) -> Any:
-    """``int poll_cq(cq, count, wc)``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target = builder.inttoptr(args[0], ir.FunctionType(_I32, [_I64, _I32, _I64]).as_pointer())
-        return builder.sext(builder.call(target, [args[1], builder.trunc(args[2], _I32), args[3]]), _I64)
-
-    return i64(i64, i64, i64, i64), codegen
+@operation
+def call_poll(function: int, cq: int, count: int, wc: int) -> int:
+    """Call ``int poll_cq(cq, count, wc)`` at an address."""
+    not_compiled()
 
 
-@intrinsic
-def _u32(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(builder.inttoptr(args[0], _I32.as_pointer())), _I64)
-
-    return i64(i64), codegen
+@operation
+def u32(address: int) -> int:
+    """The 32-bit word at this address."""
+    not_compiled()
 
 
-@intrinsic
-def _be32(typingctx: Any, address: Any) -> Any:
-    """A 32-bit word in network order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.load(builder.inttoptr(args[0], _I32.as_pointer()))
-        return builder.zext(builder.bswap(word), _I64)
-
-    return i64(i64), codegen
+@operation
+def be32(address: int) -> int:
+    """The 32-bit word in network order at this address."""
+    not_compiled()
 
 
-@intrinsic
-def _set_u32(typingctx: Any, address: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(builder.trunc(args[1], _I32), builder.inttoptr(args[0], _I32.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(i64, i64), codegen
+@operation
+def set_u32(address: int, value: int) -> None:
+    """Set the 32-bit word at this address."""
+    not_compiled()
 
 
 @compiled(i64(i64))
@@ -280,23 +247,23 @@ def _poll_held(port: int) -> int:
     wc, bells = load_acquire(port + 8 * PORT_WC), load_acquire(port + 8 * PORT_BELLS)
     total = 0
     while True:
-        got = _call_poll(load_acquire(port + 8 * PORT_POLL_CQ), load_acquire(port + 8 * PORT_CQ), WC_BATCH, wc)
+        got = call_poll(load_acquire(port + 8 * PORT_POLL_CQ), load_acquire(port + 8 * PORT_CQ), WC_BATCH, wc)
         for index in range(got):
             entry = wc + index * at.WC_BYTES
-            lane = _find_lane(port, _u32(entry + at.WC_QP_NUM))
-            status = _u32(entry + at.WC_STATUS)
+            lane = _find_lane(port, u32(entry + at.WC_QP_NUM))
+            status = u32(entry + at.WC_STATUS)
             if status != at.WC_SUCCESS:
                 if lane != 0:
                     if load_acquire(lane + 8 * LANE_STATUS) == 0:
-                        store_release(lane + 8 * LANE_VENDOR, _u32(entry + at.WC_VENDOR_ERR))
+                        store_release(lane + 8 * LANE_VENDOR, u32(entry + at.WC_VENDOR_ERR))
                         store_release(lane + 8 * LANE_STATUS, status)
                     fetch_add(port + 8 * PORT_FAILED, 1)
-                    _eventfd_write(types.int32(load_acquire(port + 8 * PORT_WAKE)), 1)
-            elif _u32(entry + at.WC_OPCODE) & at.WC_RECV:
+                    _eventfd_write(i32(load_acquire(port + 8 * PORT_WAKE)), 1)
+            elif u32(entry + at.WC_OPCODE) & at.WC_RECV:
                 fetch_add(port + 8 * PORT_RECV_USED, 1)
                 if lane != 0:
                     store_release(lane + 8 * LANE_SEEN, 1)
-                    signal(load_acquire(lane + 8 * LANE_RECORDS) + 16 * (_be32(entry + at.WC_IMM_DATA) & 0xFFFF), bells)
+                    signal(load_acquire(lane + 8 * LANE_RECORDS) + 16 * (be32(entry + at.WC_IMM_DATA) & 0xFFFF), bells)
             elif lane != 0:
                 store_release(lane + 8 * LANE_SEEN, 1)
                 _complete(lane, load_acquire(entry + at.WC_WR_ID))
@@ -305,7 +272,7 @@ def _poll_held(port: int) -> int:
         chain = load_acquire(port + 8 * PORT_RECV_COUNT)
         while load_acquire(port + 8 * PORT_RECV_USED) >= chain:
             fetch_add(port + 8 * PORT_RECV_USED, -chain)
-            _call_3(
+            call_3(
                 load_acquire(port + 8 * PORT_POST_RECV),
                 load_acquire(port + 8 * PORT_SRQ),
                 load_acquire(port + 8 * PORT_RECV_CHAIN),
@@ -332,7 +299,7 @@ def _arm(port: int) -> int:
     cq = load_acquire(port + 8 * PORT_CQ)
     if cq != 0 and load_acquire(port + 8 * PORT_ARMED) == 0:
         store_release(port + 8 * PORT_ARMED, 1)
-        _call_2(load_acquire(port + 8 * PORT_REQ_NOTIFY), cq, 0)
+        call_2(load_acquire(port + 8 * PORT_REQ_NOTIFY), cq, 0)
     found = _poll_held(port)
     unlock(port + 8 * PORT_LOCK)
     return found
@@ -382,7 +349,7 @@ def post(lane: int, chain: int) -> int:
         store_release(load_acquire(chain + 8 * CHAIN_LAST) + at.SEND_WR_WR_ID, posted)
         first = load_acquire(chain + 8 * CHAIN_FIRST)
         if (
-            _call_3(load_acquire(lane + 8 * LANE_POST_SEND), load_acquire(lane + 8 * LANE_QP), first, lane + 8 * LANE_BAD_WR)
+            call_3(load_acquire(lane + 8 * LANE_POST_SEND), load_acquire(lane + 8 * LANE_QP), first, lane + 8 * LANE_BAD_WR)
             != 0
         ):
             # Some of it may be posted, so nothing can be told of this lane any more.
@@ -403,9 +370,9 @@ def put(lane: int, chain: int, local: int, remote: int, nbytes: int, inline: int
     request = load_acquire(chain + 8 * CHAIN_FIRST)
     element = load_acquire(request + at.SEND_WR_SG_LIST)
     store_release(element + at.SGE_ADDR, local)
-    _set_u32(element + at.SGE_LENGTH, nbytes)
+    set_u32(element + at.SGE_LENGTH, nbytes)
     store_release(request + at.SEND_WR_REMOTE_ADDR, remote)
-    _set_u32(request + at.SEND_WR_SEND_FLAGS, at.SEND_SIGNALED | (at.SEND_INLINE if nbytes <= inline else 0))
+    set_u32(request + at.SEND_WR_SEND_FLAGS, at.SEND_SIGNALED | (at.SEND_INLINE if nbytes <= inline else 0))
     store_release(chain + 8 * CHAIN_BYTES, nbytes)
     return post(lane, chain)
 
@@ -429,8 +396,8 @@ def _take_events(port: int) -> int:
         load_acquire(port + 8 * PORT_CHANNEL),
         port + 8 * PORT_SCRATCH,
     )
-    while _call_3(getting, channel, cq, port + 8 * PORT_SCRATCH_2) == 0:
-        _call_2(load_acquire(port + 8 * PORT_ACK_EVENTS), load_acquire(cq), 1)
+    while call_3(getting, channel, cq, port + 8 * PORT_SCRATCH_2) == 0:
+        call_2(load_acquire(port + 8 * PORT_ACK_EVENTS), load_acquire(cq), 1)
     return 0
 
 

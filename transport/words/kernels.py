@@ -32,7 +32,6 @@ A core that was given away and did not come back within ``_CROWDED_NS`` is wante
 from __future__ import annotations
 
 import numpy as np
-from numba.types import int64 as i64
 
 from .atomics import (
     FUTEX_WAIT,
@@ -55,6 +54,7 @@ from .atomics import (
 from .compiled import compiled
 from .completions import asleep, awake, poll
 from .signals import signal
+from .symbols import i64
 
 SPIN_MIN_NS, SPIN_MAX_NS = 50_000, 5_000_000
 _CROWDED_NS = 50_000

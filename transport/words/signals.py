@@ -3,10 +3,9 @@ kernel. ``kernels`` has the words and their invariants."""
 
 from __future__ import annotations
 
-from numba.types import int64 as i64
-
 from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
 from .compiled import compiled
+from .symbols import i64
 
 
 @compiled(i64(i64))

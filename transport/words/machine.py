@@ -1,0 +1,81 @@
+"""Machine code of kernels, brought to life: LLVM's linker puts it into memory, and Python calls it as a builtin function.
+
+The object file of a kernel has a function of CPython's calling convention (``METH_FASTCALL``), which takes integers, lets the
+GIL go, and calls the kernel (``compiler``). So a call costs what a builtin's costs, and no compiler has to be imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+ERRORS = {TypeError: "rdmarpc.TypeError", RuntimeError: "rdmarpc.RuntimeError"}
+"""The names under which code finds these classes."""
+_METH_FASTCALL = 0x0080
+_new_builtin = ctypes.pythonapi.PyCFunction_NewEx
+_new_builtin.restype = ctypes.py_object
+_new_builtin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+
+
+class _MethodDef(ctypes.Structure):
+    """``PyMethodDef``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_definitions: list[_MethodDef] = []
+"""Builtins refer to them for as long as the process lives."""
+
+
+def processor() -> tuple[str, str]:
+    """The processor that code is made for, and its features. ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` may name others."""
+    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten()
+    return name or llvm.get_host_cpu_name(), features
+
+
+@cache
+def target() -> llvm.TargetMachine:
+    """The machine that code is made for, and loaded on."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = processor()
+    found = llvm.Target.from_triple(llvm.get_process_triple())
+    return found.create_target_machine(cpu=name, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True)
+
+
+@cache
+def _engine() -> llvm.ExecutionEngine:
+    for kind, name in ERRORS.items():
+        llvm.add_symbol(name, id(kind))
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+
+
+def address_of(code: bytes, symbol: str) -> int:
+    """Load an object file, and give the address of one of its functions. It stays in memory."""
+    engine = _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    found: int = engine.get_function_address(symbol)
+    if not found:
+        raise RuntimeError(f"the object file has no {symbol}")
+    return found
+
+
+def builtin(name: str, doc: str | None, address: int) -> Callable[..., Any]:
+    """The builtin function whose code lies at this address."""
+    definition = _MethodDef(name.encode(), address, _METH_FASTCALL, (doc or "").encode())
+    _definitions.append(definition)
+    made: Callable[..., Any] = _new_builtin(ctypes.addressof(definition), None, None)
+    return made

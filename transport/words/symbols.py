@@ -1,0 +1,87 @@
+"""Kernels, and what their source refers to besides integers: scalar types, C functions, operations of the machine.
+
+These are names only. The compiler knows what they stand for (``compiler``), so a process whose kernels are all on disk
+imports none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Scalar:
+    """A type. ``i64(i64, i32)`` is the signature of a function; in a kernel ``i32(x)`` converts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        return Signature(self.name, tuple(argument.name for argument in arguments))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The names of numba's types: of the result, and of the arguments."""
+
+    result: str
+    arguments: tuple[str, ...]
+
+
+i64, i32, void = Scalar("int64"), Scalar("int32"), Scalar("void")
+
+
+@dataclass(frozen=True)
+class CFunction:
+    """A function of the C library, for kernels."""
+
+    name: str
+    signature: Signature
+
+    def __call__(self, *arguments: int) -> Any:
+        not_compiled()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function that is compiled. ``callback``: C code calls it, not Python. ``digest``: of all that its code is made from."""
+
+    function: FunctionType
+    signature: Signature
+    callback: bool
+    digest: bytes
+
+    @property
+    def name(self) -> str:
+        return self.function.__qualname__
+
+    @property
+    def symbol(self) -> str:
+        return f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
+
+
+operations: set[Callable[..., Any]] = set()
+"""The functions that stand for operations of the machine; ``instructions`` has those under the same names."""
+inlined: set[Callable[..., Any]] = set()
+"""The functions that become a part of the kernels that call them."""
+
+
+def operation(function: F) -> F:
+    """A decorator: kernels may call this, and get what ``instructions`` has under its name."""
+    operations.add(function)
+    return function
+
+
+def inline(function: F) -> F:
+    """A decorator: kernels may call this function, whose source becomes a part of theirs."""
+    inlined.add(function)
+    return function
+
+
+def not_compiled() -> NoReturn:
+    """The body of an operation: Python cannot run it."""
+    raise TypeError("only kernels can call this")
