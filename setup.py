@@ -36,7 +36,7 @@ setup(
     package_dir=FOLDERS,
     packages=[name for root, folder in FOLDERS.items() for name in [root, *subpackages(root, folder)]],
     package_data={"rdmarpc": ["py.typed"], "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"]},
-    install_requires=["torch>=2.10", "numba", "numpy"],
+    install_requires=["torch>=2.10", "numba", "llvmlite", "numpy"],
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,
