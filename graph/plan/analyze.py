@@ -10,21 +10,22 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from ..trace.capture import Capture, TensorSpec
 from ..trace.devices import CPU, named
 from ..trace.sites import Site
 from ..trace.sizes import Number, plain
+from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
+from ..trace.writes import check_seen
 from .located import Located, Pair
-from .program import Instruction, Ref, Segment, fill, function_path, names_in, to_number, to_tensor
+from .program import Instruction, Ref, Segment, function_path, names_in, plainly, to_number, to_tensor
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class _Analysis:
         self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
         self.located = located
         self.expression: dict[fx.Node, Any] = {}
+        self.taken: dict[fx.Node, dict[int, Any]] = {}  # what stands for the leaves of a value, by their id
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
         self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
@@ -113,6 +115,7 @@ class _Analysis:
         self.uses: dict[str, dict[tuple[str, int], None]] = {}
         self.paths: dict[str, str] = {}  # name of an attribute -> where it is in the model
         self.written: set[str] = set()
+        self.where: dict[fx.Node, tuple[str, int]] = {}
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -125,6 +128,7 @@ class _Analysis:
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(node.name)
+                self.where[node] = self.caller, 0
                 self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 if self.located is not None:
                     self.located.define(
@@ -136,13 +140,14 @@ class _Analysis:
                 output = self.arguments(node.args[0])
                 effects = self.effects()
                 level = self.level((output, effects), self.caller)
+                self.where[node] = self.caller, level
                 output = self.localize(output, self.caller, level)
                 if self.located is not None:
                     output = self.brought(output, self.caller, level, self.located.caller)
                 self.use((output, effects), self.caller, level)
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
-                home = (worker, 0 if worker == self.caller else 1)
+                home = self.where[node] = (worker, 0 if worker == self.caller else 1)
                 written = (node, 0) in self.capture.written
                 self.define(node.name, self.capture.values[node], home, written, constant=True)
                 if self.located is not None:
@@ -152,6 +157,7 @@ class _Analysis:
                 self.expression[node] = Ref(node.name)
             else:
                 self.operation(node)
+        check_seen(self.capture.graph, self.capture.values, self.capture.writes, self.where, self.caller)
         return self.assemble(inputs, output)
 
     def effects(self) -> list[Any]:
@@ -167,19 +173,26 @@ class _Analysis:
         return found
 
     def operation(self, node: fx.Node) -> None:
-        value = self.settled(self.capture.values[node])
-        leaves, tree = pytree.tree_flatten(value)
-        structured = not isinstance(value, torch.Tensor)
+        value = self.capture.values[node]
+        flat, tree = flatten(value)
+        leaves = [self.settled(leaf) for leaf in flat]
         args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
-        made = [isinstance(leaf, torch.Tensor) or self.varies(leaf, args, kwargs) for leaf in leaves]
+        made = [isinstance(leaf, torch.Tensor) or self.varies(node, leaf, args, kwargs) for leaf in leaves]
         if not any(made) and node.op != "call_module":
-            self.expression[node] = value  # sizes and the like are known now
+            self.express(node, flat, leaves)  # sizes and the like are known now
             return
-        if node.target is operator.getitem and not isinstance(args[0], Ref):
+        if node.target is operator.getitem and not isinstance(args[0], (Ref, Built)):
             self.expression[node] = args[0][args[1]]
+            self.where[node] = self.where.get(node.all_input_nodes[0], (self.caller, 0))
+            return
+        known = self.taken_out(node, flat, made)
+        if known is not None:
+            self.where[node] = self.where[node.all_input_nodes[0]]
+            self.express(node, flat, [known.get(id(leaf), settled) for leaf, settled in zip(flat, leaves)])
             return
         worker = self.place(node, args, kwargs)
         level = self.level((args, kwargs), worker)
+        self.where[node] = worker, level
         args, kwargs = self.localize((args, kwargs), worker, level)
         kind, target = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op], node.target
         if self.located is not None:
@@ -190,39 +203,75 @@ class _Analysis:
             pair = self.located.pair(node, tensors, here, result, scoped, worker == self.caller)
             move = functools.partial(self.moved, worker, level)
             target, args, kwargs = self.located.place(node, target, (args, kwargs), pair, here, result, move)
+        structured = not isinstance(value, torch.Tensor)
+        given = _given(node, self.capture.values, self.expression)
+        made = [new and id(leaf) not in given for new, leaf in zip(made, flat)]
         names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
-            if isinstance(leaf, torch.Tensor):
-                assert name is not None
+            if isinstance(leaf, torch.Tensor) and name is not None:
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
                 if self.located is not None:
                     self.located.define(name, leaf.device, pair)
                 self.attribute(name, self.capture.sites.get((node, at)), (args, kwargs), worker)
             elif name is not None:
                 self.numbers[name], self.home[name] = _dtype(leaf), (worker, level)
-        refs = [leaf if name is None else Ref(name) for name, leaf in zip(names, leaves)]
-        self.expression[node] = pytree.tree_unflatten(refs, tree)
+        stands = [Ref(name) if name is not None else given.get(id(leaf), leaf) for name, leaf in zip(names, leaves)]
+        self.express(node, flat, stands)
         self.use((args, kwargs), worker, level)
-        target = function_path(target) if callable(target) else str(target)
-        numbers = frozenset(name for name in names if name in self.numbers)
-        grad = node.meta.get("grad", True)
-        # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
-        args, kwargs = fill((args, kwargs), {name: Ref(name) for name in names_in((args, kwargs))})
-        step = Instruction(kind, target, args, kwargs, tuple(names), structured, grad=grad, numbers=numbers)
+        step = self.instruction(node, kind, target, args, kwargs, names)
+        if structured:
+            step.tree, step.constants = (
+                described(tree),
+                tuple([leaf if isinstance(leaf, Ref) else key(leaf) for leaf in stands]),
+            )
         self.segment(worker, level).instructions.append(step)
 
-    def settled(self, value: Any) -> Any:
-        """Numbers that cannot vary as such, and sizes as tuples: those may hold what stands for a number."""
+    def instruction(
+        self, node: fx.Node, kind: str, target: Any, args: Any, kwargs: Any, names: Sequence[str | None]
+    ) -> Instruction:
+        path = function_path(target) if callable(target) else str(target)
+        # In plain lists and dicts: those of fx are no part of what a worker that restricts its peers lets in.
+        args, kwargs = plainly((args, kwargs))
+        return Instruction(
+            kind,
+            path,
+            args,
+            kwargs,
+            tuple(names),
+            not isinstance(self.capture.values[node], torch.Tensor),
+            grad=node.meta.get("grad", True),
+            numbers=frozenset(name for name in names if name in self.numbers),
+            after=bool(node.meta.get("after")),
+            open=kind == "module" and mutable((*args, *kwargs.values())),
+        )
 
-        def settle(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Size):
-                return tuple(map(settle, leaf))
-            return plain(leaf) if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
+    def express(self, node: fx.Node, flat: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """What stands for the value of a node: the same with these leaves."""
+        value, left = self.capture.values[node], iter(leaves)
+        self.taken[node] = dict(zip(map(id, flat), leaves))
+        if isinstance(value, torch.Size) and node.op != "call_module":
+            self.expression[node] = tuple(leaves)  # it may hold what stands for a number
+        else:
+            self.expression[node] = encode(value, lambda leaf: next(left))
 
-        return pytree.tree_map(settle, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
+    def taken_out(self, node: fx.Node, flat: Sequence[Any], made: Sequence[bool]) -> dict[int, Any] | None:
+        """What stands for the leaves, by ``id``, of an operation that only takes something out of an object; else ``None``."""
+        first = node.args[0] if node.args else None
+        looks = node.op == "call_method" or node.target in (operator.getitem, getattr, pick)
+        if not looks or not isinstance(first, fx.Node) or isinstance(self.capture.values[first], torch.Tensor):
+            return None
+        known = self.taken.get(first, {})
+        same = all(id(leaf) in known and not isinstance(leaf, _VALUES) for leaf, new in zip(flat, made) if new)
+        return known if same else None
 
-    def varies(self, leaf: Any, args: Any, kwargs: Any) -> bool:
+    def settled(self, leaf: Any) -> Any:
+        """Numbers that cannot vary as such."""
+        return plain(leaf) if isinstance(leaf, Number) and not self.capture.sizes.varies(leaf) else leaf
+
+    def varies(self, node: fx.Node, leaf: Any, args: Any, kwargs: Any) -> bool:
         """Whether a result that is no tensor has to be computed in every step."""
+        if self.capture.example and node.op == "call_module":
+            return isinstance(leaf, _VALUES)
         if self.capture.sizes.known:
             return self.capture.sizes.varies(leaf)
         return isinstance(leaf, (int, float)) and bool(names_in((args, kwargs)))
@@ -380,7 +429,7 @@ class _Analysis:
                 values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
                 for name in segment.outputs
             )
-        return TransferGraph(self.caller, segments, values, inputs, output, self.capture.constants)
+        return TransferGraph(self.caller, segments, values, inputs, plainly(output), self.capture.constants)
 
     @staticmethod
     def add_trigger(segment: Segment, source: Segment, values: dict[str, Value]) -> None:
@@ -388,6 +437,20 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
+
+
+def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.Node, Any]) -> dict[int, Ref]:
+    """Tensors that a call gives back as what became of its arguments, by ``id``: they are what they were."""
+    value = values[node]
+    if not isinstance(value, After):
+        return {}
+    own = {id(leaf) for leaf in leaves_of(value.result)}
+    found = {id(values[other]): expression[other] for other in node.all_input_nodes}
+    return {number: ref for number, ref in found.items() if isinstance(ref, Ref) and number not in own}
+
+
+_VALUES = (bool, int, float)
+"""Of Python: unlike tensors and symbols, not known by their identity."""
 
 
 def _dtype(number: Any) -> torch.dtype:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from ..trace.values import After, Before, Built, changes_argument, described, flatten, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Instruction:
     ``kind`` is ``module``, ``function``, ``method`` or ``attribute``; ``target`` a dotted path (``module:name`` for functions).
     ``results`` names the tensors among the leaves of the result, and the numbers that are only known in the step
     (``numbers``); ``None``: another leaf. ``last`` names those that nobody in this segment uses afterwards. ``grad``:
-    whether autograd may see it; it may not where the forward says ``torch.no_grad()``.
+    whether autograd may see it; it may not where the forward says ``torch.no_grad()``. ``tree`` (``described``) and
+    ``constants``: what a structured result was like in the capture (a ``Ref``: that argument itself). ``open``: among the
+    arguments of a module is something that it could put more into; ``after``: it does, and gives ``After``.
     """
 
     kind: str
@@ -42,6 +44,10 @@ class Instruction:
     last: tuple[str, ...] = ()
     grad: bool = True
     numbers: frozenset[str] = frozenset()
+    tree: str = ""
+    constants: tuple[Any, ...] = ()
+    open: bool = False
+    after: bool = False
 
 
 @dataclass(slots=True)
@@ -111,15 +117,29 @@ def fill(arguments: Any, env: Mapping[str, Any]) -> Any:
         return tuple([env[item.name] if type(item) is Ref else fill(item, env) for item in arguments])
     if kind in _PLAIN:
         return arguments
-    if isinstance(arguments, dict):
-        return {key: fill(item, env) for key, item in arguments.items()}
-    if isinstance(arguments, tuple):
-        items = [fill(item, env) for item in arguments]
-        return kind(*items) if hasattr(arguments, "_fields") else kind(items)
-    if isinstance(arguments, list):
+    if kind is dict:
+        return {name: fill(item, env) for name, item in arguments.items()}
+    if kind is list:
         return [fill(item, env) for item in arguments]
-    if isinstance(arguments, slice):
+    if kind is Built:
+        return arguments.kind.make([fill(item, env) for item in arguments.items])
+    if kind is slice:
         return slice(fill(arguments.start, env), fill(arguments.stop, env), fill(arguments.step, env))
+    return arguments
+
+
+def plainly(arguments: Any) -> Any:
+    """The same in lists and dicts of Python's, where they are those of fx."""
+    if isinstance(arguments, dict):
+        return {name: plainly(item) for name, item in arguments.items()}
+    if isinstance(arguments, list):
+        return [plainly(item) for item in arguments]
+    if type(arguments) is Built:
+        return Built(arguments.kind, tuple(map(plainly, arguments.items)))
+    if type(arguments) is tuple:
+        return tuple(map(plainly, arguments))
+    if isinstance(arguments, slice):
+        return slice(plainly(arguments.start), plainly(arguments.stop), plainly(arguments.step))
     return arguments
 
 
@@ -144,6 +164,39 @@ def to_number(tensor: torch.Tensor) -> float:
     return tensor.item()
 
 
+def _structured(step: Instruction, result: Any, env: Mapping[str, Any], seen: dict[str, Any]) -> list[Any]:
+    """The leaves of a result. ``NotSupported`` where anything but tensors and numbers that vary is not what it was."""
+    leaves, tree = flatten(result)
+    if tree != seen.get(step.tree) and described(tree) != step.tree:
+        raise NotSupported(
+            f"{step.target} gave other objects than when it was captured: {_described(result)}",
+            hint="what joins the parts must be made of the same objects in every step",
+        )
+    seen[step.tree] = tree
+    for name, leaf, then in zip(step.results, leaves, step.constants):
+        if name is None and (leaf is not env[then.name] if isinstance(then, Ref) else key(leaf) != then):
+            raise NotSupported(
+                f"{step.target} gave {leaf!r}, and {then!r} when it was captured",
+                hint="let it give a tensor",
+            )
+    return leaves
+
+
+def _described(result: Any) -> str:
+    return ", ".join(type(part).__name__ for part in result) if isinstance(result, (tuple, list)) else type(result).__name__
+
+
+def _followed(step: Instruction, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module that may put something into its arguments, which are copies here."""
+    before = Before(args, kwargs, step.after)
+    result = module(*args, **kwargs)
+    if step.after and not before.moved():
+        return After(result, args, kwargs)
+    if before.changed():
+        raise changes_argument(step.target, before.names(getattr(module, "forward", module)))
+    return result
+
+
 class Machine:
     """Runs instructions against the modules and attributes of one worker, which has these ``parameters``."""
 
@@ -155,6 +208,7 @@ class Machine:
     ) -> None:
         self._module, self._attribute, self.parameters = module, attribute, parameters
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._trees: dict[str, Any] = {}
 
     def run(
         self,
@@ -172,9 +226,7 @@ class Machine:
             else:
                 with context or nullcontext(), torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                     result = self._step(step, env)
-            leaves = pytree.tree_leaves(result) if step.structured else [result]
-            if len(leaves) != len(step.results):
-                raise NotSupported(f"{step.target} gave {len(leaves)} values, {len(step.results)} when it was captured")
+            leaves = _structured(step, result, env, self._trees) if step.structured else [result]
             for name, leaf in zip(step.results, leaves):
                 if name is None:
                     continue
@@ -191,7 +243,8 @@ class Machine:
             return self._attribute(step.target)
         args, kwargs = fill(step.args, env), fill(step.kwargs, env)
         if step.kind == "module":
-            return self._module(step.target)(*args, **kwargs)
+            module = self._module(step.target)
+            return _followed(step, module, args, kwargs) if step.open else module(*args, **kwargs)
         if step.kind == "method":
             return getattr(args[0], step.target)(*args[1:], **kwargs)
         if step.target not in self._functions:

@@ -32,8 +32,19 @@ from ...transport import NotSupported
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Sizes, depends_on_data
-from .values import check_result
-from .writes import check_writes, finish
+from .values import (
+    After,
+    Before,
+    ChangesArgument,
+    apart,
+    changes_argument,
+    check_arguments,
+    check_result,
+    decode,
+    encode,
+    leaves_of,
+)
+from .writes import Write, check_writes, finish, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -55,10 +66,11 @@ class TensorSpec:
 
 @dataclass
 class Capture:
-    """The traced forward. ``values`` has each node's result on fake tensors, ``constants`` the tensors that the forward
-    makes without any input. ``sizes`` says which sizes in ``values`` are for good. ``written`` has (node, number of the leaf)
-    of every tensor that is written in place after its node made it, ``sites`` who allocated the storage of that leaf.
-    ``effects``: nodes that nothing uses, kept for what they do to buffers or generators. ``how``: what made it."""
+    """The traced forward. ``values`` has each node's result on fake tensors (of a call of a module that is marked ``after``:
+    ``After``), ``constants`` the tensors that the forward makes without any input. ``sizes`` says which sizes in ``values`` are
+    for good. ``written`` has (node, number of the leaf) of every tensor that is written in place after its node made it,
+    ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what they do to buffers or
+    generators. ``how``: what made it."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
@@ -67,7 +79,10 @@ class Capture:
     written: frozenset[tuple[fx.Node, int]] = frozenset()
     sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     how: str = "fx"
+    example: bool = False
+    """Whether modules ran on real tensors: the numbers that they gave are those of one step."""
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -98,15 +113,30 @@ def capture(
 
 
 def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> Capture:
-    """One call of a module of a skeleton, whose inputs somebody else may read afterwards. Raises as ``capture``."""
+    """One call of a module of a skeleton, whose inputs somebody else may read afterwards; it gives ``After`` where it puts
+    something into them. Raises as ``capture``."""
     graph = fx.Graph()
-    args, kwargs = join(*(graph.placeholder(f"input{at}") for at in range(len(inputs))))
-    graph.output(graph.call_module(path, args, kwargs))
+    call = call_of(graph, model, path, inputs, join)
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        found = propagate(model, graph, inputs, made=True)
+        try:
+            found = propagate(model, graph, inputs, made=True)
+        except ChangesArgument:
+            call.meta["after"] = True
+            found = propagate(model, graph, inputs, made=True)
     if any(node.op == "placeholder" for node, _ in found.written):
         raise writes_input(path)
     return found
+
+
+def call_of(graph: fx.Graph, model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> fx.Node:
+    """Fill an empty graph with one call of a module of a skeleton."""
+    with mode_of(model):  # some objects look at the tensors that they are made of
+        fakes = [spec.empty() for spec in inputs]
+    nodes = {id(fake): graph.placeholder(f"input{at}") for at, fake in enumerate(fakes)}
+    args, kwargs = encode(join(*fakes), lambda leaf: nodes.get(id(leaf), leaf))
+    call = graph.call_module(path, args, kwargs)
+    graph.output(call)
+    return call
 
 
 def writes_input(path: str) -> NotSupported:
@@ -114,6 +144,10 @@ def writes_input(path: str) -> NotSupported:
         f"part {path!r} writes into its input, which the forward may use again",
         hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
     )
+
+
+def changes_input(names: str) -> NotSupported:
+    return NotSupported(f"the forward puts something into its input {names}, which a trace would do once")
 
 
 def module_calls(model: nn.Module, whole: Callable[[str], bool]) -> list[str]:
@@ -160,7 +194,7 @@ def _symbolic(
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
     effects = finish(graph, model)
-    found = propagate(model, graph, inputs, constants, sizes)
+    found = propagate(model, graph, inputs, constants, sizes, strict=True)
     found.effects = effects
     return found
 
@@ -172,8 +206,10 @@ def propagate(
     constants: dict[str, torch.Tensor] | None = None,
     sizes: Sizes | None = None,
     made: bool = False,
+    strict: bool = False,
 ) -> Capture:
-    """Run a graph on fake tensors. ``made``: its inputs are no leaves."""
+    """Run a graph on fake tensors. ``made``: its inputs are no leaves; ``strict``: what is written in place is read by nobody
+    else."""
     sizes = sizes or Sizes()
     with sizes.under(mode_of(model)), quiet():
         fakes = sizes.inputs(*([getattr(spec, what) for spec in inputs] for what in ("shape", "dtype", "device")))
@@ -182,8 +218,10 @@ def propagate(
         fakes = [fake.clone() for fake in fakes] if made else fakes
         propagator = _Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
-    check_writes(graph, values)
-    return Capture(graph, values, constants or {}, sizes, propagator.written(), propagator.sites())
+    if strict:
+        check_writes(graph, values)
+    written, sites = propagator.written(), propagator.sites()
+    return Capture(graph, values, constants or {}, sizes, written, sites, writes=propagator.writes)
 
 
 @contextlib.contextmanager
@@ -292,6 +330,10 @@ class _Tracer(fx.Tracer):
                 return parameter_proxy_cache[name]
         return attr_val
 
+    def create_arg(self, a: Any) -> Any:
+        opened = isinstance(a, (tuple, list, dict, slice)) or apart(a) is not None
+        return encode(a, self.create_arg) if opened else super().create_arg(a)
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         annotate(node, next(reversed(self.module_stack.values()))[0] if self.module_stack else "")
@@ -304,7 +346,11 @@ class _Tracer(fx.Tracer):
 
         def call(root: nn.Module, *tensors: fx.Proxy) -> Any:
             args, kwargs = self._join(*tensors)
-            return inspect.unwrap(root_fn)(root, *args, **kwargs)
+            before = Before(args, kwargs)
+            result = inspect.unwrap(root_fn)(root, *args, **kwargs)
+            if before.changed():
+                raise changes_input(before.names(root.forward))
+            return result
 
         return call, [self.root, *proxies]
 
@@ -315,6 +361,7 @@ class _Propagator(fx.Interpreter):
         self.extra_traceback = False
         self._constants = constants or {}
         self.allocations = Allocations(model)
+        self.writes: list[Write] = []
         self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def fetch_attr(self, target: str) -> Any:
@@ -335,13 +382,32 @@ class _Propagator(fx.Interpreter):
         return {where: site for where, site in known.items() if site is not None}
 
     _outputs: dict[fx.Node, Any]
+    _after: bool
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return decode(super().fetch_args_kwargs_from_env(n))
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        what, module = f"part {target!r}", self.fetch_attr(str(target))
+        check_arguments(what, module.forward, args, kwargs)
+        before = Before(args, kwargs, self._after)
+        result = super().call_module(target, args, kwargs)
+        if self._after:
+            if before.moved():
+                raise changes_argument(str(target), before.names(module.forward))
+            return After(result, args, kwargs)
+        if before.changed():
+            raise changes_argument(str(target), before.names(module.forward))
+        return result
 
     def run_node(self, n: fx.Node) -> Any:
+        self._after = bool(n.meta.get("after"))
         self.allocations.at(n.name, place_of(n))
-        with static(f"{n.op} {n.target!r}"), torch.set_grad_enabled(n.meta.get("grad", True)):
+        grad, writes = torch.set_grad_enabled(n.meta.get("grad", True)), writes_of(n, self.env, self.writes)
+        with static(f"{n.op} {n.target!r}"), grad, writes:
             result = super().run_node(n)
-        check_result(f"{n.op} {n.target!r}", result)
-        for at, leaf in enumerate(pytree.tree_leaves(result)):
+        check_result(f"{n.op} {n.target!r}", result.result if isinstance(result, After) else result)
+        for at, leaf in enumerate(leaves_of(result)):
             if isinstance(leaf, torch.Tensor):
                 self._versions.append((n, at, leaf, leaf._version))
         if n.op in ("placeholder", "get_attr") and isinstance(result, torch.Tensor):

@@ -34,6 +34,7 @@ from .capture import (
     sets_attribute,
     unchanged,
 )
+from .values import encode
 from .writes import finish
 
 
@@ -135,7 +136,7 @@ class _Lowered:
             if node.users:
                 nodes[node] = self.graph.get_attr(path)
         result = self._copy(program.graph_module, program.graph, nodes, True)
-        self.graph.output(pytree.tree_unflatten(list(result), program.call_spec.out_spec))
+        self.graph.output(encode(pytree.tree_unflatten(list(result), program.call_spec.out_spec), lambda leaf: leaf))
 
     def _constant(self, name: str, value: Any) -> str:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):

@@ -51,15 +51,23 @@ def names() -> list[str]:
 
 
 def capture_by(
-    methods: Mapping[str, Method], model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]
+    methods: Mapping[str, Method],
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Join,
+    whole: Callable[[str], bool],
+    use: Callable[[Capture], object] = lambda found: None,
 ) -> tuple[Capture, list[str]]:
-    """The first of these methods that works, and why those before it did not, one line each. See ``capture``; if none works,
-    ``Uncaptured``, also where that is the model's own fault: some of what fake tensors cannot do looks the same."""
+    """The first of these methods that works, and why those before it did not, one line each. See ``capture``; ``use`` looks at
+    what was captured and may refuse it. If none works, ``Uncaptured``, also where that is the model's own fault: some of what
+    fake tensors cannot do looks the same."""
     refused: list[str] = []
     error: Exception | None = None
     for name, method in methods.items():
         try:
-            return method(model, inputs, join, whole), refused
+            found = method(model, inputs, join, whole)
+            use(found)
+            return found, refused
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
             error = raised

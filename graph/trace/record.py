@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .capture import (
     Join,
     TensorSpec,
     annotate,
+    changes_input,
     custom_functions,
     mode_of,
     propagate,
@@ -32,7 +33,7 @@ from .capture import (
     static,
     unchanged,
 )
-from .values import check_result
+from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
 from .writes import finish
 
 
@@ -49,9 +50,12 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         for at, fake in enumerate(fakes):
             recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
         args, kwargs = join(*fakes)
+        before = Before(args, kwargs)
         with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply), recorder:
             result = model.forward(*args, **kwargs)
         check_result(f"{type(model).__name__}.forward", result)
+        if before.changed():
+            raise changes_input(before.names(model.forward))
         recorder.graph.output(recorder.arguments(result))
     effects = finish(recorder.graph, model)
     found = propagate(model, recorder.graph, inputs, recorder.constants)
@@ -85,6 +89,8 @@ class _Recorder(TorchFunctionMode):
                     self._attributes.setdefault(id(tensor), f"{name}.{key}" if name else key)
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []
+        self._given: Set[int] = frozenset()
+        """Tensors that a call was given and gives back: they stay what they are."""
         self._scope = [""]
         self._inside = False
 
@@ -96,16 +102,23 @@ class _Recorder(TorchFunctionMode):
 
     def _define_leaves(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            self._nodes[id(value)] = node
-        elif isinstance(value, (tuple, list, Mapping)):
-            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-                if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item)):
+            if id(value) not in self._given:
+                self._nodes[id(value)] = node
+        elif type(value) not in (tuple, list, dict):
+            for at, leaf in enumerate(leaves_of(value)):
+                if isinstance(leaf, torch.Tensor):
+                    picked = self.graph.call_function(pick, (node, at))
+                    annotate(picked, self._scope[-1])
+                    self._define_leaves(picked, leaf)
+        else:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(item)):
                     picked = self.graph.call_function(operator.getitem, (node, key))
                     annotate(picked, self._scope[-1])
                     self._define_leaves(picked, item)
 
     def arguments(self, arguments: Any) -> Any:
-        return pytree.tree_map(lambda leaf: self._node_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, arguments)
+        return encode(arguments, lambda leaf: self._node_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
@@ -151,6 +164,7 @@ class _Recorder(TorchFunctionMode):
 
     def _one(self, make: Callable[[Any], fx.Node], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         known = self.arguments((args, kwargs))
+        before = Before(args, kwargs)
         self._inside = True
         try:
             result = call(*args, **kwargs)
@@ -158,7 +172,16 @@ class _Recorder(TorchFunctionMode):
             self._inside = False
         node = make(known)
         check_result(f"{node.op} {node.name}", result)
-        self.define(node, result)
+        if before.changed():
+            if node.op != "call_module":
+                raise NotSupported(f"{node.name} puts something into its arguments, which a trace would do once")
+            # What was put there comes with the result: here it is there already, and the forward may use it.
+            node.meta["after"] = True
+            self._given = self._nodes.keys() - {id(leaf) for leaf in leaves_of(result)}
+            self.define(node, After(result, args, kwargs))
+            self._given = frozenset()
+        else:
+            self.define(node, result)
         return result
 
     @contextlib.contextmanager
@@ -176,6 +199,7 @@ class _Recorder(TorchFunctionMode):
                     return original(module, *args, **kwargs)
                 make = lambda known: self.graph.call_module(path, *known)  # noqa: E731
                 with static(f"call_module {path!r}"):
+                    check_arguments(f"part {path!r}", module.forward, args, kwargs)
                     return self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
             finally:
                 self._scope.pop()

@@ -19,6 +19,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .values import Mark, paths
+
 OPERATION, INPUT, PARAMETER, BUFFER, CONSTANT = "operation", "input", "parameter", "buffer", "constant"
 
 
@@ -115,16 +117,19 @@ def place_of(node: fx.Node) -> str:
 
 def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], count: int) -> list[str]:
     """What the forward calls its tensor inputs: ``x``, ``batch['ids']``, ``pair[0]``. See ``capture`` for ``join``."""
-    marks = [object() for _ in range(count)]
-    args, kwargs = join(*marks)
+    marks = [Mark() for _ in range(count)]
+    try:
+        args, kwargs = join(*marks)
+    except Exception:  # of an object that looks at the tensors that it is made of
+        return [f"input{at}" for at in range(count)]
     try:
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         given = {"args": args, **kwargs}  # the call itself will say what is wrong
     found = {}
     for name, argument in given.items():
-        for path, leaf in pytree.tree_flatten_with_path(argument)[0]:
-            found[id(leaf)] = name + pytree.keystr(path)
+        for path, leaf in paths(argument):
+            found[id(leaf)] = name + path
     return [found.get(id(mark), f"input{at}") for at, mark in enumerate(marks)]
 
 

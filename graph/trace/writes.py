@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from .values import leaves_of
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -52,6 +56,86 @@ def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
                 )
         for storage in storages:
             aliases.setdefault(storage, []).append(node)
+
+
+Place = tuple[str, int]
+"""Where an operation runs: worker and level of its segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An operation that writes into a storage (``_storage``) in place."""
+
+    node: fx.Node
+    storage: int
+
+
+@contextlib.contextmanager
+def writes_of(node: fx.Node, values: Mapping[fx.Node, Any], found: list[Write]) -> Iterator[None]:
+    """Note what the operation that runs meanwhile writes into, of the values that it is given."""
+    given = [
+        (leaf, leaf._version)
+        for other in node.all_input_nodes
+        for leaf in leaves_of(values[other])
+        if isinstance(leaf, torch.Tensor)
+    ]
+    yield
+    found += [Write(node, number) for number in dict.fromkeys(_storage(t) for t, version in given if t._version != version)]
+
+
+def check_seen(
+    graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[Write], where: Mapping[fx.Node, Place], caller: str
+) -> None:
+    """Refuse writes in place that somebody would see too early, or never. The operations of one segment run in their order
+    on the same memory, as in one process; what another segment reads was sent, or is read at another time."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    aliases: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in {_storage(leaf) for leaf in leaves_of(values.get(node)) if isinstance(leaf, torch.Tensor)}:
+            aliases.setdefault(storage, []).append(node)
+    for write in writes:
+        node, here = write.node, where.get(write.node)
+        before = [other for other in aliases.get(write.storage, ()) if order[other] < order[node] and other in where]
+        if here is None or not before:
+            continue
+        if before[0].op == "placeholder" and here[0] != caller:
+            raise NotSupported(
+                f"{_named(node)} writes into an input of the model, and worker {here[0]!r} has a copy of it",
+                hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
+            )
+        entering = [v for v in before if where[v] != here and any(where.get(user) == here for user in v.users)]
+        for value in before:
+            for user in value.users:
+                if (
+                    user is not node
+                    and user in where
+                    and not _unseen(value, user, here, where, order[user] < order[node], entering)
+                ):
+                    raise NotSupported(
+                        f"{_named(node)} writes into a tensor that is used again by {_named(user)}",
+                        hint="use what makes a new tensor (x = x + y, not x += y or x.add_(y); ReLU(inplace=False))",
+                    )
+
+
+def _unseen(
+    value: fx.Node, user: fx.Node, here: Place, where: Mapping[fx.Node, Place], earlier: bool, entering: list[fx.Node]
+) -> bool:
+    """Whether a user of a value sees of a write ``here`` what it would see in one process."""
+    home, there = where[value], where[user]
+    if value.op == "get_attr":  # no copy of it at its worker
+        return there[0] == home[0] == here[0] and (there == here or earlier == (there[1] < here[1]))
+    if there == here:
+        return home == here or entering == [value]
+    if not earlier:
+        return False
+    if home[0] != here[0]:
+        return there[0] != here[0]
+    sent = any(where[other][0] != home[0] for other in value.users if other in where)
+    return there == home and home[1] < here[1] and not sent
+
+
+def _named(node: fx.Node) -> str:
+    return f"part {str(node.target)!r}" if node.op == "call_module" else node.format_node() or node.name
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
-from ..trace.values import check_result
-from .kept import Kept, plain, unchanged_arguments
+from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
+from .kept import Kept, plain
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -167,8 +166,8 @@ class Access:
         self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
     ) -> Any:
         """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
-        gives, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the generators stay as they
-        are."""
+        gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the
+        generators stay as they are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -178,17 +177,18 @@ class Access:
             part = deepcopy(self._root.get_submodule(path))
             left = iter(devices)
             with forked_generators(self._gpu), torch.enable_grad():
-                given, more = pytree.tree_map_only(
-                    torch.Tensor,
-                    lambda tensor: tensor.to(find(next(left)), copy=True),  # no leaves
+                # Moved, they are no leaves of autograd's.
+                given, more = map_leaves(
+                    lambda leaf: leaf.to(find(next(left)), copy=True) if isinstance(leaf, torch.Tensor) else leaf,
                     (args, kwargs),
                 )
-                tensors = [leaf for leaf in pytree.tree_leaves((given, more)) if isinstance(leaf, torch.Tensor)]
-                with unchanged_arguments(f"part {path!r}", part, given, more):
-                    result = part(*given, **more)
-            if any(leaf._version for leaf in tensors):
+                before = Before(given, more)
+                result = part(*given, **more)
+            if any(leaf._version for leaf in leaves_of((given, more)) if isinstance(leaf, torch.Tensor)):
                 raise writes_input(path)
+            if before.changed():
+                raise changes_argument(path, before.names(part.forward))
             check_result(f"part {path!r}", result)
-            return pytree.tree_map(spec, result)
+            return encode(result, spec)
 
         return self._submit(run, commands)

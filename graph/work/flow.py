@@ -115,7 +115,8 @@ class Flow:
         for name in duty.segment.inputs:
             value, route = self.graph.values[name], self.routes[name]
             if not value.trigger:
-                shared = route.producer is not None or len(route.users) > 1
+                # What is made here and read here once more lies here only: what its maker still needs of it, autograd checks.
+                shared = len(route.users) > 1 or (route.producer is not None and bool(route.sends))
                 duty.inputs.append(Input(name, len(route.users), shared, value.spec.requires_grad))
 
     def _remote_sources(self, name: str, consumers: list[int]) -> list[Source]:

@@ -6,20 +6,16 @@ A model's parts have settings beside their tensors: numbers, lists, configuratio
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
-import inspect
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-
-from ...transport import NotSupported
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, type, enum.Enum, np.generic, np.dtype),
@@ -95,32 +91,3 @@ _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 
 class _Bare:
     """An object with nothing but ``__dict__``."""
-
-
-@contextlib.contextmanager
-def unchanged_arguments(what: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse a call that changes an argument which is no tensor: a list that it appends to, an object that it writes to. Where
-    the call runs at another worker, it has copies of them."""
-    given = {name: value for name, value in _by_name(module, args, kwargs).items() if not isinstance(value, torch.Tensor)}
-    before = {name: Kept(value) for name, value in given.items() if not plain(value)}
-    yield
-    for name, kept in before.items():
-        if kept.opaque:
-            raise NotSupported(
-                f"{what} gets a {kept.opaque} in its argument {name!r}; whether it changes that cannot be seen",
-                hint="tensors and numbers, in tuples, lists and dicts, can cross between workers",
-            )
-        if not kept.holds():
-            raise NotSupported(
-                f"{what} changes its argument {name!r}, of which it has a copy at its worker",
-                hint="return what is new instead of writing it into an argument",
-            )
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that the forward has for them."""
-    try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
-    return dict(bound.arguments)

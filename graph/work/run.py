@@ -4,8 +4,8 @@ Invariants:
 1. A segment runs forward once, when all its inputs are here; backward once, when every contribution to the gradients of all
    its outputs is here (``None`` is a contribution). Nothing else starts it.
 2. Contributions are summed in the fixed order of ``Route.sources``, whatever order they came in.
-3. An input is used where it landed. Writing into it in place is allowed to its only user, and to nobody where it was
-   produced here.
+3. An input is used where it landed, or was produced. Writing into it in place is allowed to its only user, unless it was
+   sent from here too.
 4. While a segment runs backward its thread waits for the engine, which hands on gradients of inputs that lie on accelerators by
    threads of its own, one a device: one at a time (``_lock``), each with the current stream that the forward had.
 """

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..graph.caller.pipeline import Part, check_alike
 from ..graph.caller.stage import Plan
 from ..graph.plan.place import ACTIVATION, Placement
 from ..graph.show.tables import table
+from ..graph.trace import values
 from ..graph.trace.methods import Uncaptured
 from ..graph.wire.header import HEADER_BYTES
-from ..transport import NotSupported
 from .state import flatten, state_of
 
 MOST = 65535
@@ -51,6 +50,12 @@ def forward_backward(
     samples this is the mean over the batch; one that sums gives the sum divided by the number of micro-batches (where they are
     equal). What looks at a whole batch (batch norm) sees micro-batches.
 
+    A forward that no method captures runs eagerly, one micro-batch after another (``model.captured`` says why).
+
+    The bits are those of one process where a tensor is read by at most two segments (see ``placement_table``), of which the
+    earlier one reads it once, and a parameter by one segment. Else what each segment has added up is one term of the sum, and
+    gradients are equal up to rounding: tied parameters in several segments, skip connections that three segments read.
+
     Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
     gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do
     so."""
@@ -73,9 +78,14 @@ def forward_backward(
             return loss_of
 
         mode = session.mode()
-        plans = split.plans()
-        parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
-        session.caller.forward_backward(parts, mode)
+        plans = None if state.runner is not None else split.plans_or_none()
+        if plans is None:
+            for at in range(len(split.sizes)):
+                given, more = split.arguments(at)
+                weighted(at)(model(*given, **more)).backward()
+        else:
+            parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
+            session.caller.forward_backward(parts, mode)
         split.return_gradients()
     total = losses[0]
     for loss in losses[1:]:
@@ -90,10 +100,10 @@ class _Split:
         self._state, self._training = state_of(model), model.training
         self._leaves, self._tree = flatten(args, kwargs)
         self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        self._target_tree: pytree.TreeSpec | None = None
+        self._target_tree: Any = None
         targets = [target]
         if not isinstance(target, torch.Tensor):
-            targets, self._target_tree = pytree.tree_flatten(target)
+            targets, self._target_tree = values.flatten(target)
         first = [t for t in (*targets, *self._tensors) if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not first or len(first[0]) == 0:
             raise ValueError("there is no batch to split: neither target nor the inputs have a tensor with samples in it")
@@ -124,7 +134,7 @@ class _Split:
 
     def target(self, at: int) -> Any:
         leaves = [column[at] for column in self._targets]
-        return leaves[0] if self._target_tree is None else pytree.tree_unflatten(leaves, self._target_tree)
+        return leaves[0] if self._target_tree is None else self._target_tree.unflatten(leaves)
 
     def plans(self) -> list[Plan]:
         """Of each micro-batch: one, and another for a last one that is smaller."""
@@ -137,16 +147,25 @@ class _Split:
         check_alike(*found)
         return [found[0]] * (len(self.sizes) - 1) + [found[1]]
 
+    def plans_or_none(self) -> list[Plan] | None:
+        """As ``plans``; ``None``: no method captures the forward, so it runs eagerly."""
+        try:
+            return self.plans()
+        except Uncaptured as error:
+            if self._state.method not in ("auto", "eager"):
+                raise error.error or error from None
+            return None
+
     def _plan(self, at: int, recurring: bool = False) -> Plan:
         left = iter(self.inputs[at])
         leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        try:
-            return self._state.plan(self.inputs[at], leaves, self._tree, self._training, recurring)
-        except Uncaptured as error:
-            raise NotSupported(
-                "micro-batches need a forward that can be captured, and this one cannot: " + "; ".join(error.refused),
-                hint="call model(x) and loss.backward() for each part of the batch",
-            ) from error
+        return self._state.plan(self.inputs[at], leaves, self._tree, self._training, recurring)
+
+    def arguments(self, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of the forward of one micro-batch."""
+        left = iter(self.inputs[at])
+        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        return (tuple(leaves), {}) if self._tree is None else self._tree.unflatten(leaves)
 
     def return_gradients(self) -> None:
         for at, tensor in enumerate(self._tensors):

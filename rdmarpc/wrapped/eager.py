@@ -21,11 +21,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..graph.plan.analyze import TransferGraph, analyze
-from ..graph.trace.capture import Capture, TensorSpec, capture_call, mode_of
+from ..graph.trace import values
+from ..graph.trace.capture import Capture, TensorSpec, call_of, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
-from ..graph.trace.sites import input_names
 from ..graph.trace.sizes import Sizes
-from ..graph.work.kept import plain
 from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
 from .session import Session
@@ -89,17 +88,15 @@ class Eager:
     def _call(self, path: str, args: Any, kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
             raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        values.check_arguments(f"part {path!r}", self._session.shape.get_submodule(path).forward, args, kwargs)
+        leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-        for at, leaf in constants:
-            if not plain(leaf):
-                raise _odd_argument(self._shape().get_submodule(path), path, tree, len(leaves), at, leaf)
+        constants = tuple([(at, values.key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
 
         def join(*given: Any) -> Any:
             left = iter(given)
-            return pytree.tree_unflatten([next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+            return tree.unflatten([next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
         def build() -> Capture:
             try:
@@ -107,7 +104,12 @@ class Eager:
             except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
 
-        return self._run(path, tensors, (constants, tree), build)
+        result = self._run(path, tensors, (constants, tree), build)
+        if isinstance(result, values.After):
+            values.restore(args, result.args)
+            values.restore(kwargs, result.kwargs)
+            return result.result
+        return result
 
     def fetch(self, path: str) -> torch.Tensor:
         """A parameter or buffer that lies elsewhere, as this forward computes with it: its gradient goes back."""
@@ -169,26 +171,18 @@ class Eager:
         given = self._session.devices.given(path)
         own = self._session.devices.own(path)
         there = [named(given if given is not None and own in (None, device) else device) for device in taken]
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
+        args, kwargs = values.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         found = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
         graph = fx.Graph()
-        nodes = [graph.placeholder(f"input{at}") for at in range(len(tensors))]
-        args, kwargs = join(*nodes)
-        call = graph.call_module(path, args, kwargs)
-        output = graph.output(call)
+        call = call_of(graph, self._shape(), path, self._specs(path, tensors), join)
+        *nodes, _, output = graph.nodes
         with mode_of(self._shape()):
             fakes = [spec.empty() for spec in self._specs(path, tensors)]
             at = own or next(iter(taken), CPU)
-            result = pytree.tree_map_only(TensorSpec, lambda leaf: replace(leaf, device=at).empty(), found)
-        return Capture(graph, {**dict(zip(nodes, fakes)), call: result, output: result}, {}, Sizes(), how="probe")
-
-
-def _odd_argument(part: nn.Module, path: str, tree: Any, count: int, at: int, leaf: Any) -> NotSupported:
-    [name] = input_names(part, lambda mark: pytree.tree_unflatten([mark if i == at else None for i in range(count)], tree), 1)
-    return NotSupported(
-        f"part {path!r} is called with a {type(leaf).__name__} as {name!r}, which cannot cross between workers",
-        hint="tensors, numbers and texts, in tuples, lists and dicts, can",
-    )
+            fake = lambda leaf: replace(leaf, device=at).empty() if isinstance(leaf, TensorSpec) else leaf  # noqa: E731
+            result = values.decode(found, fake)
+        made = {**dict(zip(nodes, fakes)), call: result, output: result}
+        return Capture(graph, made, {}, Sizes(), how="probe", example=True)
 
 
 def _attribute(model: nn.Module, path: str) -> Capture:

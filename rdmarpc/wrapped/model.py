@@ -15,6 +15,7 @@ from torch import nn
 
 from ..calls import agent as _agent
 from ..graph.show.describe import Transfers, describe
+from ..graph.trace import values
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
 from ..parts.compiled import is_compiled
@@ -187,9 +188,14 @@ class WrappedModel(nn.Module):
         state = state_of(self)
         session = state.session
         session.in_step = False
-        leaves, tree = flatten(args, kwargs)
         if state.runner is not None:
             return state.eagerly(args, kwargs, self.training)
+        try:
+            leaves, tree = flatten(args, kwargs)
+        except values.Unknown as error:
+            if state.method not in ("auto", "eager"):
+                raise
+            return state.eagerly(args, kwargs, self.training, [error.message])
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         mode = session.mode()
         try:

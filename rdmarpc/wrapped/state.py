@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..graph.caller.stage import Plan
 from ..graph.plan.analyze import TransferGraph, analyze
-from ..graph.trace.capture import TensorSpec, capture
+from ..graph.trace import values
+from ..graph.trace.capture import Capture, TensorSpec, capture
 from ..graph.trace.methods import capture_by, methods_of
 from ..graph.trace.sites import input_names, name_inputs
 from ..graph.trace.sizes import Sizes
@@ -60,7 +60,7 @@ class State:
     ) -> Plan:
         """The plan for inputs that ``flatten`` gave, ``tensors`` being those among the ``leaves``; captured and set up when
         it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
-        constants = tuple((at, leaf) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        constants = tuple([(at, values.key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
         grads = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple([t.shape for t in tensors])
@@ -93,7 +93,11 @@ class State:
             return self.runner.forward(args, kwargs)
         # If this fails, it was the input that was wrong: the next one may be captured.
         runner = Eager(self.session, self._top, self.skeleton)
-        result = runner.forward(args, kwargs)
+        try:
+            result = runner.forward(args, kwargs)
+        except NotSupported as error:
+            error.args = ("\n".join([*map(str, error.args), *refused]),)
+            raise
         self.runner, self.captured = runner, "\n".join(["eager", *refused])
         return result
 
@@ -116,17 +120,25 @@ class State:
         taken = session.devices.taken(tensors)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
         shape, whole = self.skeleton(), session.places.whole
+        names = input_names(shape, join, len(specs))
+
+        graphs: list[TransferGraph] = []
+
+        def analyzed(found: Capture) -> None:
+            found.sites = name_inputs(found.sites, names)
+            located = session.located(tensors, taken)
+            graphs.append(analyze(found, session.places.owner, session.agent.name, session.places.scope, located))
+
         if sizes.varying or not sizes.known:
             if "fx" not in self._methods:
                 raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")
             found = capture(shape, specs, join, sizes, whole)
+            analyzed(found)
         else:
-            found, refused = capture_by(self._methods, shape, specs, join, whole)
+            found, refused = capture_by(self._methods, shape, specs, join, whole, analyzed)
             self.captured = "\n".join([found.how, *refused])
-        found.sites = name_inputs(found.sites, input_names(shape, join, len(specs)))
         session.constants.update(found.constants)
-        located = session.located(tensors, taken)
-        graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
+        [graph] = graphs
         graph.constants = {}  # they stay here
         return graph
 
@@ -164,11 +176,12 @@ class State:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves among the arguments of a forward, and their tree (``None``: positional tensors only)."""
+    """The leaves among the arguments of a forward, and their tree (``None``: positional tensors only). ``NotSupported`` for an
+    argument that cannot be taken apart."""
     if torch._C._is_any_autocast_enabled():
         raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
     if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-        return pytree.tree_flatten((args, kwargs))
+        return values.flatten((args, kwargs))
     return list(args), None
 
 
@@ -178,6 +191,6 @@ def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...]
     def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(given)
         filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return (tuple(filled), {}) if tree is None else pytree.tree_unflatten(filled, tree)
+        return (tuple(filled), {}) if tree is None else tree.unflatten(filled)
 
     return join

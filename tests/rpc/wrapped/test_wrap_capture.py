@@ -198,8 +198,10 @@ def loop() -> None:
     with pytest.raises(rpc.NotSupported, match=r"writes into 'body.start', which lives on worker 'worker1'"):
         model(x)
     model.body.writing = False
-    with pytest.raises(rpc.NotSupported, match="micro-batches need a forward that can be captured"):
-        model.forward_backward(F.cross_entropy, x, target=y)
+    loss = model.forward_backward(F.cross_entropy, x, target=y, chunks=2)  # one after another
+    expected = [F.cross_entropy(twin(part), target) * (len(part) / len(x)) for part, target in zip(x.chunk(2), y.chunk(2))]
+    assert torch.equal(loss, sum(expected[1:], expected[0]))
+    model.zero_grad()
     with torch.autocast("cpu"), pytest.raises(rpc.NotSupported, match="autocast"):
         model(x)
     assert_same_state(model, twin)
