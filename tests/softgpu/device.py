@@ -125,6 +125,7 @@ def is_current_stream_capturing() -> bool:
 
 
 # Random numbers are the CPU's, which torch seeds itself.
+default_generators = (torch.default_generator,) * 64  # as many devices as there may be
 
 
 def manual_seed_all(seed: int) -> None:
