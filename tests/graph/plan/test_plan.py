@@ -197,5 +197,9 @@ def test_optimizer_numbers():
     assert twin.param_groups[0]["lr"] == 3
     assert twin.param_groups[0]["betas"] == (0.8, 0.9)
     assert twin.param_groups[0]["amsgrad"] is False
+    tensors = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.1), foreach=False)
+    rate = tensors.param_groups[0]["lr"]
+    read_numbers(tensors.param_groups, numbers_of([{**tensors.param_groups[0], "lr": torch.tensor(0.25)}])[0])
+    assert rate == 0.25, "the same tensor has the new value"
     with pytest.raises(NotSupported, match="tensor"):
-        numbers_of([{"params": [], "lr": torch.tensor(0.1)}])
+        numbers_of([{"params": [], "lr": torch.ones(2)}])
