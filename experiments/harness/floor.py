@@ -7,11 +7,9 @@ import statistics
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
-from numba import njit
-from numba.types import int64
-
-from rdmarpc.transport.words import kernels
-from rdmarpc.transport.words.atomics import load_acquire, now, pause, store_release
+from rdmarpc.transport.words.atomics import load_acquire, memcpy, now, pause, store_release
+from rdmarpc.transport.words.compiled import compiled
+from rdmarpc.transport.words.symbols import i64
 
 FLAGS = 4096
 """Bytes in front of the landing place, for the flags."""
@@ -20,16 +18,15 @@ GROUPS = FLAGS // LINE // 2
 ROUND_TRIPS = 500
 
 
-# Not cached on disk: this module has two import names, and numba's cache remembers the one it was compiled under.
-@njit(int64(int64, int64, int64, int64), nogil=True)
+@compiled(i64(i64, i64, i64, i64))
 def copies(dst: int, src: int, nbytes: int, times: int) -> int:
     """The same memcpy `times` times without returning to Python."""
     for _ in range(times):
-        kernels.copy(dst, src, nbytes)
+        memcpy(dst, src, nbytes)
     return 0
 
 
-@njit(int64(int64, int64, int64, int64), nogil=True)
+@compiled(i64(i64, i64, i64, i64))
 def ping_pong(mine: int, theirs: int, rounds: int, first: int) -> int:
     """Two processes hand a flag to and fro `rounds` times. Both call it with the two words swapped. Returns the nanoseconds of
     all rounds. Spins without bound."""

@@ -106,10 +106,19 @@ class Eager:
 
         result = self._run(path, tensors, (constants, tree), build)
         if isinstance(result, values.After):
-            values.restore(args, result.args)
-            values.restore(kwargs, result.kwargs)
+            self._bring_back(path, (args, kwargs), (result.args, result.kwargs))
             return result.result
         return result
+
+    def _bring_back(self, path: str, given: tuple[Any, Any], after: tuple[Any, Any]) -> None:
+        """Put into the arguments of a call what the part put into its copies."""
+        forward = self._session.shape.get_submodule(path).forward
+        now = values.named(forward, *after)
+        for name, value in values.named(forward, *given).items():
+            try:
+                values.restore(value, now[name])
+            except NotSupported as error:
+                raise values.changes_argument(path, repr(name)) from error
 
     def fetch(self, path: str) -> torch.Tensor:
         """A parameter or buffer that lies elsewhere, as this forward computes with it: its gradient goes back."""

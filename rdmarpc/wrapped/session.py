@@ -108,6 +108,7 @@ class Session:
         )
         agent.on_peer_lost(self._caller.station.lost)
         self.seeds = Seeds(agent, remote, self._seed)
+        self.seeds.push()
 
     @property
     def caller(self) -> Caller:

@@ -51,7 +51,7 @@ def serve(rank: int, size: int, kind: str, arena_limit: int | None, pipe: Connec
                 assert host is not None
                 answer = {name: parameter.grad for name, parameter in host.root.named_parameters()}
             else:
-                answer = getattr(host, method)(*args)
+                answer = getattr(host if hasattr(host, method) else host.access, method)(*args)
             pipe.send((True, answer))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
