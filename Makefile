@@ -30,7 +30,7 @@ SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_wri
 	tests/rpc/references/test_rref.py::test_pickling_asks_nobody tests/rpc/gradients/test_autograd_results.py::test_graphs_and_hooks \
 	tests/rpc/wrapped/test_wrap.py::test_every_device tests/rpc/served/test_served.py::test_one_worker_two_servers
 smoke: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 $(SMOKE)
+	$(BIN)/python -m pytest -q $(SMOKE)
 
 # Most tests wait more than they compute (for processes to start, for a limit to pass): they run three at once. Those that look at
 # times or at the memory of this process run alone.
