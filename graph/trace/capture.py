@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from .devices import CPU
+from .guards import Content, Root, foreign
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Sizes, depends_on_data
 from .values import (
@@ -44,6 +45,7 @@ from .values import (
     encode,
     leaves_of,
 )
+from .watch import HOOKS, undrawn, untouched
 from .writes import Write, check_writes, finish, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
@@ -70,7 +72,8 @@ class Capture:
     ``After``), ``constants`` the tensors that the forward makes without any input. ``sizes`` says which sizes in ``values`` are
     for good. ``written`` has (node, number of the leaf) of every tensor that is written in place after its node made it,
     ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what they do to buffers or
-    generators. ``how``: what made it."""
+    generators. ``how``: what made it. ``roots``: what the forward of a model like the skeleton read besides tensors
+    (``guards``). ``elsewhere``: what parts read at other workers, which have it from their own Python."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
@@ -83,12 +86,26 @@ class Capture:
     how: str = "fx"
     example: bool = False
     """Whether modules ran on real tensors: the numbers that they gave are those of one step."""
+    roots: Callable[[nn.Module], list[Root]] = lambda model: []
+    elsewhere: list[Root] = field(default_factory=list)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
     """The same modules with the same names, shapes and flags, and no data."""
+    memo: dict[int, Any] = {}
     with FakeCopyMode(FakeTensorMode(allow_non_fake_inputs=True)):
-        return copy.deepcopy(model)
+        for module in reversed(list(model.modules())):  # the innermost first
+            copy_attributes(module, memo)
+        return copy.deepcopy(model, memo)
+
+
+def copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Have copies of them in ``memo``; what cannot be copied is shared."""
+    for value in vars(module).values():
+        try:
+            copy.deepcopy(value, memo)
+        except Exception:
+            memo[id(value)] = value
 
 
 Join = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
@@ -108,7 +125,7 @@ def capture(
     where a part depends on the values of tensors, or the forward writes in place what others use; errors of the model
     itself (wrong shapes) come as they are. What contributes to no output and changes nothing is not part of the capture.
     """
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), undrawn():
         return _symbolic(model, inputs, join, sizes, whole)
 
 
@@ -119,12 +136,19 @@ def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Jo
     call = call_of(graph, model, path, inputs, join)
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            found = propagate(model, graph, inputs, made=True)
+            found = _propagate_call(model, path, graph, inputs)
         except ChangesArgument:
             call.meta["after"] = True
-            found = propagate(model, graph, inputs, made=True)
+            found = _propagate_call(model, path, graph, inputs)
     if any(node.op == "placeholder" for node, _ in found.written):
         raise writes_input(path)
+    return found
+
+
+def _propagate_call(model: nn.Module, path: str, graph: fx.Graph, inputs: list[TensorSpec]) -> Capture:
+    with untouched(model.get_submodule(path)) as elsewhere:
+        found = propagate(model, graph, inputs, made=True)
+    found.elsewhere = elsewhere
     return found
 
 
@@ -185,6 +209,7 @@ def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], boo
 def _symbolic(
     model: nn.Module, inputs: list[TensorSpec], join: Join, sizes: Sizes | None, whole: Callable[[str], bool]
 ) -> Capture:
+    _check_hooks(model, whole)
     graph = _trace(model, len(inputs), join, whole)
     constants = {
         str(node.target): getattr(model, str(node.target))
@@ -197,6 +222,14 @@ def _symbolic(
     found = propagate(model, graph, inputs, constants, sizes, strict=True)
     found.effects = effects
     return found
+
+
+def _check_hooks(model: nn.Module, whole: Callable[[str], bool]) -> None:
+    """A symbolic trace runs no part, so what hooks of parts leave for the forward would not be there."""
+    for path, module in model.named_modules():
+        for hook in (hook for name in HOOKS for hook in vars(module)[name].values()):
+            if path and whole(path) and not foreign(getattr(hook, "__module__", type(hook).__module__)):
+                raise Untraceable(f"{path!r} has hooks")
 
 
 def propagate(
@@ -242,13 +275,23 @@ def unchanged(model: nn.Module, whole: Callable[[str], bool]) -> Iterator[None]:
                 table.clear()
                 table.update(old)
             for key, value in now.items():
-                own = key.startswith("_tensor_constant") or (key == "_flat_weights" and isinstance(module, nn.RNNBase))
-                if then.get(key, module) is not value and not own:
+                own = key.startswith("_tensor_constant") or (key.startswith("_flat_weight") and isinstance(module, nn.RNNBase))
+                if then.get(key, module) is not value and not own and not _alike(then.get(key, module), value):
                     changed = changed or (name, key)
             vars(module).clear()
             vars(module).update(attributes | {key: now[key] for key in now if key.startswith("_tensor_constant")})
     if changed:
         raise sets_attribute(changed[0] or type(model).__name__, changed[1])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether these are containers of the same: an export makes them anew."""
+    if type(one) is not type(other) or not isinstance(one, (tuple, list, dict)):
+        return False
+    try:
+        return bool(Content().of(one, "") == Content().of(other, ""))
+    except NotSupported:
+        return False
 
 
 def sets_attribute(where: str, name: str) -> NotSupported:
@@ -311,6 +354,31 @@ def annotate(node: fx.Node, scope: str) -> None:
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
 
 
+UNSEEN = frozenset(
+    [
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "requires_grad_",
+        "backward",
+        "set_",
+        "share_memory_",
+    ]
+)
+"""Methods that do something to a tensor object, which the tensor of a later step is not."""
+
+
+def sets_on_tensor(name: str) -> NotSupported:
+    return NotSupported(f"the forward does {name} to a tensor, which a graph of operations does not have", hint=_HINT)
+
+
+class _Proxy(fx.Proxy):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "node" in self.__dict__ and name not in self.__dict__:
+            raise sets_on_tensor(f"an assignment of {name!r}")
+        super().__setattr__(name, value)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, count: int, join: Join, whole: Callable[[str], bool]) -> None:
         super().__init__(param_shapes_constant=True)
@@ -334,9 +402,14 @@ class _Tracer(fx.Tracer):
         opened = isinstance(a, (tuple, list, dict, slice)) or apart(a) is not None
         return encode(a, self.create_arg) if opened else super().create_arg(a)
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         annotate(node, next(reversed(self.module_stack.values()))[0] if self.module_stack else "")
+        if node.op == "call_method" and str(node.target) in UNSEEN:
+            raise sets_on_tensor(str(node.target))
         return node
 
     def create_args_for_root(

@@ -35,12 +35,13 @@ from .capture import (
     unchanged,
 )
 from .values import encode
+from .watch import leave_code, undrawn
 from .writes import finish
 
 
 def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture.capture``, for the same skeletons. Tries without and then with ``strict``."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), undrawn():
         with mode_of(model):
             fakes = [spec.empty() for spec in inputs]
         args, kwargs = join(*fakes)
@@ -55,12 +56,16 @@ def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
 def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
     reasons = []
     for strict in (False, True):
+        if strict:
+            leave_code()
         try:
             with unchanged(model, lambda path: False), custom_functions(_refuse), _silent(), _assignments(model) as assigned:
                 program = torch.export.export(model, args, kwargs, strict=strict)
             if assigned:
                 raise sets_attribute(*assigned[0])
             return program
+        except NotSupported:  # another export would not change it
+            raise
         except Exception as error:  # it raises whatever its parts do
             reasons.append(f"{'strict' if strict else 'not strict'}: {first_line(error)}")
     raise NotSupported(f"torch.export of {type(model).__name__} failed, " + "; ".join(reasons))
@@ -68,13 +73,19 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _assignments(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Attributes (module, name) that the forward sets to anything but tensors; an export puts back what they were."""
+    """Attributes (module, name) that the forward sets to anything but tensors, and buffers or tensors that had a value before;
+    an export puts back what they were."""
     thread, original = threading.get_ident(), nn.Module.__setattr__
     paths = {module: name or type(model).__name__ for name, module in model.named_modules()}
     found: list[tuple[str, str]] = []
+    written: set[tuple[nn.Module, str]] = set()
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
-        plain = not isinstance(value, (torch.Tensor, nn.Module)) and name != "_flat_weights"
+        plain = not isinstance(value, (torch.Tensor, nn.Module)) and not name.startswith("_flat_weight")
+        before = next((table[name] for table in (vars(module), module._buffers, module._parameters) if name in table), None)
+        if isinstance(value, torch.Tensor):
+            plain = before is not None and (module, name) not in written
+            written.add((module, name))
         if threading.get_ident() == thread and plain and module in paths and vars(module).get(name, module) is not value:
             found.append((paths[module], name))
         original(module, name, value)

@@ -12,6 +12,7 @@ shapes. The names of the built-in methods are taken, and ``"auto"`` tries only t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from torch import nn
 from ...transport import NotSupported, plugins
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import record
+from .sizes import Sizes
+from .watch import Elsewhere, watched
 
 GROUP = "rdmarpc.captures"
 """The entry points by which packages bring capture methods."""
@@ -57,17 +60,24 @@ def capture_by(
     join: Join,
     whole: Callable[[str], bool],
     use: Callable[[Capture], object] = lambda found: None,
+    away: Callable[[str], bool] = lambda path: False,
 ) -> tuple[Capture, list[str]]:
     """The first of these methods that works, and why those before it did not, one line each. See ``capture``; ``use`` looks at
     what was captured and may refuse it. If none works, ``Uncaptured``, also where that is the model's own fault: some of what
-    fake tensors cannot do looks the same."""
+    fake tensors cannot do looks the same. Each trace is watched (``watch``): what it would freeze is refused. ``away(path)``:
+    whether a module is at another worker."""
     refused: list[str] = []
     error: Exception | None = None
     for name, method in methods.items():
         try:
-            found = method(model, inputs, join, whole)
+            if method is _METHODS["fx"]:
+                found = _by_fx(model, inputs, join, whole, away)
+            else:
+                found = watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
             use(found)
             return found, refused
+        except Elsewhere:
+            raise
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
             error = raised
@@ -82,11 +92,32 @@ class Uncaptured(NotSupported):
         super().__init__("\n".join(["the forward cannot be captured as a whole", *refused]), hint=getattr(error, "hint", ""))
 
 
-def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+def symbolic(
+    model: nn.Module,
+    inputs: list[TensorSpec],
+    join: Join,
+    whole: Callable[[str], bool],
+    away: Callable[[str], bool] = lambda path: False,
+    sizes: Sizes | None = None,
+) -> Capture:
+    """``capture``, watched."""
+    return watched(lambda: capture(model, inputs, join, sizes, whole), model, whole, away)
+
+
+def _by_fx(
+    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool], away: Callable[[str], bool]
+) -> Capture:
+    """Two traces, each watched for itself."""
     try:
-        return capture(model, inputs, join, whole=whole)
+        return symbolic(model, inputs, join, whole, away)
+    except Elsewhere:
+        raise
     except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
-        return record(model, inputs, join, whole)
+        return watched(lambda: record(model, inputs, join, whole), model, whole, away)
+
+
+def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
+    return _by_fx(model, inputs, join, whole, lambda path: False)
 
 
 def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:

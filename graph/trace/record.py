@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from .capture import (
+    UNSEEN,
     Capture,
     Join,
     TensorSpec,
@@ -30,16 +31,18 @@ from .capture import (
     mode_of,
     propagate,
     quiet,
+    sets_on_tensor,
     static,
     unchanged,
 )
 from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
+from .watch import undrawn
 from .writes import finish
 
 
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
     """As ``capture``."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), undrawn():
         return _record(model, inputs, join, whole)
 
 
@@ -140,6 +143,8 @@ class _Recorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name in UNSEEN or name == "__set__":
+            raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}" if name == "__set__" else name)
         if name == "__setitem__":
             target, func = "call_function", set_item
         elif name == "__get__":

@@ -117,7 +117,8 @@ class Access:
 
     def read(self, path: str, name: str, commands: int) -> tuple[str, Any]:
         """What an attribute of a module is: ``PLAIN`` with its value, ``TENSOR`` with a copy in host memory, ``AS_IT_CAME`` for
-        something that has not changed since the caller gave it, ``CHANGED`` with its type otherwise, or ``MISSING``."""
+        something that has not changed since the caller gave it, ``CHANGED`` with its type otherwise (also for a tensor whose
+        gradient would be lost), or ``MISSING``."""
 
         def look() -> tuple[str, Any]:
             try:
@@ -127,6 +128,8 @@ class Access:
             if plain(value):
                 return PLAIN, value
             if isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:
+                    return CHANGED, "tensor with a gradient"
                 return TENSOR, copied(value.detach())
             kept = self._kept.get((path, name))
             if kept is not None and not kept.opaque and kept.holds():

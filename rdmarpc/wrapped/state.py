@@ -13,15 +13,18 @@ from torch import nn
 from ..graph.caller.stage import Plan
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
-from ..graph.trace.capture import Capture, TensorSpec, capture
-from ..graph.trace.methods import capture_by, methods_of
+from ..graph.trace.capture import Capture, TensorSpec
+from ..graph.trace.methods import Uncaptured, capture_by, methods_of, symbolic
 from ..graph.trace.sites import input_names, name_inputs
 from ..graph.trace.sizes import Sizes
+from ..graph.trace.watch import structure
 from ..parts.parameter import RemoteParameter
+from ..parts.remote_part import RemotePart
 from ..transport import NotSupported, RdmaError
 from .eager import Eager
 from .session import Session
-from .signature import Miss, Signatures
+from .signature import Miss, Signatures, World, Worlds
+from .skeleton import refreshed
 
 
 def state_of(model: nn.Module) -> State:
@@ -44,6 +47,7 @@ class State:
         self.session, self.method, self.chunks = session, method, chunks
         self.captured = ""
         self.runner: Eager | None = None
+        self._last = 0
         self._methods = methods_of(method)
         self.net, self._top = net, session.stand_in
         self.options: tuple[int, float, int, bool] = (2, 60.0, 16, False)
@@ -51,9 +55,41 @@ class State:
         self.saved: tuple[dict[str, Any], str] | None = None
         """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
+        self._worlds, self.elsewhere = Worlds(), World(0)
+        self._look()
+
+    def _look(self) -> None:
+        """Which modules and parameters there are now."""
         self._parameters = list(self._top.parameters())
         # The modules whose forward is part of what is captured.
-        self._cut = [module for name, module in self._top.named_modules() if name and not session.places.whole(name)]
+        whole = self.session.places.whole
+        self._cut = [module for name, module in self._top.named_modules() if name and not whole(name)]
+
+    def _uncaptured(self, why: str) -> Uncaptured:
+        return Uncaptured([f"{method}: {why}" for method in self._methods], NotSupported(why))
+
+    def _away(self, path: str) -> bool:
+        return self.session.places.owner(path) != self.session.agent.name
+
+    def check_elsewhere(self) -> None:
+        """Raise ``NotSupported`` where a setting has changed here that parts read at other workers."""
+        if not self.elsewhere.holds():
+            raise NotSupported(
+                f"{self.elsewhere.changed()} has changed in this process; a part at another worker reads its own",
+                hint="make it an attribute or an argument of the part",
+            )
+
+    def _world(self, training: bool) -> World:
+        """What captures have read besides tensors and is still so; if there is none that holds, nothing."""
+        self.check_elsewhere()
+        try:
+            world = self._worlds.now(training)
+        except NotSupported as error:
+            raise self._uncaptured(error.message) from error
+        if world.number != self._last:
+            self._last = world.number
+            self._look()
+        return world
 
     def plan(
         self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, recurring: bool = False
@@ -62,9 +98,11 @@ class State:
         it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
         constants = tuple([(at, values.key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
         grads = torch.is_grad_enabled()
+        world = self._world(training)
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple([t.shape for t in tensors])
             family = (
+                world.number,
                 training,
                 self.session.settings.number,
                 tuple([module.training for module in self._cut]),
@@ -77,7 +115,7 @@ class State:
             return self._signatures.plan(
                 family,
                 shapes,
-                lambda sizes: self._build(tensors, leaves, tree, training, sizes),
+                lambda sizes: self._build(tensors, leaves, tree, training, sizes, world),
                 lambda: input_names(self.net, _joined(leaves, tree), len(tensors)),
                 recurring,
             )
@@ -102,40 +140,49 @@ class State:
         return result
 
     def skeleton(self) -> nn.Module:
-        """The model without data, under the present flags."""
+        """The model without data as it was wrapped, under the present flags."""
         shape = self.session.shape
         here = dict(self._top.named_modules(remove_duplicate=False))
         for name, module in shape.named_modules(remove_duplicate=False):
-            module.training = here[name].training
+            module.training = here[name].training if name in here else module.training
         flags = dict(self._top.named_parameters(remove_duplicate=False))
         for name, parameter in shape.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(flags[name].requires_grad)
+            parameter.requires_grad_(flags[name].requires_grad if name in flags else parameter.requires_grad)
         return shape
 
     def _build(
-        self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, sizes: Sizes
+        self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, sizes: Sizes, world: World
     ) -> TransferGraph:
         session, join = self.session, _joined(leaves, tree)
         self._top.training = training
         taken = session.devices.taken(tensors)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
-        shape, whole = self.skeleton(), session.places.whole
+        whole = session.places.whole
+        roots, empty = structure(self._top, whole, lambda module: isinstance(module, RemotePart))
+        try:
+            if any(empty):
+                raise NotSupported("hooks on parts at other workers, or for gradients, are no part of a graph")
+            shape = refreshed(self._top, session.shape, session.places)
+        except NotSupported as error:
+            raise self._uncaptured(error.message) from error
         names = input_names(shape, join, len(specs))
-
         graphs: list[TransferGraph] = []
 
-        def analyzed(found: Capture) -> None:
+        def use(found: Capture) -> None:
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
-            graphs.append(analyze(found, session.places.owner, session.agent.name, session.places.scope, located))
+            graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
+            world.add([*roots, *found.roots(self._top)], empty)
+            self.elsewhere.add(found.elsewhere)
+            graphs.append(graph)
 
         if sizes.varying or not sizes.known:
             if "fx" not in self._methods:
                 raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")
-            found = capture(shape, specs, join, sizes, whole)
-            analyzed(found)
+            found = symbolic(shape, specs, join, whole, self._away, sizes)
+            use(found)
         else:
-            found, refused = capture_by(self._methods, shape, specs, join, whole, analyzed)
+            found, refused = capture_by(self._methods, shape, specs, join, whole, use, self._away)
             self.captured = "\n".join([found.how, *refused])
         session.constants.update(found.constants)
         [graph] = graphs

@@ -1,0 +1,567 @@
+"""What a trace reads and changes in Python, while it lasts.
+
+A graph has only what was done with tensors. So a trace is watched: the attributes of modules that the forward reads outside of
+whole parts, and the functions that run, become guards (``guards``); what it draws, sets, registers or asks a clock for would
+be lost, and is refused. What Python objects were before the trace they are again after it: no fake tensor stays anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import random
+import sys
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ...transport import NotSupported
+from .guards import (
+    MISSING,
+    Content,
+    Root,
+    closed_over,
+    fields_of,
+    foreign,
+    function_of,
+    functions_of,
+    globals_of,
+    named_in,
+    needs_search,
+    reachable,
+)
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HINT = "a part that lies at one worker as a whole may do so"
+_OWN = ("_tensor_constant", "_flat_weight")
+"""Attributes that traces, and torch's own modules, set for themselves."""
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse a trace that draws from torch's generator: it would draw once and for all. The generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise draws("torch's generator, not from a traced operation")
+
+
+def draws(what: str) -> NotSupported:
+    return NotSupported(f"the forward draws random numbers from {what}, which a trace would do once and for all", hint=_HINT)
+
+
+class Snapshot:
+    """Containers as they are now. ``changed`` says which are not any more, ``restore`` makes them so again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any, str]] = {}
+        self._met: dict[int, Any] = {}
+
+    def add(self, value: Any, label: str) -> None:
+        """This value and all containers in it, but what is in modules."""
+        left = [value]
+        while left and len(self._met) < 200_000:
+            value = left.pop()
+            if type(value) in _LEAVES or isinstance(value, _CLOSED) or id(value) in self._met:
+                continue
+            self._met[id(value)] = value
+            self.keep(value, label)
+            left += _items(value)
+
+    def keep(self, value: Any, label: str) -> None:
+        """This one alone."""
+        copy = _copy(value)
+        if copy is not None:
+            self._kept[id(value)] = value, copy, label
+
+    def met(self, key: int) -> bool:
+        """Whether an object of this ``id`` was among them."""
+        return key in self._met
+
+    def changed(self) -> dict[int, tuple[Any, Any, str]]:
+        """By ``id``: the container, what it had, its label."""
+        return {key: item for key, item in self._kept.items() if not _same(item[0], item[1])}
+
+    def restore(self) -> None:
+        for value, copy, _ in self.changed().values():
+            _put_back(value, copy)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return (
+            [*value.values(), *(vars(value),)] if type(value) is not dict and hasattr(value, "__dict__") else [*value.values()]
+        )
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return [*value]
+    if isinstance(value, (random.Random, types.MappingProxyType)):
+        return []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if foreign(type(value).__module__) and type(value).__module__ not in ("types", "argparse"):
+        return []
+    return fields_of(value)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, (list, deque)):
+        return tuple(value)
+    if isinstance(value, dict):
+        return tuple(value.items())
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().untyped_storage()), value.get_state()
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return repr(value.bit_generator.state), value.bit_generator.state
+    if hasattr(value, "tobytes") and getattr(value, "nbytes", 1 << 30) <= 1 << 20:
+        return value.tobytes(), value.copy()
+    return None
+
+
+def _same(value: Any, copy: Any) -> bool:
+    if isinstance(value, (list, deque)):
+        return len(value) == len(copy) and all(a is b for a, b in zip(value, copy))
+    if isinstance(value, dict):
+        return len(value) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(value.items(), copy))
+    if isinstance(value, set):
+        return value == copy
+    now = _copy(value)
+    return bool(now == copy if isinstance(value, random.Random) else now[0] == copy[0])
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(copy)
+    elif isinstance(value, dict):
+        value.clear()
+        dict.update(value, copy)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(copy)
+    elif isinstance(value, random.Random):
+        value.setstate(copy)
+    elif isinstance(value, torch.Generator):
+        value.set_state(copy[1])
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = copy[1]
+    else:
+        value[...] = copy[1]
+
+
+class Watch:
+    """One trace of a skeleton in this thread. ``whole(path)``: see ``capture``; ``away(path)``: whether that is at another
+    worker. What is seen is kept apart by where it happens: outside of whole parts, inside, inside of those that are away."""
+
+    def __init__(
+        self, model: nn.Module, whole: Callable[[str], bool], away: Callable[[str], bool] = lambda path: False
+    ) -> None:
+        modules = list(model.named_modules(remove_duplicate=False))
+        self._model, self._name = model, type(model).__name__
+        self._modules = {id(module): (path, module) for path, module in reversed(modules)}
+        self._whole = {id(module): 2 if away(path) else 1 for path, module in modules if path and whole(path)}
+        self._at = 0
+        self._inlined = self._everything = False
+        self._refused: list[NotSupported] = []
+        self._reads: tuple[set[tuple[int, str]], ...] = set(), set(), set()
+        self._codes: tuple[dict[Any, Any], ...] = {}, {}, {}
+        self._roots: tuple[dict[tuple[int, str], tuple[Root, Any]], ...] = {}, {}, {}
+        self._before = Snapshot()
+        for path, module in self._modules.values():
+            self._before.keep(vars(module), "")
+            for name, value in vars(module).items():
+                if type(value) not in _LEAVES:
+                    self._before.add(value, _label(name, path or self._name))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While this lasts, what happens in this thread is seen; afterwards all is as it was."""
+        drawn, collects = _generators(), gc.isenabled()
+        gc.disable()  # it runs what is none of the forward's
+        try:
+            with self._patched():
+                yield
+        finally:
+            if collects:
+                gc.enable()
+            self._look(drawn)
+            self._before.restore()
+            for root, value in (item for roots in self._roots for item in roots.values()):
+                if root.value() is not value:
+                    _rebind(root, value)
+            _draw_again(drawn)
+
+    def _look(self, drawn: dict[str, Any]) -> None:
+        """What is different now."""
+        now = _generators()
+        self._drawn = [name for name, state in drawn.items() if repr(state) != repr(now[name])]
+        reach, away = Snapshot(), Snapshot()
+        for root, value in self._roots[2].values():
+            away.add([value, root.value()], "")
+        for key, name in self._reads[0]:
+            path, module = self._modules[key]
+            reach.add(vars(module).get(name), "")
+        for root, value in self._roots[0].values():
+            reach.add([value, root.value()], "")
+        modules = {id(vars(module)): (path, module) for path, module in self._modules.values()}
+        self._set: list[tuple[str, str, bool]] = []
+        rebound = {key: root.label for key, (root, value) in self._roots[0].items() if root.value() is not value}
+        self._changed = [(label, True, key in self._roots[2]) for key, label in rebound.items()]
+        for key, (value, before, label) in self._before.changed().items():
+            if key not in modules:
+                self._changed.append((label, reach.met(key), away.met(key)))
+                continue
+            path, module = modules[key]
+            old = dict(before)
+            for name in old.keys() | value.keys():
+                if old.get(name, MISSING) is not value.get(name, MISSING) and not name.startswith(_OWN):
+                    read = not self._reads[0].isdisjoint({(id(module), name), (id(module), "__dict__")})
+                    self._set.append((path or self._name, name, read))
+
+    # -- the verdict
+
+    def check(self, graph: fx.Graph) -> None:
+        """Raise ``NotSupported`` for what the graph does not have."""
+        self._inlined = not any(node.op == "call_module" for node in graph.nodes)
+        if self._refused:
+            raise self._refused[0]
+        for name in self._drawn:
+            raise draws(name)
+        for label, read, there in self._changed:
+            if read and there and not self._inlined:
+                raise Elsewhere(f"a part at another worker changes {label}, which the forward reads here")
+        for where, name, read in self._set:
+            if read:
+                raise NotSupported(
+                    f"the forward reads attribute {name!r} of {where!r}, which a part sets while the forward runs",
+                    hint="return the value from the part's forward",
+                )
+        for label, read, _ in self._changed:
+            if read or self._inlined:
+                raise _changes(label)
+        _check_leaves(graph)
+        content = Content()
+        for root in self.roots(self._model):
+            content.of(root.value(), root.label, root.by_path)
+
+    def roots(self, live: nn.Module) -> list[Root]:
+        """What was read, of a model with the same modules as the skeleton."""
+        modules = dict(live.named_modules(remove_duplicate=False))
+        both = (0, 1, 2) if self._inlined else (0,)
+        found: list[Root] = []
+        reads = {read for at in both for read in self._reads[at]}
+        if self._everything:
+            reads |= {(key, name) for key, (_, module) in self._modules.items() for name in vars(module)}
+        for key, name in reads:
+            path, _ = self._modules[key]
+            if path in modules and name not in _TABLES:
+                found += _attribute_roots(modules[path], path or self._name, name)
+        codes = {code: table for at in both for code, table in self._codes[at].items() if table is not None}
+        if self._everything:
+            codes |= reachable({type(module) for _, module in self._modules.values()})
+        for code, table in codes.items():
+            found += globals_of(code, table)
+        return found + [root for at in both for root, _ in self._roots[at].values() if not isinstance(root.table, dict)]
+
+    def elsewhere(self) -> list[Root]:
+        """The plain settings among the globals that parts at other workers read there."""
+        found = {} if self._inlined else self._roots[2]
+        return [root for root, value in found.values() if type(value) in (bool, int, float, str)]
+
+    # -- what is seen
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        # No hook or protocol tells of reads, and types must stay what they are: a forward may look at them.
+        thread, call, assign = threading.get_ident(), nn.Module.__call__, nn.Module.__setattr__
+        trace = sys.gettrace()
+
+        def read(module: nn.Module, name: str) -> Any:
+            seen = threading.get_ident() == thread and (name[:2] != "__" or name == "__dict__")
+            if seen and _reads(sys._getframe(1)) and id(module) in self._modules:
+                self._reads[self._at].add((id(module), name))
+            return object.__getattribute__(module, name)
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread or id(module) not in self._whole:
+                return call(module, *args, **kwargs)
+            before = self._at
+            drawn = {} if before else _generators()
+            self._at = max(before, self._whole[id(module)])
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._at = before
+                _draw_again(drawn)
+
+        def assigned(module: nn.Module, name: str, value: Any) -> None:
+            seen = threading.get_ident() == thread and not self._at and id(module) in self._whole
+            if seen and vars(module).get(name, MISSING) is not value and not name.startswith(_OWN):
+                self._refuse(f"sets attribute {name!r} of {self._modules[id(module)][0]!r} from outside")
+            assign(module, name, value)
+
+        nn.Module.__call__, nn.Module.__setattr__ = called, assigned  # type: ignore[method-assign, assignment]
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        _current.watch = self
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
+            if sys.getprofile() == self._asked:
+                sys.setprofile(None)
+            _current.watch = None
+            with contextlib.suppress(AttributeError):
+                del nn.Module.__getattribute__
+            nn.Module.__call__, nn.Module.__setattr__ = call, assign  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        """See ``leave_code``."""
+        if self._refused:
+            raise self._refused[0]
+        self._everything = True
+        sys.settrace(None)
+        with contextlib.suppress(AttributeError):
+            del nn.Module.__getattribute__
+
+    def _called(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        codes = self._codes[self._at]
+        if event == "call" and frame.f_code not in codes:
+            self._first(frame, frame.f_code, codes)
+
+    def _asked(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        """A function of C is called; watched from where a function has the name of a clock on."""
+        clock = event == "c_call" and not self._at and getattr(arg, "__name__", "") in _CLOCK_NAMES and arg in _CLOCKS
+        if clock and not _collects(frame) and frame.f_globals.get("__name__", "").partition(".")[0] not in _EXCUSED:
+            self._refuse(f"calls {arg.__name__}(), which gives another value every time")
+
+    def _refuse(self, what: str) -> None:
+        self._refused.append(NotSupported(f"the forward {what}", hint=_HINT))
+
+    def _first(self, frame: types.FrameType, code: types.CodeType, codes: dict[Any, Any]) -> None:
+        """A function runs for the first time."""
+        codes[code] = None
+        if code in _REGISTER and not self._at and not self._internal(frame.f_back):
+            self._refuse(f"registers hooks ({code.co_name})")
+        importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
+        if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame):
+            return
+        if not self._at and any(type(value) is _BUILTIN and value in _CLOCKS for value in named_in(code, frame.f_globals)):
+            sys.setprofile(self._asked)  # one that somebody else has set is gone then
+        made = [other for other, table in codes.items() if table is not None]
+        codes[code] = frame.f_globals
+        roots = list(globals_of(code, frame.f_globals))
+        free = [name for name in code.co_freevars if name != "__class__"]
+        function = function_of(code, frame.f_globals) or _method_of(frame)
+        if function is not None:
+            roots += closed_over(function)
+        elif free and needs_search(code, made):
+            roots += [root for found in functions_of([code]) for root in closed_over(found)]
+        kept = self._roots[self._at]
+        for root in roots:
+            value = root.value()
+            kept.setdefault((id(root.table), root.name), (root, value))
+            self._before.add(value, root.label)
+
+    @staticmethod
+    def _internal(frame: types.FrameType | None) -> bool:
+        return frame is not None and frame.f_globals.get("__name__", "").startswith(
+            ("torch.export", "torch._dynamo", "torch.fx")
+        )
+
+
+class _Current(threading.local):
+    watch: Watch | None = None
+
+
+_current = _Current()
+
+
+def leave_code() -> None:
+    """For a trace that looks at code instead of running it: everything counts as read. Raises what was refused so far, in the
+    watch of this thread, if there is one."""
+    if _current.watch is not None:
+        _current.watch.leave()
+
+
+class Elsewhere(NotSupported):
+    """What another worker does to a Python object that the forward reads here; no method can have it."""
+
+
+def watched(
+    make: Callable[[], Any], model: nn.Module, whole: Callable[[str], bool], away: Callable[[str], bool] = lambda path: False
+) -> Any:
+    """The capture that ``make()`` gives, with what it read. Raises ``NotSupported`` if it would not hold."""
+    watch = Watch(model, whole, away)
+    with watch.running():
+        found = make()
+    watch.check(found.graph)
+    found.roots, found.elsewhere = watch.roots, watch.elsewhere()
+    return found
+
+
+@contextlib.contextmanager
+def untouched(part: nn.Module) -> Iterator[list[Root]]:
+    """While this lasts, one whole part runs on fake tensors; afterwards it, and what it reached, is as it was. The list is
+    that of ``Watch.elsewhere``."""
+    watch = Watch(part, lambda path: True, lambda path: True)
+    found: list[Root] = []
+    watch._at = 2
+    with watch.running():
+        yield found
+    found += watch.elsewhere()
+
+
+def structure(live: nn.Module, whole: Callable[[str], bool], away: Callable[[nn.Module], bool]) -> tuple[list[Root], list[Any]]:
+    """What every capture depends on: which modules and tensors a model has, and the hooks of those that are traced through.
+    Then the tables of hooks that no graph would run. ``away``: whether a module only stands for one elsewhere."""
+    roots: list[Root] = []
+    empty: list[Any] = [getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS]
+    left = [("", live)]
+    seen: set[int] = set()
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if away(module):
+            empty += [vars(module)[name] for name in (*HOOKS, *GRADIENT_HOOKS)]
+            continue
+        own, cut = vars(module), not path or not whole(path)
+        where = path or type(live).__name__
+        tables = [name for name in ("_modules", "_parameters", "_buffers") if cut or (own[name] and name != "_buffers")]
+        roots += [Root(f"{name[1:]} of {where}", own, name, True) for name in tables]
+        if cut:
+            empty += [own[name] for name in GRADIENT_HOOKS if path]
+            roots += [Root(f"hooks of {where}", own, name) for name in HOOKS if path]
+            roots.append(Root(_label("forward", where), own, "forward"))
+        left += [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None]
+    return roots, empty
+
+
+def _attribute_roots(module: nn.Module, where: str, name: str) -> Iterator[Root]:
+    own = vars(module)
+    if name == "__dict__":
+        yield from (Root(_label(key, where), own, key, True) for key in own if key not in _TABLES and key != "training")
+    elif name != "training" and not any(name in own[table] for table in ("_parameters", "_buffers", "_modules")):
+        kind = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+        value = vars(kind)[name] if kind is not None else MISSING
+        if (
+            isinstance(value, (types.FunctionType, property, classmethod, staticmethod))
+            and name not in own
+            and (foreign(kind.__module__) or not isinstance(value, types.FunctionType))
+        ):
+            return
+        yield Root(_label(name, where), own, name, True)
+        if kind is not None and name not in own and not foreign(kind.__module__):
+            yield Root(_label(name, kind.__qualname__), vars(kind), name)
+
+
+def _label(name: str, where: str) -> str:
+    return f"attribute {name!r} of {where}"
+
+
+def _changes(label: str) -> NotSupported:
+    return NotSupported(f"the forward changes {label}, which a trace would do once and for all", hint=_HINT)
+
+
+def _check_leaves(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, torch.Generator):
+                raise draws("a generator of its own")
+            if isinstance(leaf, torch.Tensor):
+                raise NotSupported(f"{node.name} has a tensor that comes from no operation that was seen")
+
+
+def _reads(frame: types.FrameType) -> bool:
+    """Whether this code is part of a forward: the user's, or that of a module of torch's."""
+    name = frame.f_globals.get("__name__", "")
+    return not foreign(name) or (name.startswith("torch.nn.") and name != "torch.nn.modules.module")
+
+
+def _collects(frame: types.FrameType) -> bool:
+    """Whether the garbage collector has called this, not the forward."""
+    return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
+
+
+def _method_of(frame: types.FrameType) -> types.FunctionType | None:
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    kind = type(frame.f_locals.get(code.co_varnames[0]))
+    for base in kind.__mro__:
+        found = vars(base).get(code.co_name)
+        found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+        if isinstance(found, types.FunctionType) and found.__code__ is code:
+            return found
+    return None
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {"Python's random": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy.random"] = sys.modules["numpy"].random.get_state()
+    return found
+
+
+def _draw_again(states: dict[str, Any]) -> None:
+    if states:
+        random.setstate(states["Python's random"])
+    if "numpy.random" in states:
+        sys.modules["numpy"].random.set_state(states["numpy.random"])
+
+
+def _rebind(root: Root, value: Any) -> None:
+    if isinstance(root.table, types.CellType):
+        if value is MISSING:
+            del root.table.cell_contents
+        else:
+            root.table.cell_contents = value
+    elif isinstance(root.table, dict):
+        if value is MISSING:
+            root.table.pop(root.name, None)
+        else:
+            root.table[root.name] = value
+
+
+_TABLES = ("_modules", "_parameters", "_buffers", *HOOKS, *GRADIENT_HOOKS)
+_LEAVES = frozenset([int, float, bool, str, bytes, complex, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.Size])
+_CLOSED = (
+    nn.Module,
+    torch.Tensor,
+    fx.Proxy,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+)
+_TIMES = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns")
+_DATES = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
+_CLOCKS = frozenset([*(getattr(time, name) for name in _TIMES), os.urandom, os.times, *_DATES])
+_BUILTIN = types.BuiltinFunctionType
+_CLOCK_NAMES = frozenset(clock.__name__ for clock in _CLOCKS)
+_EXCUSED = frozenset(["torch", "logging", "warnings", "threading", "rdmarpc"])
+"""They ask a clock for themselves."""
+_REGISTER = frozenset(
+    getattr(kind, name).__code__
+    for kind in (nn.Module, torch.Tensor)
+    for name in vars(kind)
+    if name.startswith("register_") and name.endswith("hook") and hasattr(getattr(kind, name), "__code__")
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")

@@ -1,0 +1,126 @@
+"""The model that is traced: what the wrapped model is now, without data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode
+
+from ..graph.trace.capture import copy_attributes, mode_of
+from ..graph.trace.devices import tensors_of
+from ..parts.placing import Places, join
+from ..parts.remote_part import RemotePart
+from ..transport import NotSupported
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
+    """A skeleton of ``live``, the stand-in of a whole model, with its present modules, hooks and attributes; of what lies
+    elsewhere, that of ``known``, the skeleton of the original. Raises ``NotSupported`` for what was put where a part of another
+    worker stood."""
+    paths = dict(known.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {}
+    cut: dict[int, tuple[nn.Module, nn.Module | None]] = {}
+    here: list[nn.Module] = []
+    left = [("", live)]
+    while left:
+        path, module = left.pop()
+        before = paths.get(path)
+        if isinstance(module, RemotePart):
+            if before is None:
+                raise _moved(path, places.owner(path))
+            memo[id(module)] = _settled(module, before)
+            continue
+        _check_place(path, module, places)
+        _known_tensors(module, before, memo)
+        if not path or not places.whole(path) or isinstance(module, _LISTS):
+            cut[id(module)] = module, before
+            away: Any = vars(module).get("_away")
+            memo[id(module)] = object.__new__(type(module) if away is None else away.kind)
+        else:
+            here.append(module)
+        left += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
+    with FakeCopyMode(mode_of(known)):
+        for module in reversed(here):  # the innermost first
+            copy_attributes(module, memo)
+            copy.deepcopy(module, memo)
+        for module, before in reversed(cut.values()):
+            _copy_cut(module, before, memo)
+    made: nn.Module = memo[id(live)]
+    for name, table in vars(made).items():
+        if name.endswith("_hooks"):
+            vars(made)[name] = type(table)()  # those of the model as a whole run here, around its forward
+    return made
+
+
+def _check_place(path: str, module: nn.Module, places: Places) -> None:
+    home = places.owner(path)
+    if home == places.caller:
+        return
+    if path and places.whole(path) and not isinstance(module, _LISTS):
+        raise _moved(path, home)
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, tensor in tensors_of(module).items():
+            if not hasattr(tensor, "worker"):  # a stand-in
+                raise _moved(join(path, name), home)
+
+
+def _moved(path: str, home: str) -> NotSupported:
+    return NotSupported(
+        f"{path!r} was added or replaced after wrap(), where its placement names worker {home!r}",
+        hint="change the model before wrap(), or wrap it again",
+    )
+
+
+def _settled(part: RemotePart, known: nn.Module) -> nn.Module:
+    """The skeleton of a part elsewhere, under its present flags."""
+    here = dict(part.named_modules(remove_duplicate=False))
+    for path, module in known.named_modules(remove_duplicate=False):
+        module.training = here[path].training if path in here else module.training
+    flags = dict(part.named_parameters(remove_duplicate=False))
+    for path, parameter in known.named_parameters(remove_duplicate=False):
+        if path in flags:
+            parameter.requires_grad_(flags[path].requires_grad)
+    return known
+
+
+def _known_tensors(module: nn.Module, before: nn.Module | None, memo: dict[int, Any]) -> None:
+    """Keep the tensors without data that there are."""
+    if before is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        there = tensors_of(before)
+        for name, tensor in tensors_of(module).items():
+            fake = there.get(name)
+            if fake is not None and hasattr(tensor, "worker"):  # a stand-in
+                memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+                continue
+            if fake is None or (fake.shape, fake.dtype) != (tensor.shape, tensor.dtype):
+                continue  # a tensor that was moved is still captured on the device where it was (``devices``)
+            if isinstance(tensor, nn.Parameter) == isinstance(fake, nn.Parameter) and fake.is_leaf:
+                memo[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+
+
+def _copy_cut(module: nn.Module, before: nn.Module | None, memo: dict[int, Any]) -> None:
+    """Fill the copy of a module that is traced through: its present attributes, and those of its tensors that lie elsewhere."""
+    own = vars(memo[id(module)])
+    shared = {key: value for key, value in vars(module).items() if key != "_away"}
+    for name, value in shared.items():
+        if name in _TABLES:
+            own[name] = {key: copy.deepcopy(entry, memo) for key, entry in value.items()}
+            continue
+        try:
+            own[name] = copy.deepcopy(value, memo)
+        except Exception:  # what cannot be copied is shared
+            own[name] = value
+    if before is not None and "_away" in vars(module):
+        for name, tensor in tensors_of(before).items():
+            if name not in before._parameters and name not in before._buffers:
+                own.setdefault(name, tensor)
+        for table in ("_parameters", "_buffers"):
+            own[table] = {**getattr(before, table), **own[table]}
