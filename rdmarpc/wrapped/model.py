@@ -70,8 +70,14 @@ def wrap(
     At the first call the forward is captured, and the parts run once on tensors without data. Other input shapes are captured
     once more for all of them, or one by one when they come again (``model.misses()``). Dropout and other random operations in a
     part draw from the generator of its worker. ``torch.manual_seed`` here seeds those of the model's workers too, before the
-    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers. Attributes of
-    classes, globals, and the flags of torch are those of each process: what is changed here in them does not reach parts.
+    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers. Python's and
+    numpy's generators are those of each process, and so are attributes of classes, globals, and the flags of torch: what is
+    seeded or changed here in them does not reach parts.
+
+    Gradients have the bits of one process where a tensor is read by at most two segments (``placement_table``), of which the
+    earlier one reads it once, and where a parameter is read by one segment. Else each segment's own sum is one term of the
+    whole, and gradients are equal up to rounding: tied parameters in several segments, a tensor that three segments read, a
+    part that is called several times in a forward whose gradients add to those of the step before.
 
     A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
     the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was

@@ -181,11 +181,7 @@ def elsewhere(module: nn.Module, x: torch.Tensor) -> None:
 def together(rank: int) -> None:
     """A model of which DDP has a part, beside leaves of both workers; two at once, in threads; a copy of a module."""
 
-    def train(seed: int, group: Any, out: dict[int, Any]) -> None:
-        torch.manual_seed(seed)
-        ours, alone = (ddp(net(seed), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
-        own = torch.randn(2, dtype=torch.float64, requires_grad=True)
-        x = torch.randn(4, 3, dtype=torch.float64) + rank
+    def train(seed: int, ours: nn.Module, alone: nn.Module, own: torch.Tensor, x: torch.Tensor) -> None:
         with autograd.context() as context_id:
             loss = (far(ours(x * 1.0), own) * own).sum() + far(own, own).sum()
             autograd.backward(context_id, [loss])
@@ -195,8 +191,13 @@ def together(rank: int) -> None:
         out[seed] = found, [*grads(alone), own.grad]
 
     out: dict[int, Any] = {}
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    threads = [threading.Thread(target=train, args=(seed, group, out)) for seed, group in zip((11, 12), groups)]
+    threads = []
+    for seed in (11, 12):  # the generator is the process's: all is drawn before two threads run
+        group = dist.new_group([0, 1])
+        ours, alone = (ddp(net(seed), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
+        own = torch.randn(2, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(4, 3, dtype=torch.float64) + rank
+        threads.append(threading.Thread(target=train, args=(seed, ours, alone, own, x)))
     for thread in threads:
         thread.start()
     for thread in threads:
