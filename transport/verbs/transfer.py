@@ -247,7 +247,8 @@ class VerbsTransfer(Transfer):
         self._staging.append(piece)
         address = piece.block.segment.address + piece.block.offset
         lkey = local.lkey(address, nbytes)
-        assert lkey is not None
+        if lkey is None:
+            raise RdmaError("the arena that copies leave from is closed")
         piece.source = address, lkey
 
     def _hold(self) -> Held:

@@ -70,9 +70,8 @@ def _loaded(kernel: Kernel) -> int:
 @once
 def _environment() -> str:
     """What all code depends on, in short: the processor, and all that compiles."""
-    found = hashlib.sha256(
-        repr((machine.processor(), sys.implementation.cache_tag, version("llvmlite"), version("numba"))).encode()
-    )
+    parts = (machine.processor(), sys.implementation.cache_tag, version("llvmlite"), version("numba"))
+    found = hashlib.sha256(repr(parts).encode())
     for name in ("compiler.py", "instructions.py", "machine.py"):
         found.update(Path(__file__).with_name(name).read_bytes())
     return found.hexdigest()[:16]
@@ -80,22 +79,23 @@ def _environment() -> str:
 
 def _digest(function: FunctionType, kind: str) -> bytes:
     found = hashlib.sha256(kind.encode())
-    _add(found, function, function.__code__)
-    return found.digest()
-
-
-def _add(found: Any, function: FunctionType, code: CodeType) -> None:
+    code = function.__code__
     constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
     found.update(repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_argcount)).encode())
     for name in code.co_names:
         if name in function.__globals__:
             found.update(f"{name}={_meaning(function.__globals__[name])};".encode())
+    return found.digest()
 
 
 def _meaning(value: Any) -> str:
     """What a global name of a kernel stands for."""
-    if isinstance(value, (int, Scalar, CFunction)) or value in operations:
-        return repr(value) if isinstance(value, (int, CFunction)) else getattr(value, "name", None) or value.__name__
+    if isinstance(value, (int, CFunction)):
+        return repr(value)
+    if isinstance(value, Scalar):
+        return value.name
+    if value in operations:
+        return str(value.__name__)
     if value in inlined:
         return _digest(value, "inline").hex()
     if isinstance(value, ModuleType):

@@ -33,6 +33,7 @@ class _MethodDef(ctypes.Structure):
     )
 
 
+_addresses: dict[str, int] = {}
 _definitions: list[_MethodDef] = []
 """Builtins refer to them for as long as the process lives."""
 
@@ -63,13 +64,17 @@ def _engine() -> llvm.ExecutionEngine:
 
 
 def address_of(code: bytes, symbol: str) -> int:
-    """Load an object file, and give the address of one of its functions. It stays in memory."""
+    """Load an object file, and give the address of one of its functions. It stays in memory. A module that is imported under
+    two names brings the same kernels twice: they are loaded once."""
+    if symbol in _addresses:
+        return _addresses[symbol]
     engine = _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     found: int = engine.get_function_address(symbol)
     if not found:
         raise RuntimeError(f"the object file has no {symbol}")
+    _addresses[symbol] = found
     return found
 
 
