@@ -3,7 +3,7 @@
 What pytree knows (lists, dicts, named tuples, what users registered) is taken apart as it says. An object of any other class is
 taken apart where Python itself says how to make an equal one: by its attributes where its class leaves that to ``object``
 (dataclasses), else by its pickle, with the tensors beside it. Such a copy stands for the object as a copy of a tensor does: who
-writes into it is found by comparing before and after (``Apart.same``).
+writes into it is found by comparing before and after (``Before``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LEAVES = (
 )
 _HELD = (Mark, torch.Tensor, fx.Proxy, fx.Node, *Number)
 """What stands beside a pickle."""
-_PLAIN = frozenset([tuple, list, dict, immutable_list, immutable_dict])
+_PLAIN = frozenset([tuple, list, dict, slice, immutable_list, immutable_dict])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,10 +123,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The tensors and constants in it, and what puts it together: a ``TreeSpec`` or ``Tree``, which are hashable. Raises
     ``NotSupported`` for an object that cannot be taken apart."""
     leaves, spec = pytree.tree_flatten(tree)
-    for leaf in leaves:
-        if type(leaf) not in _SIMPLE and not isinstance(leaf, _LEAVES):
-            break
-    else:
+    if not any(map(_open, leaves)):
         return leaves, spec
     flat: list[Any] = []
     parts: list[Any] = []
@@ -220,17 +217,22 @@ def key(leaf: Any) -> Any:
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
+def constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
+    """What of the leaves is no tensor, by position, as ``key`` has it."""
+    return tuple([(at, key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
+
+
+def filled(leaves: Sequence[Any], tensors: Iterable[Any]) -> list[Any]:
+    """The leaves, with these in the place of the tensors among them."""
+    left = iter(tensors)
+    return [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
 def encode(tree: Any, put: Callable[[Any], Any]) -> Any:
     """The same with ``put(leaf)`` for the leaves, in the order of ``flatten``: in plain tuples, lists, dicts and slices, and
     ``Built`` for all else."""
-    cls = type(tree)
-    if cls in _PLAIN:
-        if isinstance(tree, dict):
-            return {name: encode(item, put) for name, item in tree.items()}
-        items = [encode(item, put) for item in tree]
-        return tuple(items) if cls is tuple else items
-    if cls is slice:
-        return slice(encode(tree.start, put), encode(tree.stop, put), encode(tree.step, put))
+    if type(tree) in _PLAIN:
+        return _map_plain(tree, lambda item: encode(item, put))
     taken = apart(tree)
     if taken is None:
         return put(tree)
@@ -239,22 +241,26 @@ def encode(tree: Any, put: Callable[[Any], Any]) -> Any:
 
 def decode(tree: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """The inverse of ``encode``, in lists and dicts of its own. ``leaf(...)`` gives what belongs in the place of each."""
-    cls = type(tree)
-    if cls is Built:
+    if type(tree) is Built:
         return tree.kind.make([decode(item, leaf) for item in tree.items])
-    if cls in _PLAIN:
-        if isinstance(tree, dict):
-            return {name: decode(item, leaf) for name, item in tree.items()}
-        items = [decode(item, leaf) for item in tree]
-        return tuple(items) if cls is tuple else items
-    if cls is slice:
-        return slice(*(decode(item, leaf) for item in (tree.start, tree.stop, tree.step)))
+    if type(tree) in _PLAIN:
+        return _map_plain(tree, lambda item: decode(item, leaf))
     return leaf(tree)
+
+
+def _map_plain(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A tuple, list, dict or slice with ``function(item)`` for each item."""
+    if isinstance(tree, dict):
+        return {name: function(item) for name, item in tree.items()}
+    if type(tree) is slice:
+        return slice(function(tree.start), function(tree.stop), function(tree.step))
+    items = [function(item) for item in tree]
+    return tuple(items) if type(tree) is tuple else items
 
 
 def apart(value: Any) -> tuple[Kind, list[Any]] | None:
     """How to make it, of what; ``None``: it is a leaf. Raises ``NotSupported`` with the reason."""
-    if type(value) in _SIMPLE or isinstance(value, _LEAVES):
+    if not _open(value):
         return None
     try:
         return _opened(value, ())
@@ -290,7 +296,7 @@ def _opened(value: Any, above: tuple[int, ...]) -> tuple[Kind, list[Any]]:
     else:
         raise _Intricate
     for child in made[1]:
-        if type(child) in _SIMPLE or isinstance(child, _LEAVES):
+        if not _open(child):
             continue
         if id(child) in above:
             raise _Intricate
@@ -400,6 +406,7 @@ def changes_argument(path: str, names: str) -> ChangesArgument:
 
 
 def _open(value: Any) -> bool:
+    """Whether it is no leaf."""
     return type(value) not in _SIMPLE and not isinstance(value, _LEAVES)
 
 

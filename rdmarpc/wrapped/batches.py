@@ -17,7 +17,7 @@ from ..graph.show.tables import table
 from ..graph.trace import values
 from ..graph.trace.methods import Uncaptured
 from ..graph.wire.header import HEADER_BYTES
-from .state import flatten, state_of
+from .state import flatten, joined, state_of
 
 MOST = 65535
 
@@ -157,15 +157,12 @@ class _Split:
             return None
 
     def _plan(self, at: int, recurring: bool = False) -> Plan:
-        left = iter(self.inputs[at])
-        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        leaves = values.filled(self._leaves, self.inputs[at])
         return self._state.plan(self.inputs[at], leaves, self._tree, self._training, recurring)
 
     def arguments(self, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the forward of one micro-batch."""
-        left = iter(self.inputs[at])
-        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        return (tuple(leaves), {}) if self._tree is None else self._tree.unflatten(leaves)
+        return joined(self._leaves, self._tree)(*self.inputs[at])
 
     def return_gradients(self) -> None:
         for at, tensor in enumerate(self._tensors):

@@ -51,8 +51,7 @@ class Eager:
     def forward(self, args: Any, kwargs: Any) -> Any:
         session = self._session
         self._mode = session.mode()
-        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        self._device = next((tensor.device for tensor in given), None)
+        self._device = _device_of(args, kwargs)
         session.eager = self
         try:
             result = self._top.forward(*args, **kwargs)
@@ -74,9 +73,7 @@ class Eager:
         session = self._session
         session.in_step = False
         self._mode, self._alone = session.mode(), True
-        self._device = next(
-            (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
-        )
+        self._device = _device_of(args, kwargs)
         session.eager = self
         try:
             return self._call(path, args, kwargs)
@@ -92,11 +89,9 @@ class Eager:
         leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = tuple([(at, values.key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
 
         def join(*given: Any) -> Any:
-            left = iter(given)
-            return tree.unflatten([next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+            return tree.unflatten(values.filled(leaves, given))
 
         def build() -> Capture:
             try:
@@ -104,7 +99,7 @@ class Eager:
             except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
 
-        result = self._run(path, tensors, (constants, tree), build)
+        result = self._run(path, tensors, (values.constants(leaves), tree), build)
         if isinstance(result, values.After):
             self._bring_back(path, (args, kwargs), (result.args, result.kwargs))
             return result.result
@@ -192,6 +187,12 @@ class Eager:
             result = values.decode(found, fake)
         made = {**dict(zip(nodes, fakes)), call: result, output: result}
         return Capture(graph, made, {}, Sizes(), how="probe", example=True)
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """That of the first tensor among the arguments."""
+    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in given), None)
 
 
 def _attribute(model: nn.Module, path: str) -> Capture:
