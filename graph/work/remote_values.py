@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...transport import NotSupported
+from .remote_update import copied
 
 VALUE, DATA, GRAD = range(3)
 """Of a ``Place``: the parameter itself; the same without its version counter (``.data``); its gradient."""
@@ -67,7 +68,7 @@ def _perform(parameters: Sequence[torch.nn.Parameter], operation: Operation) -> 
     args = replace(operation.args, lambda place: _find(parameters, place))
     kwargs = {key: replace(value, lambda place: _find(parameters, place)) for key, value in operation.kwargs}
     if operation.name == WHOLE:
-        return args[0].clone() if args[0].is_cpu else args[0].cpu()
+        return copied(args[0])
     if operation.name == NONFINITE:
         return bool((~torch.isfinite(args[0])).any())
     made = function(operation.name)(*args, **kwargs)
@@ -90,7 +91,7 @@ def replace(value: Any, find: Callable[[Place], torch.Tensor] | None) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([replace(item, find) for item in value])
     if find is None and isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.is_cpu else value.cpu()
+        return copied(value.detach())
     return value
 
 

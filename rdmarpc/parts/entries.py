@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import nn
+
+from .parameter import Owners
 
 
 def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -16,33 +17,43 @@ def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
 
 
-def take_entries(
-    wanted: Mapping[str, tuple[int, ...]],
-    worker: str,
+class Home(Protocol):
+    """Where the tensors of one module are, and what they contribute to ``state_dict`` (``entries_of``)."""
+
+    owners: Owners
+    worker: str
+    path: str
+    entries: dict[str, tuple[int, ...]]
+
+
+def load_entries(
+    home: Home,
+    others: Iterable[str],
     state_dict: Mapping[str, Any],
     prefix: str,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
-    others: Iterable[str],
-) -> dict[str, torch.Tensor]:
-    """The entries of one module, out of those under its prefix, in host memory; what does not fit goes into the lists as torch
-    has it.
-    ``others``: names below the prefix that are somebody else's."""
+) -> None:
+    """``nn.Module._load_from_state_dict`` of a module whose tensors are elsewhere: its entries, out of those under its prefix,
+    go to the owner; what does not fit goes into the lists as torch has it. ``others``: names below the prefix that are somebody
+    else's."""
     entries = {}
-    for name, shape in wanted.items():
+    for name, shape in home.entries.items():
         value = state_dict.get(prefix + name)
         if value is None:
             if strict:
                 missing_keys.append(prefix + name)
         elif tuple(value.shape) != shape:
-            error_msgs.append(f"size mismatch for {prefix + name}: {tuple(value.shape)} given, {shape} on worker {worker!r}")
+            given = f"{tuple(value.shape)} given, {shape} on worker {home.worker!r}"
+            error_msgs.append(f"size mismatch for {prefix + name}: {given}")
         else:
             entries[name] = value.detach().cpu()
     if strict:
-        known = {*wanted, *others}
+        known = {*home.entries, *others}
         for key in state_dict:
             if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
                 unexpected_keys.append(key)
-    return entries
+    if entries and not error_msgs:
+        home.owners.ask_owner(home.worker, "load", home.path, entries)

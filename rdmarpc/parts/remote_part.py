@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from ..graph.work.access import INTERNAL
 from ..graph.work.kept import plain
 from ..transport import NotSupported
 from .buffer import changed
-from .entries import entries_of, take_entries
+from .entries import entries_of, load_entries
 from .parameter import Owners
 from .tables import Table
 
@@ -122,22 +122,8 @@ class RemotePart(nn.Module):
                 destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
         return destination
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        place = self._place
-        entries = take_entries(
-            place.entries, place.worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, [*self._modules]
-        )
-        if entries and not error_msgs:
-            place.owners.ask_owner(place.worker, "load", place.path, entries)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any) -> None:
+        load_entries(self._place, self._modules, state_dict, prefix, strict, *lists)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
         """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""

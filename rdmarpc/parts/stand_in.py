@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from ..transport import NotSupported
 from .buffer import RemoteBuffer, changed
 from .compiled import is_compiled, unwrapped
-from .entries import entries_of, take_entries
+from .entries import entries_of, load_entries
 from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
 from .remote_part import RemotePart, check_kept, given, new_part
-from .tables import Table
+from .tables import TABLES, Table
 
 
 def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: dict[int, Any], top: bool = True) -> RemotePart:
@@ -42,8 +42,7 @@ def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: di
     return part
 
 
-_TABLES = ("_modules", "_parameters", "_buffers")
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called: what uses them looks inside."""
 
 
@@ -56,7 +55,7 @@ def stand_ins(net: nn.Module, owners: Owners, places: Places) -> tuple[nn.Module
         if shell is not module and not isinstance(shell, RemotePart):
             # Modules that it also keeps in a list of its own, say.
             for key, value in vars(shell).items():
-                if key not in _TABLES and isinstance(value, (nn.Module, list, tuple, dict)):
+                if key not in TABLES and isinstance(value, (nn.Module, list, tuple, dict)):
                     vars(shell)[key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
     return top, made
 
@@ -67,7 +66,7 @@ def stand_in(original: nn.Module, owners: Owners, places: Places, path: str, mad
     if id(original) in made:
         return made[id(original)]
     home = places.owner(path)
-    if path and places.whole(path) and not (isinstance(original, _LISTS) and home != places.caller):
+    if path and places.whole(path) and not (isinstance(original, LISTS) and home != places.caller):
         if home != places.caller:
             return mirror(original, owners, home, path, made)
         made[id(original)] = original
@@ -202,22 +201,8 @@ class Shell(nn.Module):
         for name in away.entries:
             destination[prefix + name] = values[name]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        away = self._away
-        entries: dict[str, torch.Tensor] = take_entries(
-            away.entries, away.worker, state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs, self._modules
-        )
-        if entries and not error_msgs:
-            away.owners.ask_owner(away.worker, "load", away.path, entries)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any) -> None:
+        load_entries(self._away, self._modules, state_dict, prefix, strict, *lists)
 
 
 def copy_cut(shell: nn.Module, kind: type[nn.Module], memo: dict[int, Any]) -> Any:
@@ -228,7 +213,7 @@ def copy_cut(shell: nn.Module, kind: type[nn.Module], memo: dict[int, Any]) -> A
     made = memo[id(shell)] = object.__new__(kind)
     nn.Module.__init__(made)
     for name, value in vars(shell).items():
-        if name in _TABLES:
+        if name in TABLES:
             vars(made)[name] = {key: copy.deepcopy(entry, memo) for key, entry in value.items()}
         elif name != "_away":
             vars(made)[name] = copy.deepcopy(value, memo)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+TABLES = ("_modules", "_parameters", "_buffers")
+"""The attributes of a module that are tables."""
+
 
 class Table(dict[str, Any]):
     """An ordinary table, but that entries for which ``refuse(name, value)`` raises cannot be set, replaced or deleted

@@ -99,9 +99,7 @@ def wrap(
     batches.checked(chunks)
     remote_optimizer.install()
     options = (depth, timeout, plans, staging == "always")
-    model = WrappedModel._made(net, Session(net, places, agent, *options), capture, chunks)
-    state_of(model).options = options
-    return model
+    return WrappedModel._made(State(net, Session(net, places, agent, *options), capture, chunks, options))
 
 
 class _Forward:
@@ -163,21 +161,18 @@ class WrappedModel(nn.Module):
     _replaced: Callable[..., Any] | None
 
     @staticmethod
-    def _made(net: nn.Module, session: Session, capture: str, chunks: int) -> WrappedModel:
-        """The wrapped model over the stand-in of ``net``: they have their attributes, tables and hooks in common."""
-        model: WrappedModel = object.__new__(_class_of(type(session.stand_in)))
-        object.__setattr__(model, "__dict__", vars(session.stand_in))
+    def _made(state: State) -> WrappedModel:
+        model: WrappedModel = object.__new__(_class_of(type(state.session.stand_in)))
         model._replaced = None
-        model._rdmarpc = State(net, session, capture, chunks)
-        session.runs_outside(Eager(session, session.stand_in, model._rdmarpc.skeleton))
+        model._stand_over(state)
         return model
 
-    def _renew(self, before: State, session: Session) -> None:
-        """Stand over another session of the same model."""
+    def _stand_over(self, state: State) -> None:
+        """Be the model of this state: it and the stand-in of the original have attributes, tables and hooks in common."""
+        session = state.session
         object.__setattr__(self, "__dict__", vars(session.stand_in))
-        self._rdmarpc = State(before.net, session, before.method, before.chunks)
-        self._rdmarpc.options, self._rdmarpc.saved = before.options, before.saved
-        session.runs_outside(Eager(session, session.stand_in, self._rdmarpc.skeleton))
+        self._rdmarpc = state
+        session.runs_outside(Eager(session, session.stand_in, state.skeleton))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if nn.modules.module._has_any_global_hook():

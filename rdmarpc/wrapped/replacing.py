@@ -10,13 +10,12 @@ from torch import nn
 from ..parts.placing import Places
 from ..parts.remote_part import RemotePart
 from ..parts.stand_in import Shell
+from ..parts.tables import TABLES
 from ..transport import NotSupported
 from . import optimizer as remote_optimizer
 from .checkpoint import load_checkpoint
 from .session import Session
-from .state import is_wrapped, state_of
-
-_TABLES = ("_modules", "_parameters", "_buffers", "_away")
+from .state import State, is_wrapped, state_of
 
 
 def replace(model: Any, old: str, new: str) -> dict[str, Any]:
@@ -46,7 +45,9 @@ def replace(model: Any, old: str, new: str) -> dict[str, Any]:
     homes = {path: new if worker == old else worker for path, worker in places.homes.items()}
     renewed = Session(held.net, Places(homes, places.caller, places.devices), session.agent, *held.options)
     _carry_over(before, renewed.stand_in)
-    model._renew(held, renewed)
+    state_now = State(held.net, renewed, held.method, held.chunks, held.options)
+    state_now.saved = held.saved
+    model._stand_over(state_now)
     _exchange(model, names, state)
     load_checkpoint(state, folder, successors={new: old})
     return state
@@ -63,8 +64,8 @@ def _carry_over(before: nn.Module, now: nn.Module) -> None:
             vars(module).update({key: value for key, value in vars(then).items() if key.endswith("_hooks")})
             object.__setattr__(module, "training", then.training)
         elif name == "" or isinstance(module, Shell) or type(module) is type(then):
-            kept = {key: value for key, value in vars(then).items() if key not in _TABLES and not _has_modules(value)}
-            vars(module).update(kept)
+            own = {key: value for key, value in vars(then).items() if key not in (*TABLES, "_away")}
+            vars(module).update({key: value for key, value in own.items() if not _has_modules(value)})
     flags = dict(before.named_parameters(remove_duplicate=False))
     for name, parameter in now.named_parameters(remove_duplicate=False):
         if parameter is not flags[name] and parameter.requires_grad != flags[name].requires_grad:

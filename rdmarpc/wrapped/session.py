@@ -31,6 +31,7 @@ from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
 from ..transport import RdmaError, TransferTimeout
 from .settings import Settings
+from .skeleton import without_hooks
 
 
 class Session:
@@ -49,10 +50,7 @@ class Session:
         self.closed = False
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
-        self.shape = uncompiled(skeleton(net))
-        for name, table in vars(self.shape).items():
-            if name.endswith("_hooks"):
-                vars(self.shape)[name] = type(table)()  # those of the model as a whole run here, around its forward
+        self.shape = without_hooks(uncompiled(skeleton(net)))
         self.settings = Settings(self.ask_owner, self.shape, lambda: (self.caller.steps, *self.caller.control.begun.values()))
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)

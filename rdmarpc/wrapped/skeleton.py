@@ -13,10 +13,9 @@ from ..graph.trace.capture import copy_attributes, mode_of
 from ..graph.trace.devices import tensors_of
 from ..parts.placing import Places, join
 from ..parts.remote_part import RemotePart
+from ..parts.stand_in import LISTS
+from ..parts.tables import TABLES
 from ..transport import NotSupported
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
@@ -34,11 +33,11 @@ def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
         if isinstance(module, RemotePart):
             if before is None:
                 raise _moved(path, places.owner(path))
-            memo[id(module)] = _settled(module, before)
+            memo[id(module)] = flagged(before, module)
             continue
         _check_place(path, module, places)
         _known_tensors(module, before, memo)
-        if not path or not places.whole(path) or isinstance(module, _LISTS):
+        if not path or not places.whole(path) or isinstance(module, LISTS):
             cut[id(module)] = module, before
             away: Any = vars(module).get("_away")
             memo[id(module)] = object.__new__(type(module) if away is None else away.kind)
@@ -52,17 +51,35 @@ def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
         for module, before in reversed(cut.values()):
             _copy_cut(module, before, memo)
     made: nn.Module = memo[id(live)]
-    for name, table in vars(made).items():
+    return without_hooks(made)
+
+
+def without_hooks(top: nn.Module) -> nn.Module:
+    """The same, without the hooks of the model as a whole: those run here, around its forward."""
+    for name, table in vars(top).items():
         if name.endswith("_hooks"):
-            vars(made)[name] = type(table)()  # those of the model as a whole run here, around its forward
-    return made
+            vars(top)[name] = type(table)()
+    return top
+
+
+def flagged(known: nn.Module, live: nn.Module) -> nn.Module:
+    """A skeleton under the present flags of what stands for it."""
+    here = dict(live.named_modules(remove_duplicate=False))
+    for path, module in known.named_modules(remove_duplicate=False):
+        if path in here:
+            module.training = here[path].training
+    flags = dict(live.named_parameters(remove_duplicate=False))
+    for path, parameter in known.named_parameters(remove_duplicate=False):
+        if path in flags:
+            parameter.requires_grad_(flags[path].requires_grad)
+    return known
 
 
 def _check_place(path: str, module: nn.Module, places: Places) -> None:
     home = places.owner(path)
     if home == places.caller:
         return
-    if path and places.whole(path) and not isinstance(module, _LISTS):
+    if path and places.whole(path) and not isinstance(module, LISTS):
         raise _moved(path, home)
     with torch._C.DisableTorchFunctionSubclass():
         for name, tensor in tensors_of(module).items():
@@ -75,18 +92,6 @@ def _moved(path: str, home: str) -> NotSupported:
         f"{path!r} was added or replaced after wrap(), where its placement names worker {home!r}",
         hint="change the model before wrap(), or wrap it again",
     )
-
-
-def _settled(part: RemotePart, known: nn.Module) -> nn.Module:
-    """The skeleton of a part elsewhere, under its present flags."""
-    here = dict(part.named_modules(remove_duplicate=False))
-    for path, module in known.named_modules(remove_duplicate=False):
-        module.training = here[path].training if path in here else module.training
-    flags = dict(part.named_parameters(remove_duplicate=False))
-    for path, parameter in known.named_parameters(remove_duplicate=False):
-        if path in flags:
-            parameter.requires_grad_(flags[path].requires_grad)
-    return known
 
 
 def _known_tensors(module: nn.Module, before: nn.Module | None, memo: dict[int, Any]) -> None:
@@ -111,7 +116,7 @@ def _copy_cut(module: nn.Module, before: nn.Module | None, memo: dict[int, Any])
     own = vars(memo[id(module)])
     shared = {key: value for key, value in vars(module).items() if key != "_away"}
     for name, value in shared.items():
-        if name in _TABLES:
+        if name in TABLES:
             own[name] = {key: copy.deepcopy(entry, memo) for key, entry in value.items()}
             continue
         try:

@@ -24,7 +24,7 @@ from ..transport import NotSupported, RdmaError
 from .eager import Eager
 from .session import Session
 from .signature import Miss, Signatures, World, Worlds
-from .skeleton import refreshed
+from .skeleton import flagged, refreshed
 
 
 def state_of(model: nn.Module) -> State:
@@ -37,21 +37,23 @@ def is_wrapped(value: Any) -> bool:
     return isinstance(value, nn.Module) and isinstance(getattr(value, "_rdmarpc", None), State)
 
 
+Options = tuple[int, float, int, bool]
+"""Of ``wrap``: depth, timeout, plans, whether everything is staged."""
+
+
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
-    ``forward_backward``. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the forward where no capture works. What
-    depends on the model's own training flag is given it (``training``): the flags of its modules are those of
-    ``session.stand_in``."""
+    ``forward_backward``; ``options`` are the session's. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the
+    forward where no capture works. What depends on the model's own training flag is given it (``training``): the flags of its modules
+    are those of ``session.stand_in``."""
 
-    def __init__(self, net: nn.Module, session: Session, method: str, chunks: int) -> None:
-        self.session, self.method, self.chunks = session, method, chunks
+    def __init__(self, net: nn.Module, session: Session, method: str, chunks: int, options: Options) -> None:
+        self.session, self.method, self.chunks, self.options = session, method, chunks, options
         self.captured = ""
         self.runner: Eager | None = None
         self._last = 0
         self._methods = methods_of(method)
         self.net, self._top = net, session.stand_in
-        self.options: tuple[int, float, int, bool] = (2, 60.0, 16, False)
-        """Of ``wrap``: depth, timeout, plans, whether everything is staged."""
         self.saved: tuple[dict[str, Any], str] | None = None
         """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
@@ -96,7 +98,6 @@ class State:
     ) -> Plan:
         """The plan for inputs that ``flatten`` gave, ``tensors`` being those among the ``leaves``; captured and set up when
         it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
-        constants = tuple([(at, values.key(leaf)) for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)])
         grads = torch.is_grad_enabled()
         world = self._world(training)
         with torch._C.DisableTorchFunctionSubclass():
@@ -108,7 +109,7 @@ class State:
                 tuple([module.training for module in self._cut]),
                 tuple([(t.dim(), t.dtype, t.requires_grad and grads, None if t.is_cpu else t.device) for t in tensors]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
-                constants,
+                values.constants(leaves),
                 tree,
             )
         try:
@@ -116,7 +117,7 @@ class State:
                 family,
                 shapes,
                 lambda sizes: self._build(tensors, leaves, tree, training, sizes, world),
-                lambda: input_names(self.net, _joined(leaves, tree), len(tensors)),
+                lambda: input_names(self.net, joined(leaves, tree), len(tensors)),
                 recurring,
             )
         except TypeError as error:
@@ -141,19 +142,12 @@ class State:
 
     def skeleton(self) -> nn.Module:
         """The model without data as it was wrapped, under the present flags."""
-        shape = self.session.shape
-        here = dict(self._top.named_modules(remove_duplicate=False))
-        for name, module in shape.named_modules(remove_duplicate=False):
-            module.training = here[name].training if name in here else module.training
-        flags = dict(self._top.named_parameters(remove_duplicate=False))
-        for name, parameter in shape.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(flags[name].requires_grad if name in flags else parameter.requires_grad)
-        return shape
+        return flagged(self.session.shape, self._top)
 
     def _build(
         self, tensors: Sequence[torch.Tensor], leaves: list[Any], tree: Any, training: bool, sizes: Sizes, world: World
     ) -> TransferGraph:
-        session, join = self.session, _joined(leaves, tree)
+        session, join = self.session, joined(leaves, tree)
         self._top.training = training
         taken = session.devices.taken(tensors)
         specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, device) for t, device in zip(tensors, taken)]
@@ -232,12 +226,11 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     return list(args), None
 
 
-def _joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def joined(leaves: list[Any], tree: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """See ``capture``: what gives the arguments of the forward, with other tensors in the place of those among ``leaves``."""
 
     def join(*given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        left = iter(given)
-        filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        filled = values.filled(leaves, given)
         return (tuple(filled), {}) if tree is None else tree.unflatten(filled)
 
     return join
