@@ -44,8 +44,8 @@ Options = tuple[int, float, int, bool]
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
     ``forward_backward``; ``options`` are the session's. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the
-    forward where no capture works. What depends on the model's own training flag is given it (``training``): the flags of its modules
-    are those of ``session.stand_in``."""
+    forward where no capture works. What depends on the model's own training flag is given it (``training``): its modules'
+    flags are those of ``session.stand_in``."""
 
     def __init__(self, net: nn.Module, session: Session, method: str, chunks: int, options: Options) -> None:
         self.session, self.method, self.chunks, self.options = session, method, chunks, options
