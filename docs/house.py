@@ -58,7 +58,7 @@ STOREYS = [
             [("edges/", "slots, credits, one poller"), ("show/", "a plan for people")],
             [("plan/", "segments, edges and slots, before the step")],
             [("trace/", "the forward as operations without data")],
-            [("wire/", "the bytes in front of and inside a slot")],
+            [("wire/", "the bytes in front of and inside a slot"), ("guards/", "what a forward reads from Python")],
         ],
     ),
     (

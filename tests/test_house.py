@@ -29,7 +29,7 @@ ORDER = {
         ["__init__.py"],
     ],
     "graph": [
-        ["wire"],
+        ["wire", "guards"],
         ["trace"],
         ["plan"],
         ["show", "edges"],

@@ -29,8 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from ..guards.content import Content, foreign
+from ..guards.roots import Root
 from .devices import CPU
-from .guards import Content, Root, foreign
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Sizes, depends_on_data
 from .values import (

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported
+from ..guards.kept import Kept, plain
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
-from .kept import Kept, plain
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))

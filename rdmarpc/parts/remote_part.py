@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..graph.guards.kept import plain
 from ..graph.work.access import INTERNAL
-from ..graph.work.kept import plain
 from ..transport import NotSupported
 from .buffer import changed
 from .entries import entries_of, load_entries

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.guards.kept import Kept, plain
 from ..graph.trace.capture import mode_of
 from ..graph.work.access import AS_IT_CAME, CHANGED, MISSING, PLAIN, TENSOR
-from ..graph.work.kept import Kept, plain
 from ..transport import NotSupported
 
 Where = tuple[str, str, str]

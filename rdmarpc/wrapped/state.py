@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..graph.caller.stage import Plan
+from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec
@@ -23,7 +24,7 @@ from ..parts.remote_part import RemotePart
 from ..transport import NotSupported, RdmaError
 from .eager import Eager
 from .session import Session
-from .signature import Miss, Signatures, World, Worlds
+from .signature import Miss, Signatures
 from .skeleton import flagged, refreshed
 
 

@@ -16,9 +16,9 @@ import torch
 from test_capture import specs_of
 from torch import nn
 
+from rdmarpc.graph.guards.content import Content, Unguardable
 from rdmarpc.graph.trace.capture import capture, skeleton
 from rdmarpc.graph.trace.export import export
-from rdmarpc.graph.trace.guards import Content, Unguardable
 from rdmarpc.graph.trace.methods import Uncaptured, capture_by, methods_of
 from rdmarpc.graph.trace.record import record
 from rdmarpc.graph.trace.watch import watched

@@ -1,0 +1,129 @@
+"""What Python containers are before a trace, to see what it has changed in them and to put it back."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .content import fields_of, foreign
+
+
+class Snapshot:
+    """Containers as they are now. ``changed`` says which are not any more, ``restore`` makes them so again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any, str]] = {}
+        self._met: dict[int, Any] = {}
+
+    def add(self, value: Any, label: str) -> None:
+        """This value and all containers in it, but what is in modules."""
+        left = [value]
+        while left and len(self._met) < 200_000:
+            value = left.pop()
+            if type(value) in _LEAVES or isinstance(value, _CLOSED) or id(value) in self._met:
+                continue
+            self._met[id(value)] = value
+            self.keep(value, label)
+            left += _items(value)
+
+    def keep(self, value: Any, label: str) -> None:
+        """This one alone."""
+        copy = _copy(value)
+        if copy is not None:
+            self._kept[id(value)] = value, copy, label
+
+    def met(self, key: int) -> bool:
+        """Whether an object of this ``id`` was among them."""
+        return key in self._met
+
+    def changed(self) -> dict[int, tuple[Any, Any, str]]:
+        """By ``id``: the container, what it had, its label."""
+        return {key: item for key, item in self._kept.items() if not _same(item[0], item[1])}
+
+    def restore(self) -> None:
+        for value, copy, _ in self.changed().values():
+            _put_back(value, copy)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return (
+            [*value.values(), *(vars(value),)] if type(value) is not dict and hasattr(value, "__dict__") else [*value.values()]
+        )
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return [*value]
+    if isinstance(value, (random.Random, types.MappingProxyType)):
+        return []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if foreign(type(value).__module__) and type(value).__module__ not in ("types", "argparse"):
+        return []
+    return fields_of(value)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, (list, deque)):
+        return tuple(value)
+    if isinstance(value, dict):
+        return tuple(value.items())
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().untyped_storage()), value.get_state()
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return repr(value.bit_generator.state), value.bit_generator.state
+    if hasattr(value, "tobytes") and getattr(value, "nbytes", 1 << 30) <= 1 << 20:
+        return value.tobytes(), value.copy()
+    return None
+
+
+def _same(value: Any, copy: Any) -> bool:
+    if isinstance(value, (list, deque)):
+        return len(value) == len(copy) and all(a is b for a, b in zip(value, copy))
+    if isinstance(value, dict):
+        return len(value) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(value.items(), copy))
+    if isinstance(value, set):
+        return value == copy
+    now = _copy(value)
+    return bool(now == copy if isinstance(value, random.Random) else now[0] == copy[0])
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(copy)
+    elif isinstance(value, dict):
+        value.clear()
+        dict.update(value, copy)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(copy)
+    elif isinstance(value, random.Random):
+        value.setstate(copy)
+    elif isinstance(value, torch.Generator):
+        value.set_state(copy[1])
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = copy[1]
+    else:
+        value[...] = copy[1]
+
+
+_LEAVES = frozenset([int, float, bool, str, bytes, complex, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.Size])
+_CLOSED = (
+    nn.Module,
+    torch.Tensor,
+    fx.Proxy,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+)
