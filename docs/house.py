@@ -30,13 +30,13 @@ STOREYS = [
         ["what users call:", "torch.distributed.rpc", "and models over workers"],
         ("#e9f1ea", "#c9dfcd"),
         [
-            [("cli/", "the command: doctor, bench, graph, timeline")],
+            [("cli/", "the command: run, doctor, bench, graph, timeline")],
             [
                 ("wrapped/", "one model at several workers"),
                 ("served/", "parameters at servers"),
                 ("optim/", "distributed optimizer"),
             ],
-            [("parts/", "what stands here for parts of a model elsewhere")],
+            [("standing_in/", "under torch's names, in all libraries"), ("parts/", "stand here for parts elsewhere")],
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],

@@ -9,43 +9,87 @@ model over workers, ``serve`` keeps a model's parameters at servers. The submodu
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
-from .api import (
-    _get_current_rpc_agent,
-    _get_debug_info,
-    _is_current_rpc_agent_set,
-    _rref_context_get_debug_info,
-    _set_rpc_timeout,
-    get_rpc_timeout,
-    get_worker_info,
-    init_rpc,
-    is_available,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
-from .ground.worker_info import WorkerInfo
-from .message.permits import NotAllowed
-from .observe.debug import counters, debug_info, explain
-from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from .references.handle import RRef
-from .transport import (
-    ArenaFull,
-    AuthenticationError,
-    NotSupported,
-    PeerLost,
-    RdmaError,
-    RegistrationError,
-    RemoteAccessError,
-    TlsOptions,
-    TransferTimeout,
-)
+_HOMES = {
+    "api": (
+        "_get_current_rpc_agent",
+        "_get_debug_info",
+        "_is_current_rpc_agent_set",
+        "_rref_context_get_debug_info",
+        "_set_rpc_timeout",
+        "get_rpc_timeout",
+        "get_worker_info",
+        "init_rpc",
+        "is_available",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+    ),
+    "ground.worker_info": ("WorkerInfo",),
+    "message.permits": ("NotAllowed",),
+    "observe.debug": ("counters", "debug_info", "explain"),
+    "options": ("BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"),
+    "references.handle": ("RRef",),
+    "served.model": ("serve",),
+    "standing_in.install": ("install",),
+    "transport": (
+        "ArenaFull",
+        "AuthenticationError",
+        "NotSupported",
+        "PeerLost",
+        "RdmaError",
+        "RegistrationError",
+        "RemoteAccessError",
+        "TlsOptions",
+        "TransferTimeout",
+    ),
+    "wrapped.balance": ("auto_placement",),
+    "wrapped.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "wrapped.model": ("wrap",),
+    **dict.fromkeys(("autograd", "constants", "functions", "internal", "nn", "optim", "profiling", "timeline"), ()),
+}
+"""Modules, and the names that are theirs. A module is a name itself."""
+_LATE = ("served.model", "wrapped.balance", "wrapped.checkpoint", "wrapped.model")
+"""Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it."""
 
 if TYPE_CHECKING:
+    from . import api, autograd, constants, functions, internal, nn, optim, profiling, timeline, transport
+    from .api import (
+        _get_current_rpc_agent,
+        _get_debug_info,
+        _is_current_rpc_agent_set,
+        _rref_context_get_debug_info,
+        _set_rpc_timeout,
+        get_rpc_timeout,
+        get_worker_info,
+        init_rpc,
+        is_available,
+        remote,
+        rpc_async,
+        rpc_sync,
+        shutdown,
+    )
+    from .ground.worker_info import WorkerInfo
+    from .message.permits import NotAllowed
+    from .observe.debug import counters, debug_info, explain
+    from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+    from .references.handle import RRef
     from .served.model import serve
+    from .standing_in.install import install
+    from .transport import (
+        ArenaFull,
+        AuthenticationError,
+        NotSupported,
+        PeerLost,
+        RdmaError,
+        RegistrationError,
+        RemoteAccessError,
+        TlsOptions,
+        TransferTimeout,
+    )
     from .wrapped.balance import auto_placement
     from .wrapped.checkpoint import load_checkpoint, save_checkpoint
     from .wrapped.model import wrap
@@ -82,6 +126,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "install",
     "internal",
     "is_available",
     "load_checkpoint",
@@ -100,19 +145,23 @@ __all__ = [
 ]
 
 
-_LATE = {
-    "auto_placement": ".wrapped.balance",
-    "load_checkpoint": ".wrapped.checkpoint",
-    "save_checkpoint": ".wrapped.checkpoint",
-    "serve": ".served.model",
-    "wrap": ".wrapped.model",
-}
-
-
 def __getattr__(name: str) -> Any:
-    # Wrapping and serving models needs all of ``graph``; a program that only calls need not wait for it.
-    home = _LATE.get(name)
+    home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(home, __name__), name)
+    module = importlib.import_module(f".{home}", __name__)
+    found = globals()[name] = module if home == name else getattr(module, name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names} | {home: home for home in _HOMES if "." not in home}
+if "torch" in sys.modules:
+    # A program: what makes calls is there before it forks. Not so for the ``rdmarpc`` command, and for Pythons that only may
+    # come to use RPC (``standing_in/hook``): they come here before torch, and do not wait for it.
+    for _name in _HOME:
+        if _HOME[_name] not in _LATE:
+            __getattr__(_name)

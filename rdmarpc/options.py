@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Real
 from typing import Any
@@ -142,5 +143,22 @@ class RpcBackendOptions:
         self.devices = to_devices(devices)
 
 
-TensorPipeRpcBackendOptions = RpcBackendOptions
-"""The name that programs written for torch use."""
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The name that programs written for torch use. ``_transports`` and ``_channels`` chose among TensorPipe's ways; the first
+    time they are given, a warning says what is used instead."""
+
+    _told = False
+
+    def __init__(
+        self, *, _transports: Sequence[str] | None = None, _channels: Sequence[str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if (_transports or _channels) and not TensorPipeRpcBackendOptions._told:
+            TensorPipeRpcBackendOptions._told = True
+            given = {"_transports": _transports, "_channels": _channels}
+            logging.getLogger("rdmarpc").warning(
+                "%s: these are TensorPipe's. rdmarpc reaches each worker by transport=%r: 'auto' (the fastest of 'shm', "
+                "'verbs' and 'tcp') or one of these",
+                ", ".join(f"{name}={value!r}" for name, value in given.items() if value),
+                self.transport,
+            )

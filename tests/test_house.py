@@ -51,10 +51,11 @@ ORDER = {
         ["autograd.py", "timeline.py"],
         ["api.py"],
         ["internal.py", "nn.py", "profiling.py", "transfers.py"],
-        ["parts"],
+        ["parts", "standing_in"],
         ["optim", "served", "wrapped"],
         ["__init__.py"],
         ["cli"],
+        ["__main__.py"],
     ],
 }
 """Rooms, and files at a storey's root, from the bottom to the top. A room imports what is below it, never its neighbours."""

@@ -10,10 +10,16 @@ USAGE = """usage: rdmarpc COMMAND [arguments]
   bench [--json] [key=value ...]   every latency beside its physical floor and beside torch RPC
   doctor [PEER] [--json]           what this host can do, how a peer is reached, and why not faster
   graph FILE [--draw OUT]          what crosses in a wrapped model, from a file that it saved
+  run [--] SCRIPT.py [arguments]   a program that imports torch.distributed.rpc, unchanged (or: run -m MODULE)
   timeline merge FILES [-o OUT]    one timeline of those that several workers wrote
 """
 
-MODULES = {"doctor": "rdmarpc.cli.doctor", "graph": "rdmarpc.transfers", "timeline": "rdmarpc.timeline"}
+MODULES = {
+    "doctor": "rdmarpc.cli.doctor",
+    "graph": "rdmarpc.transfers",
+    "run": "rdmarpc.cli.run",
+    "timeline": "rdmarpc.timeline",
+}
 
 
 def main() -> None:

@@ -1,0 +1,5 @@
+"""``python -m rdmarpc``: the ``rdmarpc`` command."""
+
+from .cli import main
+
+main()

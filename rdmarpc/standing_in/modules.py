@@ -1,0 +1,122 @@
+"""The modules under torch's names. Each asks ours for a name when it is first used: a process without RPC loads nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+_NAMES = "rdmarpc.standing_in"
+_RPC = ("rdmarpc", "rdmarpc.api")
+MEANT: dict[str, tuple[str, ...]] = {
+    "torch.distributed.rpc": _RPC,
+    "torch.distributed.rpc.api": ("rdmarpc.api",),
+    "torch.distributed.rpc.constants": ("rdmarpc.constants",),
+    "torch.distributed.rpc.functions": ("rdmarpc.functions",),
+    "torch.distributed.rpc.internal": ("rdmarpc.internal",),
+    "torch.distributed.rpc.options": ("rdmarpc.options",),
+    "torch.distributed.autograd": ("rdmarpc.autograd",),
+    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn",),
+    "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
+}
+"""Torch's modules, and ours that have their names: the first that has one."""
+
+PACKAGES = {"torch.distributed.rpc"}
+
+
+class StandIn(ModuleType):
+    """A module with torch's name and our functions. What is set here is set in our module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name == "is_available":
+            return _is_available
+        below = f"{self.__name__}.{name}"
+        if below in MEANT:
+            return importlib.import_module(below)
+        load()
+        for home in MEANT[self.__name__]:
+            module = importlib.import_module(home)
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: rdmarpc stands in for it")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__") or isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+            return
+        load()
+        homes = [importlib.import_module(home) for home in MEANT[self.__name__]]
+        setattr(next((home for home in homes if hasattr(home, name)), homes[0]), name, value)
+
+    def __dir__(self) -> list[str]:
+        load()
+        return sorted({name for home in MEANT[self.__name__] for name in dir(importlib.import_module(home))})
+
+
+def _is_available() -> bool:
+    return True
+
+
+_stand_ins: dict[str, StandIn] = {}
+_originals: dict[str, ModuleType] = {}
+_loaded = False
+
+
+def replaced() -> bool:
+    return bool(_stand_ins)
+
+
+def stand_in(name: str) -> StandIn:
+    return _stand_ins[name]
+
+
+def replace() -> None:
+    """Put the stand-ins where torch's modules are. Torch is imported."""
+    if _stand_ins:
+        return
+    for name in MEANT:
+        module = _stand_ins[name] = StandIn(name)
+        if name in PACKAGES:
+            module.__path__ = []
+        original = sys.modules.pop(name, None)
+        if original is None:
+            continue  # the importer asks the finder for it
+        _originals[name] = original
+        parent, _, own = name.rpartition(".")
+        if parent not in MEANT:
+            setattr(sys.modules[parent], own, module)
+    # TorchScript looks at two of its functions whatever the program does.
+    sys.modules["torch.distributed.autograd"] = _stand_ins["torch.distributed.autograd"]
+
+
+def load() -> None:
+    """Import our modules, once, and give them to the modules that took names from the originals."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    importlib.import_module("rdmarpc.api")
+    ours: dict[int, Any] = {}
+    for name, original in _originals.items():
+        ours[id(original)] = _stand_ins[name]
+        for key, value in vars(original).items():
+            if callable(value) and _of_the_original(value):
+                meant = getattr(_stand_ins[name], key, value)
+                ours[id(value)] = meant
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module not in _originals.values():
+            _give(vars(module), ours)
+
+
+def _of_the_original(value: Any) -> bool:
+    home = getattr(value, "__module__", None) or ""
+    return home in _originals or home.startswith(("torch._C._distributed_rpc", "torch._C._distributed_autograd"))
+
+
+def _give(names: dict[str, Any], ours: dict[int, Any]) -> None:
+    for name, value in list(names.items()):
+        if id(value) in ours and not isinstance(value, StandIn):
+            names[name] = ours[id(value)]
