@@ -8,6 +8,7 @@ model over workers, ``serve`` keeps a model's parameters at servers. The submodu
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,12 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names} | {home
 if "torch" in sys.modules:
     # A program: what makes calls is there before it forks. Not so for the ``rdmarpc`` command, and for Pythons that only may
     # come to use RPC (``standing_in/hook``): they come here before torch, and do not wait for it.
-    for _name in _HOME:
-        if _HOME[_name] not in _LATE:
-            __getattr__(_name)
+    _collects = gc.isenabled()
+    gc.disable()  # one collection walks all objects that torch has made, which takes as long as our imports
+    try:
+        for _name in _HOME:
+            if _HOME[_name] not in _LATE:
+                __getattr__(_name)
+    finally:
+        if _collects:
+            gc.enable()
