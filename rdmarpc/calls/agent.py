@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import os
 import threading
 import time
 import weakref
@@ -14,12 +16,13 @@ from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd import profiler as torch_profiler
 
 from ..gradients import local
 from ..gradients.context import Contexts
 from ..gradients.context import current as _current_context
-from ..ground import exits, forked, here, streams
+from ..ground import environment, exits, forked, here, streams
 from ..ground.device_maps import Targets
 from ..ground.worker_info import WorkerInfo
 from ..group.group import Group
@@ -469,6 +472,7 @@ def _open_device(group: Group, options: RpcBackendOptions, on_connect: Callable[
 def _join(group: Group, device: Device, options: RpcBackendOptions) -> None:
     key = device.memory.identity.public.hex()
     group.join(device.address.decode(), key, options, partial(listens, device))
+    _warn_of_crowds(group)
 
 
 def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> None:
@@ -478,6 +482,15 @@ def _check_ways(group: Group, device: Device, options: RpcBackendOptions) -> Non
             group.leave()
             hint = "`rdmarpc doctor` at both workers says what is missing"
             raise NotSupported(f"not reached by what is required: {why}", peer=record.name, hint=hint)
+
+
+def _warn_of_crowds(group: Group) -> None:
+    """Say once a host that its workers take the cores from each other. In a dynamic group the first workers meet nobody yet."""
+    record = group.record(group.number)
+    beside = [each.number for each in group.workers.records() if record is not None and each.host == record.host]
+    why = environment.crowded(len(beside), torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    if why and group.number == min(beside):
+        logging.getLogger("rdmarpc").warning("%s", why)
 
 
 def _tell_end(links: Links, worker: int, context: int) -> None:

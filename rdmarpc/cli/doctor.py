@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import secrets
 import shutil
@@ -78,6 +79,8 @@ def host(root: Path = Path("/")) -> list[Finding]:
         host_facts.shared_memory(root),
         alone if route.startswith("127.") else Finding("tcp", OK, reach),
         host_facts.sockets(root),
+        host_facts.threads(len(os.sched_getaffinity(0))),
+        host_facts.heap(),
         encryption(),
     ]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..ground import environment
 from ..transport import RdmaError
 from ..transport.gpu import driver
 from ..transport.memory.arena import PINNED_SEGMENT_BYTES, SEGMENT_BYTES
@@ -148,6 +149,23 @@ def sockets(root: Path) -> Finding:
     if min(most) >= 4 << 20:
         return Finding("tcp buffers", OK, text)
     return Finding("tcp buffers", LIMITS, text, "sysctl net.ipv4.tcp_wmem='4096 65536 16777216' (and tcp_rmem)")
+
+
+def threads(cores: int, environ: Mapping[str, str] = os.environ) -> Finding:
+    """What OpenMP's threads do between parallel regions."""
+    each = f"{environ.get('OMP_NUM_THREADS') or cores} threads a process on {cores} cores"
+    if environment.spins(environ):
+        text = f"{each}; they spin when they wait, which slows other workers of this host"
+        return Finding("threads", LIMITS, text, f"{environment.PASSIVE} before Python starts, or a smaller OMP_NUM_THREADS")
+    return Finding("threads", OK, f"{each}; they sleep when they wait")
+
+
+def heap(environ: Mapping[str, str] = os.environ) -> Finding:
+    """What becomes of large tensors that functions free."""
+    if environment.gives_back(environ):
+        text = "glibc gives freed blocks of 32 MiB and more back to the system: large temporaries of functions cost page faults"
+        return Finding("heap", LIMITS, text, f"{environment.KEEPING} before Python starts (keeps up to 1 GiB)")
+    return Finding("heap", OK, "freed blocks stay with the process")
 
 
 def size(nbytes: int) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from rdmarpc.cli import doctor, host_facts
 from rdmarpc.cli.host_facts import LIMITS, MISSING, OK
+from rdmarpc.ground import environment
 from rdmarpc.transport import NotSupported, open_device
 from rdmarpc.transport.nic import sysfs
 from rdmarpc.transport.tls import openssl
@@ -225,3 +229,64 @@ def test_whether_tls_can_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openssl, "library", refuse)
     found = doctor.encryption()
     assert (found.state, found.text, found.hint) == (MISSING, "no libssl here", "install one")
+
+
+SPINNING = [
+    ({}, LIMITS),
+    ({"OMP_WAIT_POLICY": "active"}, LIMITS),
+    ({"OMP_WAIT_POLICY": "passive"}, OK),
+    ({"GOMP_SPINCOUNT": "0"}, OK),
+    ({"KMP_BLOCKTIME": "0"}, OK),
+]
+
+
+@pytest.mark.parametrize("environ, state", SPINNING)
+def test_threads(environ: dict[str, str], state: str) -> None:
+    found = host_facts.threads(8, {"OMP_NUM_THREADS": "3", **environ})
+    assert found.state == state and "3 threads a process on 8 cores" in found.text
+    assert ("OMP_WAIT_POLICY=PASSIVE" in found.hint) == (state != OK)
+    crowded = [environment.crowded(workers, threads, 4, environ) for workers, threads in ((3, 2), (2, 2), (1, 8), (8, 1))]
+    assert ["OMP_NUM_THREADS=1" in crowded[0], *map(bool, crowded[1:])] == [state != OK, False, False, False]
+
+
+TUNABLES = ":".join(f"glibc.malloc.{text}" for text in ("arena_max=1", "mmap_threshold=0x10000000", "trim_threshold=268435456"))
+HEAPS = [
+    ({}, LIMITS),
+    ({"MALLOC_ARENA_MAX": "1"}, LIMITS),
+    ({"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}, LIMITS),
+    (dict(setting.split("=") for setting in environment.KEEPING.split()), OK),
+    ({"GLIBC_TUNABLES": TUNABLES}, OK),
+]
+
+
+@pytest.mark.parametrize("environ, state", HEAPS)
+def test_heap(environ: dict[str, str], state: str) -> None:
+    found = host_facts.heap(environ)
+    assert found.state == state and (environment.KEEPING in found.hint) == (state != OK)
+
+
+FAULTS = """
+import resource, threading, torch
+
+def add():
+    x = torch.ones(16 << 20)
+    for _ in range(20):
+        x = x + 1
+        before.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+before = []
+thread = threading.Thread(target=add)
+thread.start()
+thread.join()
+print(min(now - then for then, now in zip(before, before[1:])))
+"""
+
+
+def test_what_the_hint_promises() -> None:
+    """Large temporaries of a thread cost no page faults with it once the heap has grown, and thousands each without."""
+    keeping = dict(setting.split("=") for setting in environment.KEEPING.split())
+    without, kept = (
+        int(subprocess.check_output([sys.executable, "-c", FAULTS], env={**os.environ, **environ}, timeout=60))
+        for environ in ({}, keeping)
+    )
+    assert without > 5_000 and kept < 500

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -175,3 +177,20 @@ def scripted(rank):
         with pytest.raises(pickle.PicklingError, match="local"):
             rpc.rpc_sync("worker1", local, (x,))
     rpc.shutdown()
+
+
+def heard_at_the_start(threads, meeting):
+    torch.set_num_threads(threads)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("rdmarpc").addHandler(handler)
+    meeting.join(world_size=2)
+    rpc.shutdown()
+    return heard
+
+
+def test_workers_that_share_cores_are_told_so():
+    crowded, roomy = (results(run_group(partial(heard_at_the_start, threads), dynamic=True)) for threads in (4096, 1))
+    assert "2 workers of 4096 threads each share" in crowded[0][0] and "OMP_WAIT_POLICY=PASSIVE" in crowded[0][0]
+    assert crowded[1:] == [[]] and roomy == [[], []]  # once a host
