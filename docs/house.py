@@ -39,6 +39,7 @@ STOREYS = [
             [("standing_in/", "under torch's names, in all libraries"), ("parts/", "stand here for parts elsewhere")],
             [("api, autograd, nn, ...", "torch's names")],
             [("observe/", "counters, timeline, explain")],
+            [("collectives/", "a backend of torch.distributed: groups, their calls in order")],
             [("calls/", "one worker: both sides of a call, futures, shutdown")],
             [("references/", "values that stay, handles that travel")],
             [("gradients/", "contexts and backward passes over calls")],
@@ -67,7 +68,7 @@ STOREYS = [
         ("#f7ecea", "#edcfc9"),
         [
             [("kinds, auto", "devices by name; each peer by the fastest that reaches it")],
-            [("cuda/", "shm, and GPU memory by copies on side streams")],
+            [("cuda/", "shm, and GPU memory by copies on side streams"), ("exchange/", "streams among many, sums")],
             [("shm/", "one host: one memcpy"), ("tcp/", "sockets"), ("verbs/", "InfiniBand, RoCE")],
             [("gpu/", "the CUDA driver, GPU memory"), ("nic/", "which RDMA port, its native objects")],
             [("device, channel, notify", "the contract")],

@@ -13,6 +13,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .collectives.register import register as _register_backend
+
 _HOMES = {
     "api": (
         "_get_current_rpc_agent",
@@ -172,3 +174,4 @@ if "torch" in sys.modules:
     finally:
         if _collects:
             gc.enable()
+_register_backend()

@@ -13,6 +13,11 @@ memcpy = CFunction("memcpy", i64(i64, i64, i64))
 sched_yield = CFunction("sched_yield", i32())
 
 STREAM_BYTES, STREAM_ALIGN = 256, 32
+FOLD_BYTES = 256
+FOLD_TYPES = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
+FOLD_FLOATS = ("float32", "float64", "bfloat16")
+FOLD_OPERATIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+FOLDS = 8
 # Not FUTEX_PRIVATE: the words lie in memory that two processes map.
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 WAKE_ALL = 0x7FFFFFFF
@@ -84,3 +89,18 @@ def stream(dst: int, src: int) -> None:
     """Copy ``STREAM_BYTES`` bytes with stores that go past the caches. ``dst`` is aligned to ``STREAM_ALIGN``. A ``fence``
     has to come before anything that announces the data."""
     not_compiled()
+
+
+@operation
+def fold(code: int, dst: int, left: int, right: int) -> None:
+    """``dst = left OP right`` over ``FOLD_BYTES`` bytes; ``dst`` may be one of them. ``code``: see
+    ``fold_code``; nothing happens for one that there is not."""
+    not_compiled()
+
+
+def fold_code(kind: str, operation: str) -> int:
+    """The number of an operation on a type (torch's name, without ``torch.``); -1 where there is none. Operations on bits are
+    for integers alone."""
+    if kind not in FOLD_TYPES or operation not in FOLD_OPERATIONS or (kind in FOLD_FLOATS and operation.startswith("b")):
+        return -1
+    return FOLDS * FOLD_TYPES.index(kind) + FOLD_OPERATIONS.index(operation)

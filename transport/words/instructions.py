@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .atomics import STREAM_ALIGN, STREAM_BYTES
+from .atomics import FOLD_BYTES, FOLD_FLOATS, FOLD_OPERATIONS, FOLD_TYPES, FOLDS, STREAM_ALIGN, STREAM_BYTES
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ARM = platform.machine() == "aarch64"
@@ -238,3 +238,87 @@ def set_u32(typingctx: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(i64, i64), codegen
+
+
+_ELEMENTS = {
+    "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+    "bfloat16": ir.IntType(16),
+    "int8": ir.IntType(8),
+    "uint8": ir.IntType(8),
+    "int16": ir.IntType(16),
+    "int32": _I32,
+    "int64": _I64,
+}
+_PIECE = 64
+
+
+@intrinsic
+def fold(typingctx: Any, code: Any, dst: Any, left: Any, right: Any) -> Any:
+    """``dst = left OP right`` over ``FOLD_BYTES`` bytes: a case for each type and operation."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code, *places = args
+        over = builder.append_basic_block("folded")
+        choice = builder.switch(code, over)
+        for at, kind in enumerate(FOLD_TYPES):
+            for number, operation in enumerate(FOLD_OPERATIONS):
+                if operation.startswith("b") and kind in FOLD_FLOATS:
+                    continue
+                block = builder.append_basic_block(f"{kind}.{operation}")
+                choice.add_case(ir.Constant(_I64, FOLDS * at + number), block)
+                builder.position_at_end(block)
+                _fold_all(builder, kind, operation, places)
+                builder.branch(over)
+        builder.position_at_end(over)
+        return context.get_dummy_value()
+
+    return types.void(i64, i64, i64, i64), codegen
+
+
+def _fold_all(builder: Any, kind: str, operation: str, places: Any) -> None:
+    element = _ELEMENTS[kind]
+    width = {"float": 32, "double": 64}.get(str(element)) or element.width
+    vector = ir.VectorType(element, 8 * _PIECE // width)
+
+    def at(place: Any, offset: int) -> Any:
+        return builder.inttoptr(builder.add(place, ir.Constant(_I64, offset)), vector.as_pointer())
+
+    dst, left, right = places
+    made = []
+    for offset in range(0, FOLD_BYTES, _PIECE):
+        a, b = (builder.load(at(place, offset), align=1) for place in (left, right))
+        made.append(_bfloat16(builder, operation, a, b) if kind == "bfloat16" else _folded(builder, kind, operation, a, b))
+    for number, value in enumerate(made):
+        builder.store(value, at(dst, number * _PIECE), align=1)
+
+
+def _folded(builder: Any, kind: str, operation: str, a: Any, b: Any) -> Any:
+    is_float, unsigned = kind in FOLD_FLOATS, kind == "uint8"
+    if operation in ("min", "max"):
+        # As std::min and std::max, which keep the first of two that are equal or not ordered.
+        x, y = (b, a) if operation == "min" else (a, b)
+        compare = builder.fcmp_ordered if is_float else builder.icmp_unsigned if unsigned else builder.icmp_signed
+        return builder.select(compare("<", x, y), b, a)
+    integer = {"sum": builder.add, "product": builder.mul, "band": builder.and_, "bor": builder.or_, "bxor": builder.xor}
+    real = {"sum": builder.fadd, "product": builder.fmul}
+    return (real if is_float else integer)[operation](a, b)
+
+
+def _bfloat16(builder: Any, operation: str, a: Any, b: Any) -> Any:
+    """Through float32, rounded to the nearest, ties to even. A result that is no number becomes torch's."""
+    count = a.type.count
+    wide, real = ir.VectorType(_I32, count), ir.VectorType(ir.FloatType(), count)
+
+    def each(value: int) -> Any:
+        return ir.Constant(wide, [value] * count)
+
+    def widened(value: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(value, wide), each(16)), real)
+
+    result = _folded(builder, "float32", operation, widened(a), widened(b))
+    bits = builder.bitcast(result, wide)
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, each(0x7FFF))), each(16))
+    none = builder.fcmp_unordered("uno", result, result)
+    return builder.trunc(builder.select(none, each(0x7FC0), rounded), a.type)

@@ -1,0 +1,98 @@
+"""The device by which this process's groups reach their members, and the channels to them. It opens with the first group and
+closes with the last."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from ..transport import Channel, Device, PeerLost, TransferTimeout, open_device
+
+_CONNECT_S = 20.0
+_LOOK_S = 0.05
+
+
+class Domain:
+    """One a process. Thread-safe. Two members have one channel, whatever groups they share; the one whose token is smaller
+    opens it."""
+
+    def __init__(self, secret: bytes, kind: str) -> None:
+        """``secret``: empty for that of this user on this host."""
+        self.token = secrets.token_hex(8)
+        self.secret, self.kind = secret, kind
+        self._channels: dict[str, Channel] = {}
+        self._changed = threading.Condition()
+        self.device: Device = open_device(kind, secret=secret, on_connect=self._arrived)
+        self.device.pin()
+        self.bell = self.device.memory.take_bell()
+        """Number of the bell that all news of groups ring."""
+        self.users = 0
+
+    def _arrived(self, channel: Channel) -> bytes:
+        with self._changed:
+            self._channels[channel.peer_hello.decode()] = channel
+            self._changed.notify_all()
+        return self.token.encode()
+
+    def channel(self, token: str, address: bytes, name: str, timeout: float) -> Channel:
+        """The channel to a member. ``timeout`` in seconds. Raises ``PeerLost``, ``TransferTimeout``."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            found = self._channels.get(token)
+        if found is not None and found.error is None:
+            return found
+        if self.token < token:
+            made = self.device.connect(address, hello=self.token.encode(), timeout=min(timeout, _CONNECT_S))
+            made.peer = f"{name} ({made.peer})"
+            with self._changed:
+                other = self._channels.get(token)
+                if other is None or other.error is not None:
+                    self._channels[token] = made
+                return self._channels[token]
+        with self._changed:
+            while (found := self._channels.get(token)) is None:
+                if time.monotonic() > deadline:
+                    raise TransferTimeout(f"{name} did not connect within {timeout:g} s", peer=name, device=self.device.name)
+                self._changed.wait(_LOOK_S)
+        if found.error is not None:
+            raise PeerLost(f"the connection of {name} has ended", peer=name, device=self.device.name)
+        if name not in found.peer:
+            found.peer = f"{name} ({found.peer})"
+        return found
+
+    def close(self) -> None:
+        self.device.memory.return_bell(self.bell)
+        self.device.close()
+        self._channels.clear()
+
+
+_lock = threading.Lock()
+_domain: Domain | None = None
+
+
+def enter(make: Callable[[], Domain]) -> Domain:
+    """The domain of this process, made if there is none. Every ``enter`` needs one ``leave``."""
+    global _domain
+    with _lock:
+        if _domain is None or _domain.device.closed:
+            _domain = make()
+        _domain.users += 1
+        return _domain
+
+
+def current() -> Domain | None:
+    return _domain
+
+
+def leave(domain: Domain) -> None:
+    """A group has ended: the last one closes the device."""
+    global _domain
+    with _lock:
+        domain.users -= 1
+        if domain.users > 0:
+            return
+        if _domain is domain:
+            _domain = None
+    domain.close()

@@ -1,0 +1,353 @@
+"""Messages between two ranks: ``send``, ``recv``, ``recv_anysource``, with tags.
+
+Each two ranks have a lane of their own for them. A message that nobody here has asked for stays in the lane, and its sender
+waits, unless a later one behind it is asked for: then it is kept apart. Whoever waits for a message moves its lane on; a
+thread does so for messages that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+
+import torch
+
+from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
+from ..transport.exchange.kernels import CLOSED, MISMATCH, OK
+from ..transport.exchange.streams import Head, Streams, streams
+from .calls import span
+from .engine import ERROR, GRACE_S, LEFT, Mismatch
+from .meeting import Members
+from .queue import Work
+from .signature import Signature
+
+_SLICE_NS, _LOOK_S = 20_000_000, 0.0005
+_REST_S = 0.002
+
+
+class Message(Work):
+    """A message to be sent, or to come. ``peer`` is -1 for one from anybody."""
+
+    def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, verb: str) -> None:
+        super().__init__(_nothing, outputs, f"{verb}({data.numel()} elements, {data.dtype}, tag {tag})", source=peer)
+        self.pairs, self.data, self.peer, self.tag = pairs, data, peer, tag
+        self.target: torch.Tensor | None = None
+        """Where what came has to be copied, if it is not ``data`` itself."""
+        self.signature = Signature("send", data.dtype)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.over:
+            self.pairs.wait_for(self, timeout.total_seconds() if timeout else 0.0)
+        return super().wait(timeout)
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Way:
+    """One direction of one lane: the streams of a group of two."""
+
+    def __init__(self, moves: Streams, peer: int) -> None:
+        self.streams, self.peer = moves, peer
+        self.lock = threading.Lock()
+        """Held by the thread that moves it on, for as long as something moves, and by nobody for long."""
+        self.count = 0
+        self.current: Message | None = None
+        self.arriving = Head(0, 0, 0)
+        self.queue: deque[Message] = deque()
+
+
+class Pairs:
+    """Thread-safe."""
+
+    def __init__(self, members: Members, timeout: float) -> None:
+        self.rank, self.timeout, self.members = members.rank, timeout, members
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._outs: dict[int, _Way] = {}
+        self._ins: dict[int, _Way] = {}
+        if members.domain is not None:
+            device, bell = members.domain.device, members.domain.bell
+            for peer, lane in members.lanes[1].items():
+                self._outs[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer)
+                self._ins[peer] = _Way(streams(device, members.rank, {peer: lane}, bell), peer)
+        self._wanted: list[Message] = []
+        """Messages to come, in the order in which they were asked for."""
+        self._apart: deque[tuple[int, int, Head, torch.Tensor]] = deque()
+        """Messages that came before they were asked for: rank, tag, head, bytes."""
+        self._thread: threading.Thread | None = None
+        self._news = threading.Event()
+        self._closed = False
+
+    def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
+        self._check()
+        message = Message(self, data, outputs, peer, tag, f"send to rank {peer}")
+        way = self._outs[peer]
+        with self._lock:
+            way.queue.append(message)
+        self._move([way])
+        return self._posted(message)
+
+    def receive(
+        self, data: torch.Tensor, peer: int, tag: int, target: torch.Tensor | None, outputs: list[torch.Tensor]
+    ) -> Message:
+        """``peer``: -1 for any. ``target``: see ``Message``."""
+        self._check()
+        whom = f"rank {peer}" if peer >= 0 else "any rank"
+        message = Message(self, data, outputs, peer, tag, f"receive from {whom}")
+        message.target = target
+        with self._lock:
+            found = next((each for each in self._apart if peer in (each[0], -1) and each[1] == tag), None)
+            if found is None:
+                self._wanted.append(message)
+            else:
+                self._apart.remove(found)
+        if found is not None:
+            self._hand_over(message, *found)
+        else:
+            self._move(self._ways_of(message))
+        return self._posted(message)
+
+    def _posted(self, message: Message) -> Message:
+        if not message.over:
+            with self._lock:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._serve, name="rdmarpc-pairs", daemon=True)
+                    self._thread.start()
+            self._news.set()
+        return message
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise fresh(self.error)
+
+    def _ways_of(self, message: Message) -> list[_Way]:
+        if message in self._wanted or message.describe.startswith("receive"):
+            return [self._ins[message.peer]] if message.peer >= 0 else list(self._ins.values())
+        return [self._outs[message.peer]]
+
+    # -- moving
+
+    def wait_for(self, message: Message, timeout: float) -> None:
+        """Move the lanes of a message on until it is over. Raises ``TransferTimeout`` after ``timeout`` seconds (0: those of
+        the group)."""
+        limit = timeout or self.timeout
+        start = time.monotonic()
+        ways = self._ways_of(message)
+        while not message.over:
+            if len(ways) == 1 and ways[0].lock.acquire(blocking=False):
+                try:
+                    self._advance(ways[0], _SLICE_NS, message)
+                finally:
+                    ways[0].lock.release()
+            elif not self._move(ways) and not message.over:
+                time.sleep(_LOOK_S / 10)
+            if not message.over and time.monotonic() - start > limit:
+                raise TransferTimeout(f"{message.describe} was not done within {limit:g} s")
+
+    def _move(self, ways: list[_Way]) -> bool:
+        """Move these on as far as they go at once, unless another thread does."""
+        moved = False
+        for way in ways:
+            if way.lock.acquire(blocking=False):
+                try:
+                    moved |= self._advance(way, 0, None)
+                finally:
+                    way.lock.release()
+        return moved
+
+    def _advance(self, way: _Way, slice_ns: int, until: Message | None) -> bool:
+        """With the way's lock: go on until nothing moves for ``slice_ns``, or ``until`` is over. Whether something moved."""
+        moved, sends = False, way is self._outs.get(way.peer)
+        while not self._closed and (until is None or not until.over):
+            try:
+                if way.current is None and not (self._begin_send(way) if sends else self._begin_receive(way, slice_ns)):
+                    if slice_ns:
+                        self._look(way)
+                    return moved
+                status = way.streams.advance(slice_ns)
+                if status == OK:
+                    self._done(way)
+                    moved = True
+                    continue
+                if status == MISMATCH:
+                    raise RdmaError("a message came in pieces that are not its own")
+                self._look(way, status == CLOSED)
+                return moved
+            except BaseException as error:
+                self.fail(error)
+                return True
+        return moved
+
+    def _begin_send(self, way: _Way) -> bool:
+        with self._lock:
+            if not way.queue:
+                return False
+            message = way.current = way.queue.popleft()
+        way.count += 1
+        way.streams.begin(Head(way.count, message.signature.code, message.tag), {way.peer: span(message.data)}, {})
+        return True
+
+    def _begin_receive(self, way: _Way, slice_ns: int) -> bool:
+        """Find out whom the next message of a lane is for. ``False`` if none has come that is wanted."""
+        found = way.streams.header(way.peer)
+        if found is None and slice_ns:
+            way.streams.rest(slice_ns)
+            found = way.streams.header(way.peer)
+        if found is None:
+            return False
+        head, nbytes = found
+        with self._lock:
+            wanted = [each for each in self._wanted if each.peer in (way.peer, -1)]
+            message = next((each for each in wanted if each.tag == head.elements), None)
+            if message is not None:
+                self._wanted.remove(message)
+        if message is None and not wanted:
+            return False
+        if message is None:
+            apart = torch.empty(nbytes, dtype=torch.uint8)
+            message = Message(self, apart, [], way.peer, head.elements, "receive apart")
+        elif (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
+            raise problem
+        way.current = message
+        message.source = way.peer
+        way.arriving = head
+        way.streams.begin(head, {}, {way.peer: span(message.data)})
+        return True
+
+    def _misfit(self, message: Message, peer: int, head: Head, nbytes: int) -> Mismatch | None:
+        here = span(message.data)[1]
+        theirs = Signature.of(head.code, 0)
+        if nbytes == here and (theirs.dtype == message.signature.dtype or theirs.dtype is None):
+            return None
+        return Mismatch(
+            f"rank {self.rank} receives {here} bytes of {message.data.dtype} from rank {peer}, which sends {nbytes} of "
+            f"{theirs.dtype} (tag {head.elements})"
+        )
+
+    def _done(self, way: _Way) -> None:
+        message, way.current = way.current, None
+        assert message is not None
+        if message.describe.startswith("receive apart"):
+            head = way.arriving
+            with self._lock:
+                asked = next((m for m in self._wanted if m.peer in (way.peer, -1) and m.tag == message.tag), None)
+                if asked is None:
+                    self._apart.append((way.peer, message.tag, head, message.data))
+                else:
+                    self._wanted.remove(asked)
+            if asked is not None:
+                self._hand_over(asked, way.peer, message.tag, head, message.data)
+            return
+        self._finish(message)
+
+    def _hand_over(self, message: Message, peer: int, tag: int, head: Head, data: torch.Tensor) -> None:
+        problem = self._misfit(message, peer, head, data.numel())
+        if problem is not None:
+            self.fail(problem)
+            message.finish(problem)
+            return
+        message.source = peer
+        kernels.copy(message.data.data_ptr(), data.data_ptr(), data.numel())
+        self._finish(message)
+
+    def _finish(self, message: Message) -> None:
+        if message.target is not None:
+            with torch.no_grad():
+                message.target.copy_(message.data.view(message.target.shape))
+        message.finish(None)
+
+    # -- what ends it
+
+    def _look(self, way: _Way, closed: bool = False) -> None:
+        """Raise the reason why this way will not move any more, if there is one."""
+        if self._gone(way) is not None:
+            time.sleep(GRACE_S)
+            if (gone := self._gone(way)) is not None:
+                raise gone
+        if closed:
+            time.sleep(_LOOK_S)
+
+    def _gone(self, way: _Way) -> PeerLost | None:
+        """Raise that a member was lost, or what it says went wrong. What to raise if the peer has left and is needed."""
+        for rank, each in self.members.lanes[0].items():
+            notice, lost = each.notice(), each.channel.error
+            if notice.startswith(ERROR):
+                raise RdmaError(notice[1:])
+            if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
+                raise PeerLost(f"rank {rank} was lost: {lost.message}", peer=each.channel.peer)
+        lane = self.members.lanes[0][way.peer]
+        if not lane.notice().startswith(LEFT) and lane.channel.error is None:
+            return None
+        waits = way.current is not None or (
+            way is self._ins.get(way.peer) and any(each.peer == way.peer for each in self._wanted)
+        )
+        if not waits or way.streams.header(way.peer) is not None or self._taken(way):
+            return None
+        what = way.current.describe if way.current is not None else "a message"
+        return PeerLost(f"rank {way.peer} has left the group, and {what} needs it", peer=lane.channel.peer)
+
+    def _taken(self, way: _Way) -> bool:
+        return way.current is not None and not way.streams.needs(way.peer)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            first = self.error is None
+            if first:
+                self.error = kept(error)
+            over = [*self._wanted]
+            self._wanted.clear()
+            for way in (*self._outs.values(), *self._ins.values()):
+                over += way.queue
+                way.queue.clear()
+                if way.current is not None:
+                    over.append(way.current)
+                    way.current = None
+        if first and not self._closed:
+            self.members.tell(f"{ERROR}{error.message if isinstance(error, RdmaError) else error}")
+        for message in over:
+            if not message.over:
+                message.finish(self.error)
+
+    def _serve(self) -> None:
+        """Move on what nobody waits for."""
+        ways = [*self._outs.values(), *self._ins.values()]
+        while not self._closed:
+            if not (self._wanted or any(way.queue or way.current for way in ways)):
+                self._news.clear()
+                if not (self._wanted or any(way.queue or way.current for way in ways)):
+                    self._news.wait(1.0)
+                    time.sleep(_LOOK_S)
+                    continue
+            if not self._move(ways):
+                try:
+                    for way in ways:
+                        if way.lock.acquire(blocking=False):
+                            try:
+                                self._look(way)
+                            finally:
+                                way.lock.release()
+                except BaseException as error:
+                    self.fail(error)
+                time.sleep(_REST_S)
+
+    def waiting(self) -> list[str]:
+        """What is under way, for people."""
+        with self._lock:
+            found = [each.describe for each in self._wanted]
+            for way in (*self._outs.values(), *self._ins.values()):
+                found += [each.describe for each in way.queue]
+                found += [way.current.describe] if way.current is not None else []
+        return found
+
+    def close(self) -> None:
+        self._closed = True
+        self.fail(RdmaError("the process group was destroyed"))
+        self._news.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+
+__all__ = ["Message", "Pairs"]

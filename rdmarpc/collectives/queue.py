@@ -1,0 +1,182 @@
+"""The calls of a group in the order in which they were made, each run by its caller or by a thread of the group.
+
+One call runs at a time. A caller that waits anyway runs its call itself if no other is before it. Else a thread does; the
+callbacks of a call run after the next may begin, and another thread takes over while they run. So callbacks may call."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..transport import TransferTimeout, fresh
+
+_IDLE_S = 5.0
+Run = Callable[[], Any]
+
+
+class Work(dist.Work):
+    """A call under way, or one that has ended. Thread-safe."""
+
+    def __init__(self, run: Run, outputs: Sequence[torch.Tensor], describe: str, sequence: int = 0, source: int = -1) -> None:
+        super().__init__()
+        self.run, self._outputs, self.describe, self.sequence = run, outputs, describe, sequence
+        self.source = source
+        self.over = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._event: threading.Event | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self.error, self.over = error, True
+            self.run = _nothing  # what it holds may be large
+            event, future = self._event, self._future
+        if event is not None:
+            event.set()
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        if self.error is not None:
+            future.set_exception(fresh(self.error) if isinstance(self.error, Exception) else RuntimeError(str(self.error)))
+        else:
+            future.set_result(list(self._outputs))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the call has ended; raises its error. ``TransferTimeout`` after ``timeout`` (none: that of the group):
+        the call goes on."""
+        if not self.over:
+            with self._lock:
+                if self._event is None:
+                    self._event = threading.Event()
+                    if self.over:
+                        self._event.set()
+            limit = timeout.total_seconds() if timeout else None
+            if not self._event.wait(limit or None):
+                raise TransferTimeout(f"{self.describe} was not done within {limit:g} s")
+        if self.error is not None:
+            raise fresh(self.error)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def is_success(self) -> bool:
+        return self.over and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
+            over = self.over
+        if over:
+            self._complete(future)
+        return future
+
+    def _get_sequence_number(self) -> int:
+        return self.sequence
+
+
+def _nothing() -> None:
+    return None
+
+
+class Queue:
+    """Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._pending: deque[Work] = deque()
+        self.running: Work | None = None
+        self._waiting = self._starting = 0  # threads that wait for a call to run, or will soon
+        self.ended = False
+
+    def submit(self, work: Work, here: bool) -> Work:
+        """Have a call run. ``here``: by this thread, if no other call is before it."""
+        with self._lock:
+            mine = here and self.running is None and not self._pending
+            if mine:
+                self.running = work
+            else:
+                self._pending.append(work)
+                self._look_after()
+        if mine:
+            self._run(work)
+            work.finish(work.error)
+        return work
+
+    def _look_after(self) -> None:
+        """With the lock held: a thread has to take what is pending. That of the call that runs may be busy with callbacks
+        then."""
+        if self._waiting:
+            self._news.notify()
+        elif not self._starting:
+            self._starting += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _run(self, work: Work) -> None:
+        try:
+            work.run()
+        except BaseException as error:
+            work.error = error
+        with self._lock:
+            self.running = None
+            if self._pending:
+                self._look_after()
+
+    def _serve(self) -> None:
+        with self._lock:
+            self._starting -= 1
+        while (work := self._next()) is not None:
+            self._run(work)
+            work.finish(work.error)
+            del work
+
+    def _next(self) -> Work | None:
+        """The next call to run; ``None`` if there was none for a while."""
+        with self._lock:
+            self._waiting += 1
+            try:
+                while self.running is not None or not self._pending:
+                    heard = self._news.wait(_IDLE_S)
+                    if not self._pending and (self.ended or not heard):
+                        return None
+                self.running = self._pending.popleft()
+                return self.running
+            finally:
+                self._waiting -= 1
+
+    def pending(self) -> list[Work]:
+        with self._lock:
+            return [*([self.running] if self.running is not None else []), *self._pending]
+
+    def stop(self) -> None:
+        """Let the threads end once nothing is pending."""
+        with self._lock:
+            self.ended = True
+            self._news.notify_all()

@@ -1,0 +1,38 @@
+"""``all_reduce`` of sparse tensors (COO): all parts to all ranks, which add them up in the order of the ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..transport import NotSupported
+from . import calls
+from .engine import Engine
+from .sums import sum_of
+
+
+def all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, timeout: float) -> calls.Run:
+    """``tensor`` gets the sum, coalesced. All ranks give tensors of one shape and one number of sparse dimensions."""
+    if sum_of(operation, tensor.dtype).name != "sum":
+        raise NotSupported("an all_reduce of sparse tensors that is no sum")
+    part = tensor.detach().coalesce()
+
+    def run(engine: Engine) -> None:
+        size = engine.size
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        mine = torch.tensor([part._nnz()])
+        calls.all_to_all("all_gather", counts, [mine] * size, mine.dtype, timeout=timeout)(engine)
+        inner = tuple(part.values().shape[1:])
+        indices = [torch.empty(part.sparse_dim() * int(count), dtype=torch.int64) for count in counts]
+        own = part.indices().contiguous().view(-1)
+        calls.all_to_all("all_gather", indices, [own] * size, own.dtype, timeout=timeout)(engine)
+        values = [torch.empty((int(count), *inner), dtype=part.dtype) for count in counts]
+        data = part.values().contiguous().view(-1)
+        flat = [each.view(-1) for each in values]
+        calls.all_to_all("all_gather", flat, [data] * size, data.dtype, timeout=timeout)(engine)
+        total = torch.sparse_coo_tensor(
+            torch.cat([each.view(part.sparse_dim(), -1) for each in indices], dim=1), torch.cat(values), part.shape
+        ).coalesce()
+        tensor.copy_(total)
+
+    return run

@@ -1,0 +1,94 @@
+"""How tensors are added up: in the order of the ranks, pair by pair from the left, so with the same bits at every rank.
+
+Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 through float32, rounded
+after each pair. Float16, complex products and all other types are summed by torch. Bools: a sum is an or, a product an and."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..transport import NotSupported
+from ..transport.exchange.streams import fold_local
+from ..transport.words.atomics import fold_code
+
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+_OF_BOOLS = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
+_BY_TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+class Sum:
+    """An operation on tensors of one type. Raises ``ValueError`` or ``NotSupported`` for one that there is not."""
+
+    __slots__ = ("average", "code", "dtype", "function", "name")
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+        self.average = name == "avg"
+        bits = name in ("band", "bor", "bxor")
+        if bits and (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{name} is for integers and bools, got {dtype}")
+        if self.average and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"an average of {dtype} is none: sum, and divide as you like")
+        if dtype.is_complex and name in ("min", "max"):
+            raise ValueError(f"{name} of complex numbers is not defined")
+        plain = "sum" if self.average else name
+        if dtype is torch.bool:
+            self.code = fold_code("uint8", _OF_BOOLS.get(plain, plain))
+        elif dtype.is_complex and plain == "sum":
+            self.code = fold_code(str(dtype.to_real()).removeprefix("torch."), plain)
+        else:
+            self.code = fold_code(str(dtype).removeprefix("torch."), plain)
+        self.function = _BY_TORCH.get(plain)
+        if self.code < 0 and self.function is None:
+            raise NotSupported(f"{name} of {dtype}")
+
+    def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""
+        if self.code >= 0:
+            fold_local(
+                self.code, result.data_ptr(), [part.data_ptr() for part in parts], result.numel() * result.element_size()
+            )
+            return
+        assert self.function is not None
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.function(total, part)
+        result.copy_(total)
+
+    def finish(self, result: torch.Tensor, size: int) -> None:
+        """What comes after the sum."""
+        if self.average:
+            result.div_(size)
+
+
+_known: dict[tuple[str, torch.dtype], Sum] = {}
+
+
+def sum_of(operation: dist.ReduceOp, dtype: torch.dtype) -> Sum:
+    """As ``Sum``, by torch's name of the operation."""
+    kind: Any = getattr(operation, "op", operation)  # ReduceOp has it, and is it, in turn
+    name = _NAMES.get(kind)
+    if name is None:
+        raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
+    found = _known.get((name, dtype))
+    if found is None:
+        found = _known[name, dtype] = Sum(name, dtype)
+    return found

@@ -1,0 +1,55 @@
+"""Tensors as the collectives take them: flat, contiguous, on the CPU, without a graph; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..transport import NotSupported
+
+Flat = torch.Tensor
+
+
+def check(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise unless these are dense tensors of one type on the CPU."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise NotSupported(f"{what} of a tensor on {tensor.device}", hint="the backend rdmarpc takes tensors on the CPU")
+        if tensor.layout is not torch.strided:
+            raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{what} of tensors of several types: {tensors[0].dtype} and {tensor.dtype}")
+
+
+def source(tensor: torch.Tensor) -> Flat:
+    """The values of a tensor, in its memory if it is contiguous."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def target(tensor: torch.Tensor, back: list[Callable[[], object]], *, read: bool = False) -> Flat:
+    """Where a tensor's new values go: its memory if it is contiguous, else a buffer, and ``back`` gets the call that copies the
+    buffer into the tensor. ``read``: the values are read before."""
+    plain = tensor.detach()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    buffer = plain.contiguous() if read else torch.empty(plain.shape, dtype=plain.dtype)
+    back.append(lambda: plain.copy_(buffer))
+    return buffer.view(-1)
+
+
+def split(tensor: torch.Tensor, sizes: Sequence[int], count: int, what: str) -> list[Flat]:
+    """A flat contiguous tensor cut along dimension 0 of its original, whose rows are ``sizes`` (empty: ``count`` equal
+    parts)."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if sizes:
+        if len(sizes) != count or sum(sizes) != rows:
+            raise ValueError(
+                f"{what}: the split sizes {list(sizes)} do not add up to the {rows} rows, one for each of {count} ranks"
+            )
+        each = tensor.numel() // rows if rows else 0
+        return list(tensor.detach().view(-1).split([size * each for size in sizes]))
+    if tensor.numel() % count or (tensor.dim() and rows % count and tensor.numel()):
+        raise ValueError(f"{what}: {tuple(tensor.shape)} is not divisible by {count} ranks")
+    part = tensor.numel() // count
+    return list(tensor.detach().view(-1).split(part)) if part else [tensor.detach().view(-1)] * count

@@ -1,0 +1,145 @@
+"""What ends a collective: a rank that dies or stops, calls that do not fit each other, a rank that does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from group import Meeting, results, run_group
+
+
+def join(meeting: Meeting, size: int, what: str, seconds: float = 20.0) -> None:
+    import rdmarpc  # noqa: F401
+
+    store = dist.FileStore(f"{meeting._place}-{what}", -1)
+    dist.init_process_group("rdmarpc", store=store, rank=meeting.rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def caught(call: Any) -> tuple[str, float, str]:
+    """The name of the error's class, after how many seconds, its text."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - start, str(error)
+    return "", time.monotonic() - start, ""
+
+
+def _misfits(meeting: Meeting) -> None:
+    rank = meeting.rank
+
+    def different() -> None:
+        dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))
+
+    def sizes() -> None:
+        dist.all_reduce(torch.ones(100_000 + (rank == 2)))
+
+    def types() -> None:
+        dist.broadcast(torch.ones(8, dtype=torch.float64 if rank == 2 else torch.float32), 0)
+        dist.barrier()
+
+    def operations() -> None:
+        dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM)
+
+    def uneven() -> None:
+        dist.all_gather([torch.empty(4), torch.empty(4 + (rank == 0)), torch.empty(4)], torch.ones(4 + (rank == 0 and 0)))
+
+    cases = {
+        different: ("barrier", "all_reduce(4 elements, float32, sum)"),
+        sizes: ("100000 elements", "100001 elements"),
+        types: ("float32", "float64"),
+        operations: ("max", "sum"),
+        uneven: ("16", "20"),
+    }
+    for number, (case, words) in enumerate(cases.items()):
+        join(meeting, 3, f"misfit{number}")
+        dist.barrier()
+        name, seconds, text = caught(case)
+        if case is uneven and not name:
+            name, seconds, text = caught(dist.barrier)
+        assert name in ("Mismatch", "RdmaError", "PeerLost"), (case.__name__, name, text)
+        assert seconds < 3, (case.__name__, seconds)
+        if name == "Mismatch":
+            assert all(word in text for word in words) and "rank" in text, text
+        meeting.step(f"misfit{number}", 3)
+        dist.destroy_process_group()
+
+
+def _absent(meeting: Meeting) -> None:
+    from rdmarpc.collectives.backend import _explain
+
+    join(meeting, 2, "absent", seconds=2.0)
+    dist.barrier()
+    if meeting.rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.2)
+        assert any("nothing has come from rank 1" in line for line in _explain()), _explain()
+        name, seconds, text = caught(work.wait)
+        assert name == "TransferTimeout" and "rank 1" in text and seconds < 6, (name, text)
+        meeting.say("over")
+    else:
+        meeting.hear("over")
+        assert "rank 1" in caught(dist.barrier)[2]
+    dist.destroy_process_group()
+
+
+def _lost(meeting: Meeting) -> None:
+    """Rank 2 dies while the others wait in several ways."""
+    join(meeting, 3, "lost")
+    other = dist.new_group(timeout=timedelta(seconds=20))
+    dist.barrier()
+    dist.barrier(other)
+    if meeting.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    later = dist.all_reduce(torch.ones(1_000_000), async_op=True)
+    found: list[tuple[str, float, str]] = []
+    wait = threading.Thread(target=lambda: found.append(caught(lambda: dist.recv(torch.empty(4), 2, group=other))))
+    wait.start()
+    for name, seconds, text in (caught(later.wait), caught(lambda: dist.barrier(other))):
+        assert name in ("PeerLost", "RdmaError") and "rank 2" in text and seconds < 5, (name, seconds, text)
+    wait.join(5)
+    assert found and found[0][0] in ("PeerLost", "RdmaError") and "rank 2" in found[0][2], found
+    dist.destroy_process_group()
+
+
+def _each(meeting: Meeting) -> None:
+    _misfits(meeting)
+    if meeting.rank < 2:
+        _absent(meeting)
+    _lost(meeting)
+
+
+def test_failures_are_named_and_soon():
+    outcomes = run_group(_each, 3, dynamic=True, timeout=100)
+    results(outcomes[:2])
+    assert outcomes[2].exit_code == -signal.SIGKILL
+
+
+def test_the_news_of_a_loss_goes_before_that_of_a_leaving():
+    """Rank 1 leaves because rank 2 was lost, which is seen here after that."""
+    from rdmarpc.collectives.engine import LEFT, Engine
+    from rdmarpc.transport import PeerLost
+
+    def lane(notice: str) -> SimpleNamespace:
+        return SimpleNamespace(notice=lambda: notice, channel=SimpleNamespace(error=None, peer=""))
+
+    lanes = {1: lane(LEFT), 2: lane("")}
+    streams = SimpleNamespace(lanes=lanes, needs=lambda rank: True)
+    engine = Engine(SimpleNamespace(rank=0, size=3, streams=streams), 20.0)
+    later = threading.Timer(0.01, lambda: setattr(lanes[2].channel, "error", PeerLost("the process ended")))
+    later.start()
+    with pytest.raises(PeerLost, match="rank 2 was lost"):
+        engine._look(False)
+    later.join()
+    lanes[2].channel.error = None
+    with pytest.raises(PeerLost, match="rank 1 has left"):
+        engine._look(False)
