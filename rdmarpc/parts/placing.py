@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -74,7 +75,7 @@ def resolve(
 
     Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty range, or
     two entries for one module; ``NotSupported`` for a tensor that would lie on several workers or devices, or that has no
-    shape yet.
+    shape yet. A module that shares its tensor with another goes where that is placed (``_together``).
     """
     homes: dict[str, str] = {}
     devices: dict[str, torch.device] = {}
@@ -94,9 +95,44 @@ def resolve(
             homes[path], source[path] = worker, key
             if device is not None:
                 devices[path] = device
-    places = Places(homes, caller, devices)
+    places = _together(net, Places(homes, caller, devices))
     _check_tensors(net, places)
     return places
+
+
+def _together(net: nn.Module, places: Places) -> Places:
+    """With entries that bring modules of one tensor (tied weights) together, where only one of them has an entry of its own, or
+    is below one: the deepest entry decides, then the first. A module with children stays where it is."""
+    homes, devices = dict(places.homes), dict(places.devices)
+    moved: list[str] = []
+    for shared in _shared(net):
+        paths = [name.rpartition(".")[0] for name in shared]
+        entries = [entry for path in paths if (entry := places.entry(path)) is not None]
+        if len({home_of(places, name) for name in shared}) == 1 or not entries:
+            continue
+        exact = [entry for entry in entries if entry in paths]
+        chosen = (exact or entries)[0]
+        for path in paths:
+            same = home_of(places, path) == home_of(places, chosen)
+            if not same and path and path not in places.homes and not any(net.get_submodule(path).children()):
+                homes[path] = places.homes[chosen]
+                if chosen in places.devices:
+                    devices[path] = places.devices[chosen]
+                else:
+                    devices.pop(path, None)
+                moved.append(f"{path!r} goes to {home_of(places, chosen)!r} with {chosen!r}")
+    if not moved:
+        return places
+    warnings.warn(f"tied weights: {', '.join(dict.fromkeys(moved))}; to choose, place both modules", stacklevel=4)
+    return Places(homes, places.caller, devices)
+
+
+def _shared(net: nn.Module) -> list[list[str]]:
+    """The names of every tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
 
 
 def _split(key: str, value: str) -> tuple[str, torch.device | None]:
@@ -146,17 +182,15 @@ def _children(net: nn.Module, key: str, path: str, module: nn.Module, step: str)
 
 
 def _check_tensors(net: nn.Module, places: Places) -> None:
-    names: dict[int, list[str]] = {}
-    for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise NotSupported(f"{name!r} has no shape yet", hint="run the model once before wrap()")
-        names.setdefault(id(tensor), []).append(name)
-    for shared in names.values():
+    for shared in _shared(net):
         homes = [home_of(places, name) for name in shared]
         if len(set(homes)) > 1:
             raise NotSupported(
                 f"{' and '.join(map(repr, shared))} are one tensor, but their parts go to {' and '.join(map(repr, homes))}",
-                hint="place parts that share parameters on the same worker and device",
+                hint="place parts that share tensors on the same worker and device, or the modules inside of them that do not",
             )
 
 

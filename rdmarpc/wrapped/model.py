@@ -46,9 +46,10 @@ def wrap(
 
     ``placement`` maps paths of modules, at any depth, to names of workers; ``"layers.0-5"`` stands for ``layers.0`` to
     ``layers.5``. Modules below a path go with it, unless they have an entry of their own. What no entry covers stays here, as
-    does what is placed at this worker. A module that lies at one worker as a whole stays one operation, with its hooks and its
-    own control flow. A module that is cut is traced through, and its own parameters belong to the entry above them. ``net``
-    keeps its own copy of the parts that move.
+    does what is placed at this worker, but for tied weights: modules without children that share a tensor go where the one
+    with an entry goes, and a warning says so. A module that lies at one worker as a whole stays one operation, with its hooks
+    and its own control flow. A module that is cut is traced through, and its own parameters belong to the entry above them.
+    ``net`` keeps its own copy of the parts that move.
 
     ``"worker1/cuda:1"`` names a device of that worker (as ``RemoteModule`` does): the part computes there. Without a device a
     part's tensors keep theirs, on the GPU of the same index at its worker. Inputs may lie on any device. Results lie on the

@@ -139,4 +139,4 @@ def test_how_devices_are_named():
     assert [places.whole(path) for path in ("0", "0.a", "0.b", "1")] == [False, True, True, True]
     nested[1].a.weight = nested[1].b.weight
     with pytest.raises(NotSupported, match="are one tensor"):
-        resolve(nested, {"1": "w1", "1.a": "w1/cpu"}, "me", workers)
+        resolve(nested, {"1.b": "w1", "1.a": "w1/cpu"}, "me", workers)

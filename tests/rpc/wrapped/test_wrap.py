@@ -422,7 +422,7 @@ def bad_wraps() -> None:
     local[0].hook = None
     local[1].weight = local[0].weight
     with pytest.raises(rpc.NotSupported, match=r"'0.weight' and '1.weight' are one tensor"):
-        wrap(local, {"0": "worker1"})
+        wrap(local, {"0": "worker1", "1": "worker2"})
     with pytest.raises(rpc.NotSupported, match="no shape yet"):
         wrap(nn.Sequential(nn.LazyLinear(3)), {"0": "worker1"})
     assert here.current().counters()["rpc_messages"] == before

@@ -174,7 +174,7 @@ def refusals() -> None:
         wrap(gpt, {"tokens": "worker1", "head": "worker2"})
     net.blocks[2].two.weight = net.blocks[0].one.weight
     with pytest.raises(rpc.NotSupported, match=r"'blocks.0.one.weight' and 'blocks.2.two.weight' are one tensor"):
-        wrap(net, {"blocks": "worker1", "blocks.2.two": "worker2"})
+        wrap(net, {"blocks": "worker1", "blocks.2.two": "worker2", "blocks.0.one": "worker1"})
     assert here.current().counters()["rpc_messages"] == before
 
 
@@ -198,8 +198,48 @@ def sharing() -> None:
     model.close()
 
 
+class Stacks(nn.Module):
+    """Two stacks over one table, as encoder and decoder have it."""
+
+    class Stack(nn.Module):
+        def __init__(self, table: nn.Parameter) -> None:
+            super().__init__()
+            self.embed, self.layer = nn.Embedding(11, 16, _weight=table), nn.Linear(16, 16)
+            self.embed.weight = table
+
+        def forward(self, tokens):
+            return torch.tanh(self.layer(self.embed(tokens)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = nn.Parameter(torch.randn(11, 16) / 4)
+        self.encoder, self.decoder = self.Stack(table), self.Stack(table)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(tokens) * self.decoder(tokens.flip(1)))
+
+
+def tied() -> None:
+    """What shares a tensor goes where it is placed, as whole as it can be."""
+    tokens = [(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6))) for _ in range(3)]
+    for make, placement, moved in (
+        (Gpt, {"tokens": "worker1"}, {"head.weight": "worker1"}),
+        (Gpt, {"body": "worker2", "head": "worker1"}, {"tokens.weight": "worker1"}),
+        (Stacks, {"encoder": "worker1"}, {"decoder.embed.weight": "worker1"}),
+        (Stacks, {"encoder": "worker1", "decoder": "worker2"}, {"decoder.embed.weight": "worker1"}),
+        (Stacks, {"encoder": "worker1", "decoder.embed": "worker2"}, {"encoder.embed.weight": "worker2"}),
+    ):
+        with pytest.warns(UserWarning, match="tied weights: "):
+            model, twin = both(make, placement)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert {name: named[name].worker for name in moved} == moved
+        train_both(model, twin, tokens, lambda p: torch.optim.SGD(p, 0.1))
+        model.close()
+
+
 def everything() -> None:
-    for scenario in (refusals, nested, sharing, dropout, language, transformers):
+    for scenario in (refusals, nested, sharing, tied, dropout, language, transformers):
         torch.manual_seed(0)
         scenario()
 
