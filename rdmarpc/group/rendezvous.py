@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..transport import AuthenticationError, PeerLost, TransferTimeout
 from . import slurm
 from .job_secret import HOW, INSECURE, USERS, Claim, agree, claim
+from .lives import Lives, restarted_by_launcher, runs
 from .members import Record, record_key, refuse_twins
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ class Rendezvous:
         Raises ``RuntimeError`` if another process has our rank, what ``claim`` and ``agree`` raise, and as ``meet`` for who is
         missing."""
         mine, secret = claim(name, self.rank, options)
+        if restarted_by_launcher():
+            lives = Lives(self._store, self.world_size, mine)
+            self._until(lives.agreed, lambda: lives.missing)
+            self._prefix = f"{self._prefix}/{lives.number}"
+            self._store = dist.PrefixStore(str(lives.number), self._store)
         first = Claim.load(self._first(f"host/{self.rank}", mine.dump()))
         if first != mine:
             raise RuntimeError(f"rank {self.rank} is taken by {first.name}{_since(first, mine)}")
@@ -196,15 +202,22 @@ class Rendezvous:
             pause = min(2 * pause, _LAST_POLL_S)
 
     def _wait(self, keys: Sequence[tuple[str, str]]) -> None:
+        """Until the keys are there. Each comes with the text of whose it is."""
+        self._until(
+            lambda: self._store.check([key for key, _ in keys]),
+            lambda: [who for key, who in keys if not self._store.check([key])],
+        )
+
+    def _until(self, done: Callable[[], bool], absent: Callable[[], list[str]]) -> None:
         start = time.monotonic()
         pause, look = _FIRST_POLL_S, _FIRST_LOOK_S
         missing: list[str] = []
         try:
-            while not self._store.check([key for key, _ in keys]):
+            while not done():
                 waited = time.monotonic() - start
                 late = waited > (self.timeout or FOR_EVER_S)
                 if late or waited > look:
-                    missing, look = [who for key, who in keys if not self._store.check([key])], 2 * look
+                    missing, look = absent(), 2 * look
                 if late:
                     raise TransferTimeout(
                         f"not every worker joined within {self.timeout} s: no sign of {', '.join(missing)}",
@@ -227,12 +240,9 @@ def _store_ended(missing: Sequence[str] = ()) -> PeerLost:
 
 def _since(first: Claim, mine: Claim) -> str:
     """A text about the other process that has our rank."""
-    if first.host != mine.host:
+    running = runs(first, mine)
+    if running is None:
         return ", on another host"
-    try:
-        os.kill(first.pid, 0)
-    except ProcessLookupError:
-        return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"
-    except PermissionError:
-        pass
-    return f" (process {first.pid})"
+    if running:
+        return f" (process {first.pid})"
+    return f" (process {first.pid}, which has ended): a group meets once; start all workers again, with a fresh store"
