@@ -164,9 +164,10 @@ def test_tensors(shape: list[int], dtype: torch.dtype) -> None:
     assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype and tensor.is_contiguous()
     tensor.fill_(1)
     view = tensor.reshape(-1)[:1] if tensor.numel() else tensor
+    nbytes = tensor.numel() * dtype.itemsize
     del tensor
-    used = arena.used
-    assert used >= view.numel() * dtype.itemsize
+    arena.free(arena.allocate(1))  # reclaims
+    assert arena.used == ALIGN + (size_class(nbytes) if nbytes else 0)
     del view
     arena.free(arena.allocate(1))
     arena.allocate(1)  # reclaims
