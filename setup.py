@@ -44,6 +44,7 @@ setup(
         "cloudpickle": ["cloudpickle"],
         "verbs": ["ibverbs"],
         "bench": ["grpcio"],
+        "ray": ["ray"],
         "slurm": ["hydra-submitit-launcher"],
         "zoo": [*TEST, *ZOO],
         "dev": ["ruff", "mypy"],

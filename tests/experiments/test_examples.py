@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 import programs
 import pytest
@@ -57,6 +58,15 @@ def test_checkpoint():
     said = run("-m", "examples.checkpoint")
     assert "step 20: worker1 is lost, worker3 goes on from step 16" in said
     assert "all 30 losses are the same bits: True" in said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra: ray)")
+def test_ray_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # ray writes there
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    said = run("examples/ray_workers.py", fresh=True)
+    assert "every actor called another: True; lost: worker1" in said
+    assert "all 20 losses are those of one process: True" in said
 
 
 def same_as_one_process(said: str) -> None:
