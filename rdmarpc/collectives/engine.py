@@ -5,6 +5,7 @@ it."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ from ..transport.exchange.streams import NOTHING, Fold, Head, Span
 from .meeting import Members
 from .signature import Signature
 
-_SLICE_NS = 20_000_000
+_SLICE_NS, _END_S = 20_000_000, 5.0
 ERROR, LEFT = "E", "L"
 """The first letter of a notice: the group has failed, or its sender has left it."""
 GRACE_S = 0.05
@@ -34,6 +35,8 @@ class Engine:
         self.streams = members.streams
         self.error: BaseException | None = None
         """Why this group is of no use any more."""
+        self._moves = threading.Lock()
+        """Held while the streams move."""
         self.sequence = 0
         self.signature = Signature("barrier")
         self.since = 0.0
@@ -52,13 +55,15 @@ class Engine:
 
     def exchange(self, outs: Mapping[int, Span], ins: Mapping[int, Span] = NOTHING, fold: Fold | None = None) -> None:
         """Send and receive, as ``Streams.begin`` has it, until all is done. Raises what ended it; then the group has failed."""
-        streams = self.streams
-        assert streams is not None
-        streams.begin(Head(self.sequence, self._code, self.signature.elements), outs, ins, fold)
-        while (status := streams.advance(_SLICE_NS)) != OK:
-            if status == MISMATCH:
-                raise self._mismatch(streams.at_fault())
-            self._look(status == CLOSED)
+        with self._moves:
+            self.check()
+            streams = self.streams
+            assert streams is not None
+            streams.begin(Head(self.sequence, self._code, self.signature.elements), outs, ins, fold)
+            while (status := streams.advance(_SLICE_NS)) != OK:
+                if status == MISMATCH:
+                    raise self._mismatch(streams.at_fault())
+                self._look(status == CLOSED)
 
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""
@@ -139,7 +144,11 @@ class Engine:
         self.members.tell(f"{ERROR}{message}")
 
     def close(self) -> None:
+        """Leave the group. A call under way in another thread ends first: the loops use memory of the device."""
         if self.error is None:
             self.error = RdmaError("the process group was destroyed")
-        self.members.close(LEFT)
+        if not self._moves.acquire(timeout=_END_S):
+            return  # memory that is never given back is better than memory taken from under a loop
         self.streams = None
+        self._moves.release()
+        self.members.close(LEFT)

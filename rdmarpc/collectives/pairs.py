@@ -317,7 +317,7 @@ class Pairs:
         while not self._closed:
             if not (self._wanted or any(way.queue or way.current for way in ways)):
                 self._news.clear()
-                if not (self._wanted or any(way.queue or way.current for way in ways)):
+                if not self._closed and not (self._wanted or any(way.queue or way.current for way in ways)):
                     self._news.wait(1.0)
                     time.sleep(_LOOK_S)
                     continue
@@ -346,6 +346,9 @@ class Pairs:
         self._closed = True
         self.fail(RdmaError("the process group was destroyed"))
         self._news.set()
+        for way in (*self._outs.values(), *self._ins.values()):
+            if way.lock.acquire(timeout=1.0):  # whoever moves it stops, and nobody begins again
+                way.lock.release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 

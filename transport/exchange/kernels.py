@@ -5,6 +5,8 @@ A *lane* is the connection to one peer, with a stream each way. What it needs is
 many as ``depth``; piece ``n`` goes to slot ``n % depth``. Two notification records count: ``arrived`` at the receiver,
 ``credited`` at the sender (pieces that were taken out of their slots).
 
+``docs/protocols.md``, 14, has the words.
+
 1. data before count: the sender writes slot and header, then ``signal`` adds to ``arrived`` (release); the receiver reads
    ``arrived`` (acquire) before the slot.
 2. no overwriting: the receiver reads the slot, then ``signal`` adds to ``credited``; the sender reads ``credited`` (acquire)
@@ -43,8 +45,8 @@ OK, TIMEOUT, CHANGED, MISMATCH, CLOSED = 0, -1, -2, -3, -4
 """What ``exchange`` returns; for the last two ``CALL_LANE`` says which lane."""
 
 HEADER = 64
-"""Bytes in front of a piece: five words, see ``HEAD_*``."""
-HEAD_SEQUENCE, HEAD_CODE, HEAD_BYTES, HEAD_COUNT, HEAD_TAG = 0, 1, 2, 3, 4
+"""Bytes in front of a piece: four words, see ``HEAD_*``."""
+HEAD_SEQUENCE, HEAD_CODE, HEAD_BYTES, HEAD_COUNT = 0, 1, 2, 3
 
 # The words of a call, int64 each; the rows of its lanes follow.
 CALL_LANES, CALL_PIECE, CALL_DEPTH, CALL_BELL, CALL_BUDGET = 0, 1, 2, 3, 4

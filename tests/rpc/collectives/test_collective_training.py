@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -173,6 +174,27 @@ def _seldom(meeting: Meeting) -> None:
         name, seconds, text = caught(lambda: dist.barrier(cut))
         assert name and "rank 1 aborted" in text and seconds < 3, (name, text)
     dist.barrier()
+    dist.destroy_process_group()
+    for turn in range(5):
+        _ended_by_force(meeting, turn)
+
+
+def _ended_by_force(meeting: Meeting, turn: int) -> None:
+    """The device closes under calls that another thread has under way."""
+    join(meeting, 3, f"forced{turn}")
+    group, big = dist.group.WORLD, torch.ones(3_000_000)
+    call = message = None
+    if meeting.rank != 1:
+        call, message = dist.all_reduce(big, async_op=True), dist.irecv(torch.empty(4), 1)
+        waits = [threading.Thread(target=caught, args=(each.wait,)) for each in (call, message)]
+        for thread in waits:
+            thread.start()
+    meeting.step(f"forced{turn}", 3)
+    group.abort()
+    if call is not None:
+        for thread in waits:
+            thread.join(5)
+        assert "aborted" in caught(call.wait)[2] and caught(message.wait)[0]
     dist.destroy_process_group()
 
 
