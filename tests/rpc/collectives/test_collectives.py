@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -267,3 +269,24 @@ def _own_ways(rank: int, size: int) -> None:
 def test_random_programs_as_gloo(device: str, size: int):
     environment = {"TEST_SIZE": str(size), "RDMARPC_COLLECTIVES_DEVICE": device}
     results(run_group(_programs, size, dynamic=True, environment=environment))
+
+
+ALONE = """
+import sys
+{install}
+import rdmarpc
+assert "torch" not in sys.modules
+import torch.distributed as dist
+assert "rdmarpc" in dist.Backend.backend_list and "rdmarpc.collectives.backend" not in sys.modules
+assert dist.distributed_c10d.__spec__.loader is dist.distributed_c10d.__loader__
+assert not any(type(finder).__module__ == "rdmarpc.collectives.register" for finder in sys.meta_path)
+dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
+x = dist.distributed_c10d.torch.ones(3)
+dist.all_reduce(x)
+assert x.tolist() == [1.0] * 3
+"""
+
+
+@pytest.mark.parametrize("install", ["", "from rdmarpc.standing_in import hook; hook.register()"])
+def test_imported_before_torch(install: str):
+    subprocess.run([sys.executable, "-c", ALONE.format(install=install)], check=True, timeout=60)
