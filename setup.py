@@ -45,6 +45,7 @@ setup(
         "verbs": ["ibverbs"],
         "bench": ["grpcio"],
         "ray": ["ray"],
+        "kubernetes": ["kubeflow-training", "pyyaml"],
         "slurm": ["hydra-submitit-launcher"],
         "zoo": [*TEST, *ZOO],
         "dev": ["ruff", "mypy"],

@@ -7,8 +7,10 @@ one process, bit for bit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,17 +66,24 @@ def train(folder: Path) -> list[float]:
     return state["losses"]
 
 
-def main(folder: Path) -> bool:
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--peer-timeout", type=float, default=10.0, help="seconds until a worker that does not answer is lost")
+    return parser.parse_args(given)
+
+
+def main(given: argparse.Namespace) -> bool:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(f"worker{rank}")
+    rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(peer_timeout=given.peer_timeout))
     same = True
     if rank == 0:
-        same = train(folder) == alone()
+        same = train(given.folder) == alone()
         print(f"all {STEPS} losses are those of one process: {same}", flush=True)
     rpc.shutdown()
     return same
 
 
 if __name__ == "__main__":
-    sys.exit(not main(Path(sys.argv[1])))
+    sys.exit(not main(arguments(sys.argv[1:])))

@@ -92,7 +92,7 @@ def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as launched:
         try:
-            said, _ = launched.communicate(timeout=60)
+            said, _ = launched.communicate(timeout=100)
         finally:
             if launched.poll() is None:
                 os.killpg(launched.pid, signal.SIGKILL)
