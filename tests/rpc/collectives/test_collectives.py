@@ -184,7 +184,7 @@ CALLS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "pairs": _pairs,
     "objects": _objects,
 }
-STEPS = int(os.environ.get("RDMARPC_COLLECTIVES_STEPS", 60))
+STEPS = int(os.environ.get("RDMARPC_COLLECTIVES_STEPS", 40))
 
 
 def _programs(meeting: Meeting) -> None:
@@ -273,8 +273,8 @@ def test_random_programs_as_gloo(device: str, size: int):
 
 ALONE = """
 import sys
-{install}
-import rdmarpc
+from rdmarpc.standing_in import hook
+hook.register()  # waits for torch, too
 assert "torch" not in sys.modules
 import torch.distributed as dist
 assert "rdmarpc" in dist.Backend.backend_list and "rdmarpc.collectives.backend" not in sys.modules
@@ -287,6 +287,5 @@ assert x.tolist() == [1.0] * 3
 """
 
 
-@pytest.mark.parametrize("install", ["", "from rdmarpc.standing_in import hook; hook.register()"])
-def test_imported_before_torch(install: str):
-    subprocess.run([sys.executable, "-c", ALONE.format(install=install)], check=True, timeout=60)
+def test_imported_before_torch():
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=60)
