@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 import torch.distributed as dist
-from programs import ROOT
 
 from rdmarpc import RpcBackendOptions
 from rdmarpc.group import rendezvous
@@ -85,16 +82,14 @@ def test_missing_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    command += ["--monitor-interval=0.05", "examples/elastic.py", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    ) as launched:
-        try:
-            said, _ = launched.communicate(timeout=100)
-        finally:
-            if launched.poll() is None:
-                os.killpg(launched.pid, signal.SIGKILL)
-    assert launched.returncode == 0 and "goes on from step 8" in said, said
-    assert "all 20 losses are those of one process: True" in said, said
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        "--monitor-interval=0.1",
+    )
+    done = programs.run(*launcher, "examples/elastic.py", str(tmp_path))
+    assert done.returncode == 0 and "goes on from step 8" in done.stdout, done.stdout
+    assert "all 20 losses are those of one process: True" in done.stdout, done.stdout
