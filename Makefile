@@ -4,6 +4,7 @@
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
 # make zoo   real models and training loops beside one process, and the tables of docs/models.md; ARGS='GPT-2 loops' chooses
+# make clients  libraries that import torch's RPC, plainly and through rdmarpc run (docs/clients.md); ARGS='pippy_stages' chooses
 # make vm-test  the tests that need RDMA, in a QEMU guest with a Soft-RoCE device (tests/vm)
 # make vm-bench  the verbs device beside perftest and torch RPC, in such a guest
 # make vm-cluster  two emulated hosts: faults between them, a SLURM over them (Debian; see docs/clusters.md)
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run smoke test zoo test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
+.PHONY: run smoke test zoo clients test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
@@ -55,6 +56,11 @@ test-cuda: $(INSTALLED)
 zoo: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[zoo]'
 	$(BIN)/python -m tests.zoo.tour $(ARGS) $(if $(ARGS),,--table docs/models.md)
+
+clients: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients]'
+	$(BIN)/python -m pip install --quiet --no-deps fedml==0.9.6 machin==0.4.2
+	$(BIN)/python -m tests.clients.client_tour $(ARGS)
 
 campaign: $(INSTALLED)
 	$(BIN)/python -m tests.campaign $(ARGS)

@@ -17,6 +17,9 @@ FOLDERS = {
 
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
+_MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
+# fedml and machin come without what they require (make clients).
+CLIENTS = [*TEST, "torchrl", "torchpippy", "gym", "dill", "torchviz", "colorlog", *_MACHIN]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -48,6 +51,7 @@ setup(
         "kubernetes": ["kubeflow-training", "pyyaml"],
         "slurm": ["hydra-submitit-launcher"],
         "zoo": [*TEST, *ZOO],
+        "clients": CLIENTS,
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["rdmarpc = rdmarpc.cli:main"]},
