@@ -161,6 +161,7 @@ class Caller:
                     store.update(env)
                     continue
                 tensors = [store[name] for name, _ in item.sends if name in store]
+                tensors += [store[name] for name in (*item.joins, *item.splits)]
                 if run.grad and item.apart:
                     token, *outputs = cross_apart(token, self._exchanges, run, item, tensors)
                 elif run.grad:
@@ -169,7 +170,7 @@ class Caller:
                     outputs = self._exchanges.exchange(run, item, tensors)
                 if production is not None:
                     production.finish()
-                store.update(zip((name for name, _ in item.receives), outputs))
+                store.update(zip((*(name for name, _ in item.receives), *item.splits), outputs))
         finally:
             if production is not None:
                 production.finish()

@@ -37,7 +37,8 @@ class Exchanges:
         return run
 
     def exchange(self, run: Forward, stage: Stage, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back."""
+        """One stage forward: ``tensors`` go out (one for each send that is no trigger), the received ones come back. Behind
+        them are those of ``joins`` and ``splits``; the latter come out again."""
         seen = observer.current
         if seen is None:
             return self._exchange(run, stage, tensors)
@@ -57,7 +58,7 @@ class Exchanges:
             if tensor is None:
                 raise RdmaError(f"{name} came without a payload", peer=inlet.edge.source)
             outputs.append(tensor)
-        return outputs
+        return outputs + [tensor.detach() for tensor in left][len(stage.joins) :]
 
     def exchange_gradients(self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """One stage backward: gradients of what it received go out, those of what it sent come back."""
@@ -105,11 +106,12 @@ class Exchanges:
             self._collect(run, [inlet for inlets in skipped.returns for inlet in inlets])
         self._send_back(header, stage, grads)
         run.stages_left.discard(stage.number)
-        results = []
-        for (name, _), inlets in zip(stage.sends, stage.returns):
+        results: list[torch.Tensor | None] = []
+        for name, inlets in zip((*(name for name, _ in stage.sends), *stage.joins), stage.returns):
             if not run.plan.graph.values[name].trigger:
                 parts = [part for part in self._collect(run, inlets) if part is not None]
                 results.append(_sum(parts))
+        results += [None] * len(stage.splits)
         if stage.number == 0:
             self._wait_for_done(run)
         return results

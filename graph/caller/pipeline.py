@@ -67,7 +67,7 @@ class Chunk(Run):
             produced(name, tensor)
         self._tensors.clear()
 
-    def _roots(self, duty: Duty) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def _roots(self, duty: Duty) -> tuple[list[Any], list[torch.Tensor | None]]:
         roots, grads = super()._roots(duty)
         if duty is self.flow.duties[-1] and self._root is not None:
             roots.append(self._root)

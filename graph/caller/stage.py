@@ -39,7 +39,11 @@ class Exchange(Protocol):
 class Stage:
     """``sends``: name and outlets of each value that leaves; ``receives``: name and inlet of each that comes. ``returns``: the
     gradient inlets of each sent value, in the order of summation. ``backs``: the gradient outlet of each received one.
-    ``apart``: something lands on an accelerator (``Land``)."""
+    ``apart``: something lands on an accelerator (``Land``).
+
+    ``joins``, ``splits``: values that are carried (``plan/sums``), and that the caller had before or has later: with the inlet
+    of the sum that segments of others give, and with the outlet to them. What comes after this stage reads the tensors that
+    come out of it, so autograd gives their gradient to it. Behind the others in ``returns``, and in ``backs``."""
 
     number: int
     sends: list[tuple[str, list[Outlet]]]
@@ -48,6 +52,8 @@ class Stage:
     backs: list[Outlet | None]
     differentiable: list[bool]
     apart: bool
+    joins: list[str]
+    splits: list[str]
 
 
 class Plan:
@@ -72,6 +78,7 @@ class Plan:
 
     def _arrange(self, graph: TransferGraph, caller: str) -> None:
         mine = [segment for segment in graph.segments if segment.worker == caller]
+        carried = Carried(graph, mine, self.fittings)
         received: set[str] = set()
         for at, segment in enumerate(mine):
             self.schedule.append(segment)
@@ -80,34 +87,77 @@ class Plan:
             sends = [name for name in segment.outputs if self.fittings.outlets_of(ACTIVATION, name)]
             wanted = [name for name in mine[at + 1].inputs if self._inlet(ACTIVATION, name) and name not in received]
             received.update(wanted)
-            if sends or wanted:
-                stage = self._stage(graph, sends, wanted)
+            if sends or wanted or carried.joins[at] or carried.splits[at]:
+                stage = self._stage(graph, sends, wanted, carried, at)
                 self.stages.append(stage)
                 self.schedule.append(stage)
 
-    def _stage(self, graph: TransferGraph, sends: list[str], wanted: list[str]) -> Stage:
-        backs = [self.fittings.outlets_of(GRADIENT, name) for name in wanted]
+    def _stage(self, graph: TransferGraph, sends: list[str], wanted: list[str], carried: Carried, at: int) -> Stage:
+        backs = [carried.first_back(name) for name in wanted]
         inlets = [(name, self._inlet(ACTIVATION, name)) for name in wanted]
+        joins, splits = carried.joins[at], carried.splits[at]
         return Stage(
             number=len(self.stages),
             sends=[(name, self.fittings.outlets_of(ACTIVATION, name)) for name in sends],
             receives=[(name, inlet) for name, inlet in inlets if inlet is not None],
-            returns=[self._returns(graph, name) for name in sends],
-            backs=[found[0] if found else None for found in backs],
-            differentiable=[graph.values[name].spec.requires_grad for name in wanted],
+            returns=[*(self._returns(graph, name) for name in sends), *([inlet] for inlet in joins.values())],
+            backs=[*backs, *splits.values()],
+            differentiable=[*(graph.values[name].spec.requires_grad for name in wanted), *(True for _ in splits)],
             apart=any(inlet is not None and inlet.edge.device for _, inlet in inlets),
+            joins=list(joins),
+            splits=list(splits),
         )
 
     def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
+        value = graph.values[name]
         found = [i for i in self.fittings.inlets.values() if (i.edge.kind, i.edge.value) == (GRADIENT, name)]
-        last = {graph.segments[number].worker: number for number in graph.values[name].consumers}
-        return sorted(found, key=lambda inlet: -last[inlet.edge.source])
+        if value.carried:
+            return [inlet for inlet in found if inlet.edge.segment == value.producer]
+        first = {graph.segments[number].worker: at for at, number in reversed([*enumerate(value.order)])}
+        return sorted(found, key=lambda inlet: first[inlet.edge.source])
 
     def _inlet(self, kind: str, name: str) -> Inlet | None:
         for inlet in self.fittings.inlets.values():
             if (inlet.edge.kind, inlet.edge.value) == (kind, name):
                 return inlet
         return None
+
+
+class Carried:
+    """Where gradients of values that are carried leave the caller and come back, by stage: between its segments ``at`` and
+    ``at + 1``."""
+
+    def __init__(self, graph: TransferGraph, mine: Sequence[Segment], fittings: Fittings) -> None:
+        self.joins: list[dict[str, Inlet]] = [{} for _ in mine]
+        self.splits: list[dict[str, Outlet]] = [{} for _ in mine]
+        self._graph, self._fittings = graph, fittings
+        place = {segment.number: at for at, segment in enumerate(mine)}
+        for value in graph.values.values():
+            if not value.carried:
+                continue
+            outlets = {outlet.edge.segment: outlet for outlet in fittings.outlets_of(GRADIENT, value.name)}
+            readers = [number for number in reversed(value.order) if number in place]
+            for start, end in graph.hops(value):
+                if start in place and end not in place and (start != readers[0] or value.producer in place):
+                    self.splits[place[start] - 1][value.name] = outlets[end]
+                if end in place and start not in place and end != value.producer:
+                    level = graph.segments[start].level
+                    at = next(at for at, segment in enumerate(mine) if segment.level > level)
+                    self.joins[at - 1][value.name] = self._inlet(value.name, end)
+
+    def first_back(self, name: str) -> Outlet | None:
+        """Where the gradient of a value goes that others make: from the first segment of the caller that reads it."""
+        found = self._fittings.outlets_of(GRADIENT, name)
+        value = self._graph.values[name]
+        if value.carried:
+            mine = self._graph.caller
+            hops = [end for start, end in self._graph.hops(value) if self._graph.segments[start].worker == mine]
+            found = [outlet for outlet in found if hops and outlet.edge.segment == hops[-1]]
+        return found[0] if found else None
+
+    def _inlet(self, name: str, segment: int) -> Inlet:
+        [found] = [i for i in self._fittings.inlets.values() if (i.edge.value, i.edge.segment) == (name, segment)]
+        return found
 
 
 class Forward:
@@ -249,7 +299,7 @@ def cross_apart(
 ) -> tuple[torch.Tensor, ...]:
     """As ``Cross.apply``, where some output is on an accelerator."""
     made: list[torch.Tensor] = []
-    back: list[Any] = [None] * len(stage.receives)
+    back: list[Any] = [None] * len(stage.differentiable)
     token, *handles = CrossApart.apply(token, exchanges, run, stage, made, back, *tensors)
     outputs = [
         Land.apply(handle, [tensor], back, at) if grad else tensor

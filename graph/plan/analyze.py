@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,60 +23,11 @@ from ..trace.sites import Site
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
 from ..trace.writes import check_seen
+from .graph import TransferGraph, Value
 from .located import Located, Pair
+from .order import Order, put_in_order
 from .program import Instruction, Ref, Segment, function_path, names_in, plainly, to_number, to_tensor
-
-
-@dataclass(slots=True)
-class Value:
-    """A tensor that one segment makes and another one uses. ``trigger`` values carry nothing: they start a segment that has
-    no tensor inputs. ``site``: who allocated its storage; where the producer's worker received that storage, it is the slot
-    of the value ``slot_of``. ``device``: where its producer has it, ``landing`` where it lands, by worker; both ``named``, and
-    without an entry it is the CPU."""
-
-    name: str
-    spec: TensorSpec
-    producer: int
-    consumers: list[int]
-    trigger: bool = False
-    written: bool = False
-    """Whether somebody writes into it in place after it was made."""
-    returned: bool = False
-    """Whether it is, or is part of, the model's result: its user may write into it."""
-    site: Site | None = None
-    slot_of: str = ""
-    device: str = ""
-    landing: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class TransferGraph:
-    """The answer to: which tensors cross, how big are they, between whom.
-
-    ``inputs`` names the caller's tensors, ``output`` is the model's result with a ``Ref`` for every tensor. Segment numbers
-    are positions in ``segments``, which is sorted by level.
-    """
-
-    caller: str
-    segments: list[Segment]
-    values: dict[str, Value]
-    inputs: list[str]
-    output: Any
-    constants: dict[str, torch.Tensor]
-
-    def crossing(self) -> list[tuple[Value, str]]:
-        """(value, worker that receives it), in the order of production."""
-        result = []
-        for value in self.values.values():
-            home = self.segments[value.producer].worker
-            away = dict.fromkeys(self.segments[number].worker for number in value.consumers)
-            result += [(value, worker) for worker in away if worker != home]
-        return result
-
-    def returns_gradient(self, value: Value, worker: str) -> bool:
-        """Whether that worker sends a gradient of the value back to its producer."""
-        users = [self.segments[number] for number in value.consumers]
-        return value.spec.requires_grad and any(user.worker == worker and user.backward for user in users)
+from .readers import Key, Readers
 
 
 def analyze(
@@ -89,8 +39,19 @@ def analyze(
 ) -> TransferGraph:
     """``owner(path)`` is the worker of a module or attribute, ``scope(path)`` that of the operations in the forward of a cut
     module. What has no place of its own runs where its first tensor input is; the inputs and the output belong to
-    ``caller``. ``located`` is filled with the device of every value; without it all are on the CPU."""
-    return _Analysis(capture, owner, caller, scope, located).result()
+    ``caller``. ``located`` gives the device of every value; without it all are on the CPU. What is summed in another order than
+    in one process is carried (``sums``): the second time."""
+    through: set[Key] = set()
+    while True:
+        found = _Analysis(
+            capture, owner, caller, scope, None if located is None else located.fresh(), Readers(capture, through)
+        )
+        graph = found.result()
+        order = Order(graph, found.readers.reads, found.home, found.readers.known)
+        more = order.unordered(capture.parameters, through) - through
+        if not more:
+            return graph
+        through |= more
 
 
 class _Analysis:
@@ -101,7 +62,9 @@ class _Analysis:
         caller: str,
         scope: Callable[[str], str | None],
         located: Located | None,
+        readers: Readers,
     ) -> None:
+        self.readers = readers
         self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
         self.located = located
         self.expression: dict[fx.Node, Any] = {}
@@ -125,7 +88,8 @@ class _Analysis:
 
     def result(self) -> TransferGraph:
         inputs, output = [], None
-        for node in self.capture.graph.nodes:
+        for at, node in enumerate(self.capture.graph.nodes):
+            self.readers.position = at
             if node.op == "placeholder":
                 inputs.append(node.name)
                 self.where[node] = self.caller, 0
@@ -139,12 +103,18 @@ class _Analysis:
             elif node.op == "output":
                 output = self.arguments(node.args[0])
                 effects = self.effects()
-                level = self.level((output, effects), self.caller)
+                given = self.readers.outputs(output)
+                level = self.level((output, effects), self.caller, given)
                 self.where[node] = self.caller, level
+                self.readers.note(given, (self.caller, level), self.home)
                 output = self.localize(output, self.caller, level)
                 if self.located is not None:
                     output = self.brought(output, self.caller, level, self.located.caller)
                 self.use((output, effects), self.caller, level)
+            elif node.op == "get_attr" and id(self.capture.values[node]) in self.readers.known:
+                # Tied, or read once more: gradients meet where it lies.
+                name = self.readers.known[id(self.capture.values[node])]
+                self.where[node], self.expression[node] = self.home[name], Ref(name)
             elif node.op == "get_attr":
                 worker = self.owner(str(node.target))
                 home = self.where[node] = (worker, 0 if worker == self.caller else 1)
@@ -154,6 +124,8 @@ class _Analysis:
                     self.located.attribute(node.name, str(node.target), self.capture.values[node].device)
                 self.attribute(node.name, self.capture.sites.get((node, 0)), (), worker)
                 self.paths[node.name] = str(node.target)
+                if self.capture.values[node].requires_grad:
+                    self.readers.known[id(self.capture.values[node])] = node.name
                 self.expression[node] = Ref(node.name)
             else:
                 self.operation(node)
@@ -191,8 +163,10 @@ class _Analysis:
             self.express(node, flat, [known.get(id(leaf), settled) for leaf, settled in zip(flat, leaves)])
             return
         worker = self.place(node, args, kwargs)
-        level = self.level((args, kwargs), worker)
+        terms = self.readers.terms(node, args, kwargs)
+        level = self.level((args, kwargs), worker, terms)
         self.where[node] = worker, level
+        self.readers.note(terms, (worker, level), self.home)
         args, kwargs = self.localize((args, kwargs), worker, level)
         kind, target = {"call_module": "module", "call_function": "function", "call_method": "method"}[node.op], node.target
         if self.located is not None:
@@ -278,6 +252,7 @@ class _Analysis:
 
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
         self.home[name], self.uses[name] = home, {}
+        self.readers.define(name, tensor)
         if written:
             self.written.add(name)
         shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
@@ -366,12 +341,13 @@ class _Analysis:
         first = self.home[names[0]][0] if names else self.caller
         return self.scope(node.meta.get("scope", "")) or first
 
-    def level(self, arguments: Any, worker: str) -> int:
+    def level(self, arguments: Any, worker: str, terms: Iterable[Key] = ()) -> int:
         names = [name for name in names_in(arguments) if name not in self.paths or self.home[name][0] != worker]
         homes = [self.home[name] for name in names]
         # Only the caller has inputs of its own, so whatever a worker does without inputs comes after the caller's level 0.
         first = 0 if worker == self.caller else 1
-        return max([level if home == worker else level + 1 for home, level in homes], default=first)
+        levels = [level if home == worker else level + 1 for home, level in homes]
+        return max([first, *levels, *self.readers.levels(terms, worker)])
 
     def use(self, arguments: Any, worker: str, level: int) -> None:
         self.segment(worker, level)
@@ -380,7 +356,7 @@ class _Analysis:
                 continue
             if name not in self.paths:
                 self.uses[name][worker, level] = None
-            elif self.home[name][0] == worker:
+            elif self.home[name][0] == worker and (name not in self.readers.carried or self.home[name][1] == level):
                 self.read(name, worker, level)
             else:
                 self.read(name, *self.home[name])
@@ -414,6 +390,7 @@ class _Analysis:
                     site=self.sites.get(name),
                     slot_of=self.slot_of.get(name, ""),
                 )
+                values[name].carried = name in self.readers.carried
                 if self.located is not None:
                     values[name].device = named(self.located.made[name])
                     values[name].landing = {w: named(device) for (n, w), device in self.located.landing.items() if n == name}
@@ -429,7 +406,9 @@ class _Analysis:
                 values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
                 for name in segment.outputs
             )
-        return TransferGraph(self.caller, segments, values, inputs, plainly(output), self.capture.constants)
+        graph = TransferGraph(self.caller, segments, values, inputs, plainly(output), self.capture.constants)
+        put_in_order(graph, self.readers.reads)
+        return graph
 
     @staticmethod
     def add_trigger(segment: Segment, source: Segment, values: dict[str, Value]) -> None:

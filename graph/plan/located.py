@@ -19,6 +19,7 @@ A device that the forward names (``device=x.device``, ``.cpu()``) is own, and be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ class Located:
         self.landing: dict[tuple[str, str], torch.device] = {}
         """Value and worker that receives it -> where it lands."""
         self._moved: dict[tuple[str, str, int, torch.device], str] = {}
+
+    def fresh(self) -> Located:
+        """Of the same capture, not filled."""
+        made = copy(self)
+        made.own, made.made, made.landing, made._moved = {}, {}, {}, {}
+        return made
 
     def define(self, name: str, own: torch.device, pair: Pair) -> None:
         """A value, made by an operation of that pair."""

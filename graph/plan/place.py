@@ -36,6 +36,8 @@ class Edge:
     depth: int
     device: str = ""
     origin: str = ""
+    segment: int = -1
+    """Of the gradient of a value that is carried: the segment at the target that it goes to."""
 
     @property
     def static(self) -> bool:
@@ -73,16 +75,28 @@ def place(graph: TransferGraph, number: int, depth: int, numbers: Iterator[int])
     """
     edges: list[Edge] = []
 
-    def add(kind: str, value: Value, source: str, target: str, origin: str, device: str) -> None:
+    def add(kind: str, value: Value, source: str, target: str, origin: str, device: str, segment: int = -1) -> None:
         spec, slots = value.spec, max(depth, 2) + (target == graph.caller)
-        edges.append(Edge(next(numbers), kind, value.name, source, target, spec.shape, spec.dtype, slots, device, origin))
+        about = (value.name, source, target, spec.shape, spec.dtype, slots, device, origin, segment)
+        edges.append(Edge(next(numbers), kind, *about))
+
+    def carry(value: Value) -> None:
+        home = graph.segments[value.producer].worker
+        for start, end in graph.hops(value):
+            source, target = graph.segments[start].worker, graph.segments[end].worker
+            if source != target:
+                origin, device = (value.device if w == home else value.landing.get(w, "") for w in (source, target))
+                add(GRADIENT, value, source, target, origin, device, end)
 
     crossing = graph.crossing()
     for value, worker in crossing:
         home = graph.segments[value.producer].worker
         add(ACTIVATION, value, home, worker, value.device, value.landing.get(worker, ""))
+    for name in dict.fromkeys(value.name for value, _ in reversed(crossing)):
+        if graph.values[name].carried:
+            carry(graph.values[name])
     for value, worker in reversed(crossing):
-        if graph.returns_gradient(value, worker):
+        if not value.carried and graph.returns_gradient(value, worker):
             home = graph.segments[value.producer].worker
             add(GRADIENT, value, worker, home, value.landing.get(worker, ""), value.device)
     workers = list(dict.fromkeys([graph.caller, *(segment.worker for segment in graph.segments)]))

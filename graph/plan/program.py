@@ -206,7 +206,7 @@ class Machine:
         attribute: Callable[[str], Any],
         parameters: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._module, self._attribute, self.parameters = module, attribute, parameters
+        self._module, self.attribute, self.parameters = module, attribute, parameters
         self._functions: dict[str, Callable[..., Any]] = {}
         self._trees: dict[str, Any] = {}
 
@@ -240,7 +240,7 @@ class Machine:
 
     def _step(self, step: Instruction, env: dict[str, Any]) -> Any:
         if step.kind == "attribute":
-            return self._attribute(step.target)
+            return self.attribute(step.target)
         args, kwargs = fill(step.args, env), fill(step.kwargs, env)
         if step.kind == "module":
             module = self._module(step.target)

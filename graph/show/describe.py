@@ -29,7 +29,8 @@ _FORMAT, _VERSION = "rdmarpc transfers", 1
 @dataclass(frozen=True, slots=True)
 class Transfers:
     """All that crosses in one plan. ``depth``: the fewest slots that an edge has. ``print`` shows everything, ``table`` the
-    crossings alone. Totals are bytes of payload in a training step, without edges whose shape is free."""
+    crossings alone. Totals are bytes of payload in a training step, without edges whose shape is free. ``reordered``: tensors
+    and parameters whose gradients are not summed in the order of one process, so that they are equal up to rounding."""
 
     number: int
     caller: str
@@ -37,6 +38,7 @@ class Transfers:
     crossings: tuple[Crossing, ...]
     workers: tuple[WorkerRecord, ...]
     segments: tuple[SegmentRecord, ...]
+    reordered: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +62,8 @@ class Transfers:
         return [histogram(kind, found) for kind, found in sizes.items()]
 
     def table(self) -> str:
-        """One line a crossing, one with the sums, and one for each tensor that was staged; no empty lines."""
+        """One line a crossing, one with the sums, one for each tensor that was staged, and one for all that is ``reordered``;
+        no empty lines."""
         head = ("tensor", "kind", "from", "to", "shape", "bytes", "slots", "edge", "write", "memory of")
         rows = []
         for crossing in self.crossings:
@@ -88,6 +91,8 @@ class Transfers:
             for c in self.crossings
             if c.staged
         ]
+        if self.reordered:
+            staged.append(f"gradients not summed in the order of one process: {', '.join(self.reordered)}")
         return "\n".join([table(head, rows, right=(5, 6)), total, *staged])
 
     def uses(self) -> str:
@@ -180,7 +185,8 @@ def describe(
         for name in dict.fromkeys([*placement.workers, *known])
     )
     depth = min((edge.depth for edge in placement.edges), default=0)
-    return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments))
+    reordered = tuple(placement.graph.reordered) if placement.graph is not None else ()
+    return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments), reordered)
 
 
 def operation_of(step: Instruction) -> str:
@@ -280,6 +286,7 @@ def _plan(plan: dict[str, Any]) -> Transfers:
         ),
         tuple(WorkerRecord(**{**worker, "parts": tuple(worker["parts"])}) for worker in plan["workers"]),
         tuple(SegmentRecord(**{**segment, "operations": tuple(segment["operations"])}) for segment in plan["segments"]),
+        tuple(plan.get("reordered", ())),
     )
 
 

@@ -34,6 +34,7 @@ from ..guards.roots import Root
 from .devices import CPU
 from .sites import CONSTANT, INPUT, Allocations, Site, place_of
 from .sizes import Sizes, depends_on_data
+from .terms import TermCount, Terms
 from .values import (
     After,
     Before,
@@ -89,6 +90,9 @@ class Capture:
     """Whether modules ran on real tensors: the numbers that they gave are those of one step."""
     roots: Callable[[nn.Module], list[Root]] = lambda model: []
     elsewhere: list[Root] = field(default_factory=list)
+    terms: Terms = field(default_factory=dict)
+    """See ``TermCount``. An operation that is not in it adds any number of terms."""
+    parameters: dict[int, str] = field(default_factory=dict)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -254,8 +258,18 @@ def propagate(
         values = propagator.propagate(fakes)
     if strict:
         check_writes(graph, values)
-    written, sites = propagator.written(), propagator.sites()
-    return Capture(graph, values, constants or {}, sizes, written, sites, writes=propagator.writes)
+    written, sites, counted = propagator.written(), propagator.sites(), propagator.counted
+    return Capture(
+        graph,
+        values,
+        constants or {},
+        sizes,
+        written,
+        sites,
+        writes=propagator.writes,
+        terms=counted.terms,
+        parameters=counted.parameters,
+    )
 
 
 @contextlib.contextmanager
@@ -436,6 +450,7 @@ class _Propagator(fx.Interpreter):
         self._constants = constants or {}
         self.allocations = Allocations(model)
         self.writes: list[Write] = []
+        self.counted = TermCount(model)
         self._versions: list[tuple[fx.Node, int, torch.Tensor, int]] = []
 
     def fetch_attr(self, target: str) -> Any:
@@ -478,8 +493,11 @@ class _Propagator(fx.Interpreter):
         self._after = bool(n.meta.get("after"))
         self.allocations.at(n.name, place_of(n))
         grad, writes = torch.set_grad_enabled(n.meta.get("grad", True)), writes_of(n, self.env, self.writes)
+        read = self.counted.before(self.env[node] for node in n.all_input_nodes)
         with static(f"{n.op} {n.target!r}"), grad, writes:
             result = super().run_node(n)
+        if n.op in ("call_module", "call_function", "call_method"):
+            self.counted.after(n, read, result)
         check_result(f"{n.op} {n.target!r}", result.result if isinstance(result, After) else result)
         for at, leaf in enumerate(leaves_of(result)):
             if isinstance(leaf, torch.Tensor):

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from ..edges.outlet import Outlet
 from ..edges.station import Fittings
-from ..plan.analyze import TransferGraph
+from ..plan.analyze import TransferGraph, Value
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment
 from .production import MIN_BYTES, Production
 
 Source = tuple[int, int]
-"""Who contributes to the gradient of a value: (last segment that uses it, gradient edge or 0 for a segment here). Sums are
-made in descending order: the way autograd meets the users of a tensor, last one first."""
+"""Who contributes to the gradient of a value: (place in ``Value.order``, gradient edge or 0 for a segment here). Sums are made
+in that order: the way autograd meets the users of a tensor, last one first. Of a value that is carried: (segment that the sum
+goes to, gradient edge), or (segment here that it comes from, 0)."""
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class Input:
     users: int
     watched: bool
     differentiable: bool
+    source: Source = (0, 0)
+    """What this segment's contribution to its gradient is called."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,10 @@ class Duty:
     outputs: dict[str, Route] = field(default_factory=dict)
     missing: int = 0
     gradients_missing: int = 0
+    shared: list[tuple[str, bool]] = field(default_factory=list)
+    """Parameters that other segments here read too, by path, and whether this one's backward is the last of theirs."""
+    then: list[Duty] = field(default_factory=list)
+    """Segments whose backward waits for this one's."""
 
 
 @dataclass(slots=True)
@@ -56,6 +63,16 @@ class Route:
     """Where its gradient goes when it was produced elsewhere."""
     sources: tuple[Source, ...]
     """Contributions to its gradient that this worker adds up, in order; empty: it needs none."""
+    hops: dict[int, Hop] = field(default_factory=dict)
+    """Where it is carried: the next one, by segment of this worker."""
+
+
+@dataclass(slots=True)
+class Hop:
+    """``to``: the segment that is next, or makes it; ``outlet``: of its worker, unless it is here."""
+
+    to: int
+    outlet: Outlet | None
 
 
 class Flow:
@@ -81,19 +98,24 @@ class Flow:
             if not users and producer is None:
                 continue
             back = fittings.outlets_of(GRADIENT, name)
-            local = [(user.segment.number, 0) for user in users if user.segment.backward and value.spec.requires_grad]
-            sources = [*local, *(self._remote_sources(name, value.consumers) if producer is not None else [])]
+            local = [(value.order.index(user.segment.number), 0) for user in users if user.segment.number in value.order]
+            sources = [*local, *(self._remote_sources(name, value.order) if producer is not None else [])]
+            if value.carried:
+                sources = []
             route = self.routes[name] = Route(
                 users,
                 fittings.outlets_of(ACTIVATION, name),
                 producer,
                 back[0] if back else None,
-                tuple(sorted(sources, reverse=True)),
+                tuple(sorted(sources)),
             )
             self.edges.update((source[1], source) for source in sources if source[1])
             if producer is not None:
                 producer.outputs[name] = route
                 producer.gradients_missing += bool(sources)
+            if value.carried:
+                self._carry(value, route, of)
+        self._share(of)
         for duty in self.duties:
             self._look_up_inputs(duty)
             # The caller's last segment has the loss: its backward needs no gradient from elsewhere.
@@ -117,14 +139,41 @@ class Flow:
             if not value.trigger:
                 # What is made here and read here once more lies here only: what its maker still needs of it, autograd checks.
                 shared = len(route.users) > 1 or (route.producer is not None and bool(route.sends))
-                duty.inputs.append(Input(name, len(route.users), shared, value.spec.requires_grad))
+                number = duty.segment.number
+                gives = number in value.order
+                source = (number if value.carried else value.order.index(number), 0) if gives else (0, 0)
+                duty.inputs.append(Input(name, len(route.users), shared, gives, source))
 
-    def _remote_sources(self, name: str, consumers: list[int]) -> list[Source]:
+    def _share(self, of: dict[int, Duty]) -> None:
+        """Parameters that several segments here read: their backwards follow each other."""
+        for shared in self.graph.shared:
+            if shared.worker != self.worker:
+                continue
+            duties = [of[number] for number in shared.order]
+            for at, duty in enumerate(duties):
+                duty.shared.append((shared.path, at + 1 == len(duties)))
+                if at and duty not in duties[at - 1].then:
+                    duties[at - 1].then.append(duty)
+                    duty.gradients_missing += 1
+
+    def _carry(self, value: Value, route: Route, of: dict[int, Duty]) -> None:
+        """A value whose gradient goes from segment to segment."""
+        outlets = {outlet.edge.segment: outlet for outlet in self.fittings.outlets_of(GRADIENT, value.name)}
+        for start, end in self.graph.hops(value):
+            if start in of:
+                route.hops[start] = Hop(end, None if end in of else outlets[end])
+            if end in of:
+                of[end].gradients_missing += 1
+        for number, inlet in self.fittings.inlets.items():
+            if (inlet.edge.kind, inlet.edge.value) == (GRADIENT, value.name):
+                self.edges[number] = (inlet.edge.segment, number)
+
+    def _remote_sources(self, name: str, order: list[int]) -> list[Source]:
         sources = []
         for number, inlet in self.fittings.inlets.items():
             if (inlet.edge.kind, inlet.edge.value) == (GRADIENT, name):
-                users = [at for at in consumers if self.graph.segments[at].worker == inlet.edge.source]
-                sources.append((max(users), number))
+                users = [place for place, at in enumerate(order) if self.graph.segments[at].worker == inlet.edge.source]
+                sources.append((min(users), number))
         return sources
 
     def production(self, duty: Duty, mode: int, grad: bool) -> Production | None:

@@ -3,7 +3,8 @@
 Invariants:
 1. A segment runs forward once, when all its inputs are here; backward once, when every contribution to the gradients of all
    its outputs is here (``None`` is a contribution). Nothing else starts it.
-2. Contributions are summed in the fixed order of ``Route.sources``, whatever order they came in.
+2. Contributions are summed in the fixed order of ``Route.sources``, whatever order they came in. The gradient of a value that
+   is carried starts, at each of its segments, as the sum of those before.
 3. An input is used where it landed, or was produced. Writing into it in place is allowed to its only user, unless it was
    sent from here too.
 4. While a segment runs backward its thread waits for the engine, which hands on gradients of inputs that lie on accelerators by
@@ -17,12 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...transport import NotSupported
 from ..edges.outlet import keep_apart
 from ..plan.program import Machine
 from ..wire.header import CLEAR, GRAD, LEAVE, Header, MicroBatch
-from .flow import Duty, Flow, Route, Source
+from .aside import Aside
+from .flow import Duty, Flow, Input, Route, Source
 from .tasks import ALONE, Agenda, Batch, Task
 
 Watched = list[tuple[str, torch.Tensor, int]]
@@ -71,6 +74,11 @@ class Run:
         self._grads: dict[str, torch.Tensor | None] = {}
         self._undelivered: dict[int, set[str]] = {}
         self._parts: dict[str, dict[Source, torch.Tensor | None]] = {}
+        self._arrived: dict[tuple[int, str], GradientEdge] = {}
+        self._sums: dict[tuple[int, str], torch.Tensor] = {}
+        """What inputs that are carried start with, by segment."""
+        self._totals: dict[str, torch.Tensor] = {}
+        """Gradients of parameters that more segments add to."""
         self.forwards_left = len(flow.duties)
         self.backwards_left = flow.backwards if self.grad else 0
 
@@ -97,6 +105,9 @@ class Run:
         self._parts.clear()
         self._outputs.clear()
         self._grads.clear()
+        self._arrived.clear()
+        self._sums.clear()
+        self._totals.clear()
 
     # -- forward
 
@@ -167,7 +178,9 @@ class Run:
                 watched.append((name, tensor, tensor._version))
             if grad and given.differentiable:
                 self._undelivered.setdefault(duty.at, set()).add(name)
-                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(name, duty))
+                tensor = Arrive.apply(_ANCHOR, [tensor], self._deliverer(given, duty))
+                if self.flow.routes[name].hops:
+                    self._arrived[duty.at, name] = get_gradient_edge(tensor)
             env[name] = tensor
         return env, watched
 
@@ -201,6 +214,9 @@ class Run:
         if commands > self.commands:
             self.commands = commands
         route = self.flow.routes[name]
+        if route.hops:
+            self._carry(route, name, source, grad)
+            return
         total = grad
         if len(route.sources) > 1:
             parts = self._parts.setdefault(name, {})
@@ -219,36 +235,89 @@ class Run:
             route.back.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands, self.leave), total)
             return
         self._grads[name] = total
+        self._lacks_one_less(duty)
+
+    def _carry(self, route: Route, name: str, source: Source, total: torch.Tensor | None) -> None:
+        """The gradient of a value so far: send it to the segment that is next, or give it to that."""
+        to, edge = source
+        if not edge:
+            hop = route.hops[to]
+            if hop.outlet is not None:
+                hop.outlet.send(Header.gradient(self.sequence, self.clear, self.mode, self.commands, self.leave), total)
+                return
+            to = hop.to
+        if route.producer is not None and route.producer.segment.number == to:
+            self._grads[name] = total
+            self._lacks_one_less(route.producer)
+            return
+        [duty] = [user for user in route.users if user.segment.number == to]
+        if total is not None:
+            self._sums[duty.at, name] = total
+        self._lacks_one_less(duty)
+
+    def _lacks_one_less(self, duty: Duty) -> None:
         left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1
         if left == 0:
             self.agenda.add(Task(self, duty, True, self.commands))
 
     def backward(self, duty: Duty) -> None:
         roots, grads = self._roots(duty)
-        if roots:
-            # What leads to an input leads to the anchor.
-            torch.autograd.backward(roots, grads, inputs=[_ANCHOR] if self.leave else None)
-            keep_apart(self.flow.unread, self.machine.parameters)
+        aside = self._set_aside(duty, roots, grads) if duty.shared and not self.leave else None
+        try:
+            if roots:
+                # What leads to an input leads to the anchor.
+                torch.autograd.backward(roots, grads, inputs=[_ANCHOR] if self.leave else None)
+                keep_apart(self.flow.unread, self.machine.parameters)
+        finally:
+            if aside is not None:
+                self._totals.update(aside.put_back())
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:
-            for name in sorted(undelivered):
-                self.gradient(name, (duty.segment.number, 0), None, self.commands)
+            for given in duty.inputs:
+                if given.name in undelivered:
+                    self.gradient(given.name, given.source, None, self.commands)
         self.backwards_left -= 1
+        for later in duty.then:
+            self._lacks_one_less(later)
 
-    def _roots(self, duty: Duty) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What the backward of this segment starts from."""
-        roots: list[torch.Tensor] = []
+    def _set_aside(self, duty: Duty, roots: list[Any], grads: list[torch.Tensor | None]) -> Aside:
+        """Of parameters that several segments read, what they had is added to once, by the last of these: until then the sum of
+        the segments so far is where the next one's starts."""
+        aside = Aside()
+        for path, last in duty.shared:
+            parameter = self.machine.attribute(path)
+            if not parameter.requires_grad:
+                continue
+            total = self._totals.pop(path, None)
+            if total is not None:
+                roots.append(parameter)
+                grads.append(total)
+            if not last:
+                aside.take(path, parameter)
+        return aside
+
+    def _roots(self, duty: Duty) -> tuple[list[Any], list[torch.Tensor | None]]:
+        """What the backward of this segment starts from: tensors and gradient edges, which autograd takes together although its
+        annotation does not say so."""
+        roots: list[Any] = []
         grads: list[torch.Tensor | None] = []
         for name, tensor in self._outputs.pop(duty.at, {}).items():
             grad = self._grads.pop(name, None)
             if grad is not None and tensor.requires_grad:
                 roots.append(tensor)
                 grads.append(grad)
+        if self._sums:
+            for given in duty.inputs:
+                total = self._sums.pop((duty.at, given.name), None)
+                if total is not None:
+                    roots.append(self._arrived[duty.at, given.name])
+                    grads.append(total)
         return roots, grads
 
-    def _deliverer(self, name: str, duty: Duty) -> Callable[[torch.Tensor | None], None]:
+    def _deliverer(self, given: Input, duty: Duty) -> Callable[[torch.Tensor | None], None]:
         """What takes the gradient of an input. Called by the engine in the backward of this segment: by this thread, or, for
         tensors on an accelerator, by one that the engine has for that (invariant 4)."""
+        name = given.name
 
         def deliver(grad: torch.Tensor | None) -> None:
             undelivered = self._undelivered.get(duty.at, ())
@@ -257,7 +326,7 @@ class Run:
                     f"a second backward through {duty.segment}", hint="retain_graph does not reach other workers"
                 )
             undelivered.discard(name)  # type: ignore[union-attr]
-            self.gradient(name, (duty.segment.number, 0), None if grad is None else grad.detach(), self.commands)
+            self.gradient(name, given.source, None if grad is None else grad.detach(), self.commands)
 
         lock = self._lock
         if lock is None:

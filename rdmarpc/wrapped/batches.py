@@ -52,9 +52,7 @@ def forward_backward(
 
     A forward that no method captures runs eagerly, one micro-batch after another (``model.captured`` says why).
 
-    The bits are those of one process where a tensor is read by at most two segments (see ``placement_table``), of which the
-    earlier one reads it once, and a parameter by one segment. Else what each segment has added up is one term of the sum, and
-    gradients are equal up to rounding: tied parameters in several segments, skip connections that three segments read.
+    The bits are those of one process but for what ``wrap`` says of sums of gradients, and ``placement_table`` names.
 
     Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
     gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do

@@ -75,10 +75,13 @@ def wrap(
     numpy's generators are those of each process, and so are attributes of classes, globals, and the flags of torch: what is
     seeded or changed here in them does not reach parts.
 
-    Gradients have the bits of one process where a tensor is read by at most two segments (``placement_table``), of which the
-    earlier one reads it once, and where a parameter is read by one segment. Else each segment's own sum is one term of the
-    whole, and gradients are equal up to rounding: tied parameters in several segments, a tensor that three segments read, a
-    part that is called several times in a forward whose gradients add to those of the step before.
+    The gradients of a forward that is captured are summed in the order of one process, so they have its bits: also those of
+    tied parameters, of tensors that many parts read, and of a part that is called several times. Where no order of the parts
+    gives that (a parameter that a part reads as its own and that is read elsewhere by its name), ``placement_table`` names it,
+    a warning says so once, and ``counters()["sums_reordered"]`` counts it. Gradients are equal up to rounding there, and where
+    sums reach beyond one captured forward: where the model runs eagerly and several of its calls read the same parameter or
+    tensor; where one backward goes through several forwards; where the program computes with an input of the model outside of
+    it, too.
 
     A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
     the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was
@@ -267,8 +270,9 @@ class WrappedModel(nn.Module):
     def counters(self, everywhere: bool = True) -> dict[str, int]:
         """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.
         Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
-        ``plans``, ``misses`` (see there), ``dynamic_reads`` and, for each value that was copied besides its transfer,
-        ``bytes_staged[NAME]``."""
+        ``plans``, ``misses`` (see there), ``dynamic_reads``, ``sums_reordered`` (tensors and parameters whose gradients are not
+        summed in the order of one process, those that ``placement_table`` names) and, for each value that was copied besides
+        its transfer, ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)
 
     def misses(self) -> list[Miss]:

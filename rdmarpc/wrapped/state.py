@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ def is_wrapped(value: Any) -> bool:
 Options = tuple[int, float, int, bool]
 """Of ``wrap``: depth, timeout, plans, whether everything is staged."""
 
+_log = logging.getLogger("rdmarpc")
+
 
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
@@ -51,6 +54,7 @@ class State:
     def __init__(self, net: nn.Module, session: Session, method: str, chunks: int, options: Options) -> None:
         self.session, self.method, self.chunks, self.options = session, method, chunks, options
         self.captured = ""
+        self._reordered: dict[str, None] = {}
         self.runner: Eager | None = None
         self._last = 0
         self._methods = methods_of(method)
@@ -181,8 +185,16 @@ class State:
             self.captured = "\n".join([found.how, *refused])
         session.constants.update(found.constants)
         [graph] = graphs
+        self._tell(graph.reordered)
         graph.constants = {}  # they stay here
         return graph
+
+    def _tell(self, reordered: Sequence[str]) -> None:
+        """Sums of gradients that are not those of one process are named, once each."""
+        new = [name for name in dict.fromkeys(reordered) if name not in self._reordered]
+        if new:
+            self._reordered.update(dict.fromkeys(new))
+            _log.warning("gradients of %s are not summed in the order of one process: equal up to rounding", ", ".join(new))
 
     def parameter_bytes(self) -> dict[str, int]:
         """By worker."""
@@ -197,6 +209,7 @@ class State:
         """See ``WrappedModel.counters``."""
         totals = self.session.counters(everywhere)
         totals["misses"] = self._signatures.misses
+        totals["sums_reordered"] = len(self._reordered)
         if self.runner is not None:
             totals["steps"] += self.runner.steps - self.runner.calls
             totals["misses"] += self.runner.misses.total()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import threading
 from collections.abc import Mapping
@@ -119,7 +120,7 @@ class Split:
         mode = {w: _mode(modules) for w, modules in parts.items()}
         cluster.ask("add_mode", {worker: (1, mode[worker]) for worker in parts})
         counts = {w: sum(1 for part in m.values() for _ in part.parameters()) for w, m in parts.items()}
-        machine = Machine(net.get_submodule, lambda path: getattr(net, path))
+        machine = Machine(net.get_submodule, lambda path: operator.attrgetter(path)(net))
         self.caller = Caller("w0", cluster.device, cluster.channels.__getitem__, cluster.ask, counts, machine, **options)
         self.caller.control.zeroing.trainable[1] = {worker: bytes(mode[worker][1]) for worker in parts}
         self.counts = counts

@@ -60,7 +60,28 @@ class Fan(nn.Module):
         return self.head(torch.cat([self.left(y), self.middle(y), self.right(y) + y], 1))
 
 
+class Mixed(nn.Module):
+    """``a`` reads its weight as its own, and the forward reads it by its name, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = F.linear(self.b(self.a(x)), self.a.weight)
+        return x
+
+
 FAN = {"stem": "w1", "left": "w2", "middle": "w3", "right": "w4", "head": "w1"}
+
+
+def test_sums_in_another_order_are_named():
+    found = plan(Mixed(), {"a": "w1", "b": "w2"}, (5, 6))
+    assert found.reordered == ("a.weight",)
+    assert found.table().endswith("\ngradients not summed in the order of one process: a.weight")
+    assert from_json(found.to_json()) == [found]
+    assert "in the order of one process" not in plan(Fan(), FAN, (5, 6)).table()
 
 
 def test_one_tensor_for_three_workers():

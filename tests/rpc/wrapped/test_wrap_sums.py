@@ -1,0 +1,177 @@
+"""Gradients are summed in the order of one process: models drawn at random, whose tensors and parameters are read in many
+places, give the bits that they give alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from test_wrap import drive
+from torch import nn
+
+from rdmarpc import wrap
+
+SIZE = 6
+WORKERS = ("worker0", "worker1", "worker2")
+
+
+class Often(nn.Module):
+    """A part that reads its input, and its parameters, several times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.linear, self.gain = times, nn.Linear(SIZE, SIZE), nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for at in range(1, self.times):
+            y = y * (at + 0.3) + x * self.gain
+        return torch.tanh(y)
+
+
+class Drawn(nn.Module):
+    """A forward that is a list of steps: each makes one more value of those before."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            draw.choice([nn.Linear(SIZE, SIZE), Often(1), Often(2), Often(3)]) for _ in range(draw.randint(2, 5))
+        )
+        self.scale = nn.Parameter(torch.randn(SIZE))
+        linears = [part for part in self.parts if isinstance(part, nn.Linear)]
+        self.tied = len(linears) > 1 and draw.random() < 0.5
+        if self.tied:
+            linears[1].weight = linears[0].weight
+        self.steps: list[tuple[Any, ...]] = []
+        for number in range(1, draw.randint(4, 14)):
+            some = lambda number=number: draw.randrange(max(0, number - 6), number)  # noqa: E731
+            kind = draw.choice(["part", "part", "part", "add", "mul", "twice", "scale", "where"])
+            self.steps.append((kind, draw.randrange(len(self.parts)), some(), some()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x * 1.0]
+        for kind, part, one, other in self.steps:
+            a, b = values[one], values[other]
+            if kind == "part":
+                values.append(self.parts[part](a))
+            elif kind == "add":
+                values.append(a * 0.7 + b)
+            elif kind == "mul":
+                values.append(torch.tanh(a * b))
+            elif kind == "twice":
+                values.append(torch.sin(a) + torch.cos(a) * b)
+            elif kind == "scale":
+                values.append(torch.sigmoid(a * self.scale) + a)
+            else:
+                values.append(torch.where(b > 0, a, b))
+        total = values[-1]
+        for value in values[:-1]:
+            total = total * 0.9 + value
+        return total
+
+
+def placed(draw: random.Random, model: Drawn) -> dict[str, str]:
+    placement = {f"0.parts.{at}": draw.choice(WORKERS) for at in range(len(model.parts))}
+    if model.tied:
+        one, other = [at for at, part in enumerate(model.parts) if isinstance(part, nn.Linear)][:2]
+        placement[f"0.parts.{other}"] = placement[f"0.parts.{one}"]
+    if draw.random() < 0.3:
+        placement["0"] = draw.choice(WORKERS[1:])
+    return placement
+
+
+def fetched(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def check(model: nn.Module, twin: nn.Module, what: str) -> list[str]:
+    ours, theirs = fetched(model), fetched(twin)
+    wrong = []
+    for name, grad in theirs.items():
+        mine = ours[name]
+        if (grad is None) != (mine is None) or (grad is not None and not torch.equal(mine, grad)):
+            wrong.append(f"{what}: {name}")
+    return wrong
+
+
+def trial(seed: int) -> list[str]:
+    """What is not equal in the model that this seed draws."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    net = nn.Sequential(Drawn(draw), nn.Linear(SIZE, SIZE))
+    twin = copy.deepcopy(net)
+    model = wrap(net, placed(draw, net[0]), timeout=20.0)
+    wrong: list[str] = []
+    asks = draw.random() < 0.5
+    for number in range(3):
+        x = torch.randn(4, SIZE)
+        mine, theirs = x.clone().requires_grad_(asks), x.clone().requires_grad_(asks)
+        model(mine).pow(2).sum().backward()
+        twin(theirs).pow(2).sum().backward()
+        wrong += check(model, twin, f"forward {number}")
+        if asks and not torch.equal(mine.grad, theirs.grad):
+            wrong.append(f"forward {number}: input")
+    for number in range(2):
+        x, y = torch.randn(12, SIZE), torch.randn(12, SIZE)
+        model.forward_backward(lambda out, y: (out - y).pow(2).mean(), x, target=y, chunks=3)
+        for piece, goal in zip(x.chunk(3), y.chunk(3)):
+            ((twin(piece) - goal).pow(2).mean() * (4 / 12)).backward()
+        wrong += check(model, twin, f"micro-batches {number}")
+    if model.counters()["sums_reordered"]:
+        wrong.append("reordered")
+    model.close()
+    return wrong
+
+
+def trials(seeds: range) -> None:
+    wrong = {seed: found for seed in seeds if (found := trial(seed))}
+    assert not wrong, wrong
+
+
+class Mixed(nn.Module):
+    """A part reads its weight as its own, and the forward reads it by its name, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = F.linear(self.b(self.a(x)), self.a.weight)
+        return x
+
+
+def named() -> None:
+    """What cannot be summed in the order of one process is named, once, and equal up to rounding."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("rdmarpc").addHandler(handler)
+    torch.manual_seed(1)
+    net = Mixed()
+    twin = copy.deepcopy(net)
+    model = wrap(net, {"a": "worker1", "b": "worker2"}, timeout=20.0)
+    for size in (4, 4, 5, 5):
+        x = torch.randn(size, SIZE)
+        model(x).pow(2).sum().backward()
+        twin(x).pow(2).sum().backward()
+    for name, grad in fetched(twin).items():
+        torch.testing.assert_close(fetched(model)[name], grad)
+    assert model.counters()["sums_reordered"] == 1
+    assert model.placement_table().count("gradients not summed in the order of one process: a.weight") >= 1
+    assert len([text for text in said if "gradients of a.weight are not summed in the order of one process" in text]) == 1
+    logging.getLogger("rdmarpc").removeHandler(handler)
+    model.close()
+
+
+def many() -> None:
+    named()
+    trials(range(18))
+
+
+def test_drawn_models_have_the_bits_of_one_process():
+    drive(many, 3)
