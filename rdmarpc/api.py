@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from numbers import Integral
 from typing import Any
-
-import torch
 
 from . import autograd, timeline
 from .calls import agent as _agent
 from .calls.agent import Agent
 from .calls.pending import Future
-from .constants import DEFAULT_SHUTDOWN_TIMEOUT
-from .ground import exits, here
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from .ground import exits, futures, here
 from .ground.worker_info import WorkerInfo
+from .group.gather import Meeting as AllGatherStates  # noqa: F401
 from .group.gather import _all_gather
 from .group.gather import _barrier as _barrier
+from .internal import PythonUDF, RPCExecMode, _internal_rpc_pickler, _run_pickled
 from .message import script as _script  # noqa: F401 (says how TorchScript travels)
 from .observe import debug
 from .options import BackendType, RpcBackendOptions
@@ -126,6 +127,8 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
     is done. Any thread.
     """
     agent = _agent.current()
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
     return agent.call(agent.resolve(to), func, args, kwargs, timeout)
 
 
@@ -133,6 +136,8 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
     """As ``rpc_sync``, but returns a ``torch.futures.Future`` at once. Errors of pickling are raised here, all others by the
     future. The caller leaves tensors among the arguments unchanged until the future is done."""
     agent = _agent.current()
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
     future = agent.call_async(agent.resolve(to), func, args, kwargs, timeout)
     if _collecting:
         _collect(future)
@@ -143,6 +148,8 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
     """Call ``func(*args, **kwargs)`` on worker ``to``, leave the result there, and return a reference to it at once. The
     reference's ``to_here`` raises the function's exception."""
     agent = _agent.current()
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
     return over(agent, agent.create(agent.resolve(to), func, args, kwargs, timeout))
 
 
@@ -164,15 +171,15 @@ def _wait_all() -> Iterator[None]:
     finally:
         with _collecting_lock:
             _collecting -= 1
-        futures = _thread_local_var.future_list
+        collected = _thread_local_var.future_list
         del _thread_local_var.future_list
-        torch.futures.wait_all(futures)
+        futures.wait_all(collected)
 
 
 def _collect(future: Future) -> None:
-    futures = getattr(_thread_local_var, "future_list", None)
-    if futures is not None:
-        futures.append(future)
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
 
 
 _thread_local_var = threading.local()
@@ -216,6 +223,88 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(seconds: float) -> None:
     _agent.require(_NO_AGENT).rpc_timeout = float(seconds)
+
+
+# Names that libraries written for torch take from it.
+
+PyRRef = RRef
+RpcAgent = TensorPipeAgent = Agent
+_default_pickler: Any = _internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """In the block, calls of this process are taken apart by ``rpc_pickler.serialize`` (torch's hook; of all threads). What
+    it makes is put together by pickle at the callee."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, None]:
+    """The call of ``func`` by a pickler of the program's."""
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    return _run_pickled, _default_pickler.serialize(PythonUDF(func, args, kwargs)), None
+
+
+def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func``, which raises ``RuntimeError`` outside of a group."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _agent.current()
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    """``to``, or the worker of that name or rank. ``ValueError`` for anything else."""
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, str | int):
+        return get_worker_info(to)
+    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+def _invoke_rpc(
+    to: Any,
+    func: Any,
+    rpc_type: RPCExecMode,
+    args: Any = None,
+    kwargs: Any = None,
+    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future:
+    """As ``rpc_async``. ``rpc_type`` named the call to torch's profiler."""
+    agent = _agent.current()
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _pickled(func, args, kwargs)
+    return agent.call_async(agent.resolve(to), func, args, kwargs, rpc_timeout)
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:
+    """Tell owners of the references that this process has dropped. Those it still holds go with ``shutdown``."""
+    _agent.current().rrefs.collect()
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """A method of ``RRef`` by name, with that docstring."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(RRef, method_name)(self, *args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Taken, and without effect: waits for the interpreter's lock are not measured here. A warning says so."""
+    if flag:
+        logging.getLogger("rdmarpc").warning("enable_gil_profiling: rdmarpc does not measure waits for the GIL")
 
 
 _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"

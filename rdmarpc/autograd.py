@@ -133,6 +133,10 @@ def _release_context(context_id: int) -> None:
     _agent.current().contexts.end(context_id)
 
 
+def _init(worker_id: int) -> None:
+    """Nothing: ``init_rpc`` has done it."""
+
+
 def _get_max_id() -> int:
     return _agent.require(_NOT_INITIALIZED).contexts.largest
 

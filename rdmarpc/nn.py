@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .calls import agent as _agent
 from .functions import async_execution
-from .ground.futures import fail, mapped
+from .ground.futures import Awaitable, fail, mapped
 from .ground.here import Call
 from .message import permits, serialize
 from .references.handle import RRef, ask, check, fork_of, over
@@ -49,7 +49,7 @@ class Target:
         try:
             self._wait()
         except Exception as error:
-            failed: torch.futures.Future[Any] = torch.futures.Future()
+            failed = Awaitable()
             fail(failed, bare(error))
             return failed
         future = self._start_forward(args, kwargs, future=True).future

@@ -14,8 +14,11 @@ from __future__ import annotations
 import pickle
 import traceback
 
+import torch
+
 from ..ground.worker_info import WorkerInfo
 from ..message import permits
+from ..message.script import ScriptError
 from ..transport import for_others
 
 _PICKLER_HINT = (
@@ -56,7 +59,8 @@ def rebuild(payload: bytes) -> Exception:
         except BaseException:
             pass
     try:
-        error = permits.loads(kind)(text)
+        made = permits.loads(kind)
+        error = (ScriptError if made is torch.jit.Error else made)(text)
         if isinstance(error, Exception):
             return error
     except BaseException:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..ground import streams
-from ..ground.futures import fail
+from ..ground.futures import Awaitable, fail
 from ..links.fetches import Fetch
 from ..links.frames import Frame
 from ..links.grants import Signature
@@ -149,7 +149,7 @@ class Outstanding:
         return all(pending.control for pending in list(self.pending.values()))
 
 
-class Future(torch.futures.Future[Any]):
+class Future(Awaitable):
     """A ``torch.futures.Future`` whose ``wait`` makes progress itself instead of sleeping."""
 
     has_callbacks = False

@@ -86,6 +86,7 @@ RECEIVED: Any = Received._backward_cls
 """The type of its nodes."""
 # The engine calls ``apply`` of a node, which looks up and checks what ``backward`` is here: of a class there is but one.
 RECEIVED.apply = Received.backward
+RECEIVED.name = lambda node: "torch::distributed::autograd::RecvRpcBackward"
 
 # Without the Python layer of ``Function.apply``, which looks for transforms of functorch.
 received = super(torch.autograd.Function, Received).apply

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,7 +22,62 @@ def fail(future: torch.futures.Future[Any], error: Exception) -> None:
     torch._C.Future.set_result(future, error)
 
 
-class Value(torch.futures.Future[Any]):
+class Awaitable(torch.futures.Future[Any]):
+    """A future that ``await`` takes, in any event loop of any thread. A cancelled task ends its wait; the call goes on. A child
+    that ``then`` makes is torch's own, which ``await`` does not take."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            arrived: asyncio.Future[None] = loop.create_future()
+
+            def tell(done: Any) -> None:
+                try:
+                    loop.call_soon_threadsafe(_arrive, arrived)
+                except RuntimeError:
+                    pass  # the loop is closed: nobody waits any more
+
+            # The callback runs no code of users, so who completes this future need not care.
+            torch._C.Future.add_done_callback(self, tell)
+            yield from arrived
+        return self.wait()
+
+
+def _arrive(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():  # else cancelled
+        arrived.set_result(None)
+
+
+def wait_all(futures: Sequence[Any]) -> list[Any]:
+    """``torch.futures.wait_all``: the values, or the first error, for which no other future is waited for. Torch's own does
+    not see the errors of ours, which C++ takes for values (``fail``)."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    lock, left = Lock(), len(futures)
+
+    def tell(future: Any) -> None:
+        nonlocal left
+        error = None
+        try:
+            torch._C.Future.value(future)
+        except Exception as found:
+            error = bare(found)
+        with lock:
+            left -= 1
+            if ended.done():
+                return
+            if error is not None:
+                fail(ended, error)
+            elif not left:
+                ended.set_result(None)
+
+    for future in futures:
+        torch._C.Future.add_done_callback(future, tell)
+    if futures:
+        ended.wait()
+    return [future.wait() for future in futures]
+
+
+class Value(Awaitable):
     """The future of a value that stays on this worker. ``mark`` is set before the result: a thread that takes the value makes
     its streams wait for those that made it. Callbacks are given another object, without the mark: see ``known``."""
 
@@ -54,7 +111,7 @@ def known(future: Any) -> Value | None:
 
 def mapped(future: torch.futures.Future[Any], function: Callable[[Any], Any]) -> torch.futures.Future[Any]:
     """A future of ``function`` of the value of another; what either raises, ``bare``, is its error."""
-    found: torch.futures.Future[Any] = torch.futures.Future()
+    found = Awaitable()
     source = known(future)
 
     def tell(done: torch.futures.Future[Any]) -> None:

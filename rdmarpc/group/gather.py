@@ -32,9 +32,11 @@ _current: Callable[[], Worker] = here.current
 
 
 class Meeting:
+    """With the names that ``AllGatherStates`` of torch has."""
+
     def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.complete = threading.Event()
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
 
 
 class Meetings:
@@ -58,15 +60,15 @@ class Meetings:
     def bring(self, key: _Key, name: str, value: Any) -> None:
         meeting = self.meeting(key)
         with self._lock:
-            meeting.objects[name] = value
-            complete = len(meeting.objects) == len(key[0])
+            meeting.gathered_objects[name] = value
+            complete = len(meeting.gathered_objects) == len(key[0])
         if complete:
-            meeting.complete.set()
+            meeting.proceed_signal.set()
 
     def hand_out(self, key: _Key, objects: dict[str, Any]) -> None:
         meeting = self.meeting(key)
-        meeting.objects = objects
-        meeting.complete.set()
+        meeting.gathered_objects = objects
+        meeting.proceed_signal.set()
 
     def end(self, key: _Key) -> None:
         with self._lock:
@@ -96,18 +98,21 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
             meetings.bring(key, agent.name, value)
         else:
             agent.call(agent.resolve(leader), _bring, (key, agent.name, value), None, limit)
-        if not meeting.complete.wait(None if unset or not limit else limit):
-            missing = sorted(set(names) - set(meeting.objects))
+        if not meeting.proceed_signal.wait(None if unset or not limit else limit):
+            missing = sorted(set(names) - set(meeting.gathered_objects))
             raise RuntimeError(f"{agent.name} timed out in _all_gather after {limit:.2f} seconds: no sign of {missing}")
         if agent.name == leader:
             _hand_out_all(agent, key, meeting, limit)
-        return meeting.objects
+        return meeting.gathered_objects
     finally:
         meetings.end(key)
 
 
 def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> None:
-    sent = {name: agent.call_async(agent.resolve(name), _hand_out, (key, meeting.objects), None, limit) for name in key[0][1:]}
+    sent = {
+        name: agent.call_async(agent.resolve(name), _hand_out, (key, meeting.gathered_objects), None, limit)
+        for name in key[0][1:]
+    }
     errors: dict[str, Exception] = {}
     for name, future in sent.items():
         try:

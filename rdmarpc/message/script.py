@@ -16,6 +16,10 @@ from . import serialize
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
 
 
+class ScriptError(torch.jit.Error, RuntimeError):
+    """What a TorchScript function raised at the callee. Programs written for torch's RPC catch ``RuntimeError``."""
+
+
 def _find(module: str, name: str) -> Any:
     return reduce(getattr, name.split("."), importlib.import_module(module))
 

@@ -15,7 +15,7 @@ from ..gradients.context import current as current_context
 from ..gradients.implicit import Fetched
 from ..gradients.roots import check_types, referenced_scalar, scalars
 from ..ground import here
-from ..ground.futures import fail, mapped
+from ..ground.futures import Awaitable, fail, mapped
 from ..ground.worker_info import WorkerInfo
 from ..links.frames import CONTROL
 from ..message import serialize
@@ -52,7 +52,7 @@ class RRef(Generic[T]):
     """``RRef(value)`` makes a reference to a value of this worker; ``rpc.remote`` makes one to a value elsewhere.
 
     Thread-safe. The value lives as long as a handle to it does, on any worker. Handles travel by RPC only. Equality is
-    identity. ``type_hint`` is for TorchScript: anything but ``None`` is refused.
+    identity. ``type_hint`` is for TorchScript in torch; here it is taken and says nothing.
     """
 
     __slots__ = ("__weakref__", "_agent", "_asked", "_fork", "_type")
@@ -62,8 +62,6 @@ class RRef(Generic[T]):
     _type: type | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        if type_hint is not None:
-            raise RuntimeError("RRef(type_hint=) is for TorchScript, which is not supported")
         agent = _require(_NO_AGENT)
         if agent.garbage:
             agent.rrefs.collect()
@@ -156,7 +154,7 @@ class RRef(Generic[T]):
     def _call_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> torch.futures.Future[Any]:
         """Returns at once, and raises nothing: the type may still have to be asked for, and the value to be made. Whichever
         thread issues the call then, it is one of the autograd context, and of the grad mode, of this one."""
-        result: torch.futures.Future[Any] = torch.futures.Future()
+        result = Awaitable()
         context, recorded = current_context.context, torch.is_grad_enabled()
 
         def issue(found: torch.futures.Future[type]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from . import children, hook
+from . import children, hook, modules
 
 
 def install() -> None:
@@ -13,3 +13,5 @@ def install() -> None:
     from torch's are exchanged, but not what they made of them (subclasses, defaults of arguments, objects)."""
     children.tell(os.environ)
     hook.register()
+    if modules.replaced():
+        modules.load()  # modules that hold torch's names already would not ask for ours

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-_NAMES = "rdmarpc.standing_in"
-_RPC = ("rdmarpc", "rdmarpc.api")
+from . import differences
+
+_RPC = ("rdmarpc", "rdmarpc.api", "rdmarpc.standing_in.backend_registry", "rdmarpc.standing_in.constants")
 MEANT: dict[str, tuple[str, ...]] = {
     "torch.distributed.rpc": _RPC,
-    "torch.distributed.rpc.api": ("rdmarpc.api",),
-    "torch.distributed.rpc.constants": ("rdmarpc.constants",),
+    "torch.distributed.rpc.api": ("rdmarpc.api", "rdmarpc.internal", "rdmarpc.constants"),
+    "torch.distributed.rpc.backend_registry": ("rdmarpc.standing_in.backend_registry",),
+    "torch.distributed.rpc.constants": ("rdmarpc.constants", "rdmarpc.standing_in.constants"),
     "torch.distributed.rpc.functions": ("rdmarpc.functions",),
-    "torch.distributed.rpc.internal": ("rdmarpc.internal",),
-    "torch.distributed.rpc.options": ("rdmarpc.options",),
+    "torch.distributed.rpc.internal": ("rdmarpc.internal", "rdmarpc.api"),
+    "torch.distributed.rpc.options": ("rdmarpc.options", "rdmarpc.standing_in.options"),
+    "torch.distributed.rpc.rref_proxy": ("rdmarpc.standing_in.rref_proxy",),
     "torch.distributed.autograd": ("rdmarpc.autograd",),
-    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn",),
+    "torch.distributed.nn.api.remote_module": ("rdmarpc.nn", "rdmarpc.standing_in.remote_module"),
     "torch.distributed.optim.optimizer": ("rdmarpc.optim",),
+    "torch._C._distributed_rpc": ("rdmarpc.api", "rdmarpc", "rdmarpc.standing_in.constants"),
+    "torch._C._distributed_autograd": ("rdmarpc.autograd",),
 }
 """Torch's modules, and ours that have their names: the first that has one."""
 
 PACKAGES = {"torch.distributed.rpc"}
+_FAMILIES = (
+    "torch.distributed.rpc",
+    "torch._C._distributed_rpc",
+    "torch.distributed.autograd",
+    "torch._C._distributed_autograd",
+)
+"""What is defined in these works with torch's own agent."""
 
 
 class StandIn(ModuleType):
@@ -40,8 +52,11 @@ class StandIn(ModuleType):
         for home in MEANT[self.__name__]:
             module = importlib.import_module(home)
             if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: rdmarpc stands in for it")
+                found = getattr(module, name)
+                if isinstance(found, type | FunctionType):
+                    self.__dict__[name] = found  # calls find it at once; what is set here is set in both
+                return found
+        return _taken(self.__name__, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__") or isinstance(value, ModuleType):
@@ -50,10 +65,28 @@ class StandIn(ModuleType):
         load()
         homes = [importlib.import_module(home) for home in MEANT[self.__name__]]
         setattr(next((home for home in homes if hasattr(home, name)), homes[0]), name, value)
+        self.__dict__.pop(name, None)
 
     def __dir__(self) -> list[str]:
         load()
         return sorted({name for home in MEANT[self.__name__] for name in dir(importlib.import_module(home))})
+
+
+def _taken(module: str, name: str) -> Any:
+    """A name that torch's module took from elsewhere: ours, if from a module that we stand in for; else the same."""
+    why = differences.known(module, name)
+    value = vars(_originals[module]).get(name) if module in _originals and why is None else None
+    is_module = isinstance(value, ModuleType)
+    home = getattr(value, "__name__" if is_module else "__module__", None)
+    if isinstance(home, str) and home != module:
+        if home in MEANT:
+            ours = importlib.import_module(home)
+            return ours if is_module else getattr(ours, getattr(value, "__name__", name))
+        if not home.startswith(_FAMILIES) and (is_module or callable(value)):
+            return value
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r} while rdmarpc stands in for it: {why or 'torch has none, or it is state'}"
+    )
 
 
 def _is_available() -> bool:
@@ -88,6 +121,8 @@ def replace() -> None:
         parent, _, own = name.rpartition(".")
         if parent not in MEANT:
             setattr(sys.modules[parent], own, module)
+        if parent == "torch._C":
+            sys.modules[name] = module
     # TorchScript looks at two of its functions whatever the program does.
     sys.modules["torch.distributed.autograd"] = _stand_ins["torch.distributed.autograd"]
 
@@ -99,7 +134,8 @@ def load() -> None:
         return
     _loaded = True
     importlib.import_module("rdmarpc.api")
-    ours: dict[int, Any] = {}
+    torch_futures = sys.modules["torch.futures"]
+    ours: dict[int, Any] = {id(torch_futures.wait_all): importlib.import_module("rdmarpc.ground.futures").wait_all}
     for name, original in _originals.items():
         ours[id(original)] = _stand_ins[name]
         for key, value in vars(original).items():

@@ -7,9 +7,6 @@ LEGACY = "asserts the names of torch's own events in its legacy profiler (ours: 
 INTERNAL = "replaces or calls internal functions of torch's own implementation"
 FAULTS = "drops or delays TensorPipe's messages by their kind, inside TensorPipe"
 BACKENDS = "chooses between backends by the type of the options; there is one here"
-EARLY = (
-    "wait_all leaves early only for an error set in C++, which Python cannot set on a future that is out: ours waits for all"
-)
 SCRIPTED = "also asks for a remote module that can be scripted (_module_interface_cls), which is not built"
 SCHEMA = (
     "asserts the text of TorchScript's dispatch; torch's operators are called from Python here, and their TypeError arrives"
@@ -45,16 +42,11 @@ TESTS: dict[str, str] = {
     "test_rref_leak": INTERNAL,
     "test_ignore_rref_leak": INTERNAL,
     "test_shutdown_errors": INTERNAL,
-    "test_use_rpc_pickler": INTERNAL,
-    "test_build_rpc_profiling_key": INTERNAL,
     "test_disable_gil_profiling": "torch's own measure of waits for the interpreter's lock",
     "test_server_process_global_profiler": "a profiler inside TensorPipe's server",
     "test_cannot_infer_backend_from_options": BACKENDS,
     "test_mismatched_type_for_options": BACKENDS,
     "test_infer_backend_from_options": BACKENDS,
-    "test_wait_all_exit_early_python": EARLY,
-    "test_wait_all_exit_early_builtin": EARLY,
-    "test_wait_all_exit_early_script_function": EARLY,
     "test_op_with_invalid_args": SCHEMA,
     "test_forward_async": SCRIPTED,
     "test_forward_sync": SCRIPTED,

@@ -367,8 +367,7 @@ def texts(rank):
             assert reference.owner() == rpc.get_worker_info(reference.owner_name())
         assert rpc.RRef(value=5).to_here() == 5 and rpc.RRef(None).local_value() is None
         assert rpc.RRef[int](3).local_value() == 3
-        with pytest.raises(RuntimeError, match="type_hint"):
-            rpc.RRef(1, type_hint=int)
+        assert rpc.RRef(1, type_hint=int).to_here() == 1
         with pytest.raises(RuntimeError, match="future of its creation"):
             own._get_future()
         assert own._get_type() is int and own._get_type(blocking=False).wait() is int

@@ -1,0 +1,58 @@
+"""``torch.distributed.rpc.backend_registry``: there is one backend here, which has TensorPipe's name too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import constants as rpc_constants
+from ..api import _get_current_rpc_agent, init_rpc
+from ..options import BackendType, TensorPipeRpcBackendOptions
+from ..transport import NotSupported
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+def backend_registered(backend_name: str) -> bool:
+    return backend_name in BackendType.__members__
+
+
+def register_backend(backend_name: str, *handlers: Callable[..., Any]) -> Any:
+    """``RuntimeError`` for a name that is taken, else ``NotSupported``."""
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    raise NotSupported(f"RPC backend {backend_name}: rdmarpc is the only one", hint="run the program without rdmarpc")
+
+
+def construct_rpc_backend_options(
+    backend: BackendType,
+    rpc_timeout: float = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = rpc_constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def init_backend(
+    backend: BackendType,
+    store: Any = None,
+    name: str = "",
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> Any:
+    """``init_rpc``, which has a store of its own. Returns the agent."""
+    init_rpc(name, backend, rank, world_size, rpc_backend_options)
+    return _get_current_rpc_agent()
