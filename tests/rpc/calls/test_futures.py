@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -275,3 +277,47 @@ def one_thread(rank):
 
 def test_a_function_waits_for_a_future_that_no_other_thread_could_complete():
     results(run_group(one_thread, num_worker_threads=1))
+
+
+async def awaits(there, rref):
+    """Many at once; errors keep their type; a wait that is given up leaves its call alone."""
+    values = await asyncio.gather(*(take(rpc.rpc_async(there, add, (torch.full((2,), n), 1))) for n in range(32)))
+    assert [int(value[0]) for value in values] == [*range(1, 33)]
+    assert await rref.rpc_async().__len__() == 3
+    with pytest.raises(ValueError, match="Expected error"):
+        await rpc.rpc_async(there, fail, ("Expected error",))
+    done = rpc.rpc_async(there, add, (1, 2))
+    done.wait()
+    assert (await done, await done) == (3, 3)
+    call = rpc.rpc_async(there, slow, (0.5, "arrived"))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(take(call), 0.05)
+    task = asyncio.create_task(take(call))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return await call
+
+
+async def take(future):
+    return await future
+
+
+def loops(rank):
+    """A loop in this thread, and two in others."""
+    if rank == 0:
+        rref = rpc.remote("worker1", list, ((1, 2, 3),))
+        with ThreadPoolExecutor(2) as threads:
+            others = [threads.submit(lambda: asyncio.run(awaits("worker1", rref))) for _ in range(2)]
+            assert asyncio.run(awaits("worker1", rref)) == "arrived"
+            assert [other.result(30) for other in others] == ["arrived"] * 2
+        late = rpc.rpc_async("worker1", slow, (0.5, "late"))
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(asyncio.wait_for(take(late), 0.05))  # the loop is closed when the answer comes
+        assert late.wait() == "late"
+    rpc.shutdown()
+
+
+def test_await_takes_futures():
+    results(run_group(loops))
