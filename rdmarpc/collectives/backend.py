@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..ground import reports
-from ..transport import PeerLost, RdmaError
+from ..transport import PeerLost
 from . import calls, sparse
 from .engine import Engine
 from .meeting import Members
@@ -450,7 +450,7 @@ def _finish(work: Work) -> None:
     error: BaseException | None = None
     try:
         work.run()
-    except RdmaError as failed:
+    except BaseException as failed:
         error = failed
     work.finish(error)
 

@@ -321,17 +321,18 @@ class Pairs:
                     self._news.wait(1.0)
                     time.sleep(_LOOK_S)
                     continue
-            if not self._move(ways):
-                try:
-                    for way in ways:
-                        if way.lock.acquire(blocking=False):
-                            try:
-                                self._look(way)
-                            finally:
-                                way.lock.release()
-                except BaseException as error:
-                    self.fail(error)
-                time.sleep(_REST_S)
+            try:
+                if self._move(ways):
+                    continue
+                for way in ways:
+                    if way.lock.acquire(blocking=False):
+                        try:
+                            self._look(way)
+                        finally:
+                            way.lock.release()
+            except BaseException as error:
+                self.fail(error)
+            time.sleep(_REST_S)
 
     def waiting(self) -> list[str]:
         """What is under way, for people."""
@@ -351,6 +352,3 @@ class Pairs:
                 way.lock.release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-
-
-__all__ = ["Message", "Pairs"]

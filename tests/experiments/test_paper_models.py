@@ -52,7 +52,7 @@ CUT = {
     "AlexNet": ({"0-16": "w0", "17-20": "w1"}, 4, 2 * (32768 + 80)),
     "InceptionV3": (None, 14, None),
     "VGG16": ({"0-34": "w0", "35-38": "w1"}, 4, 2 * (32768 + 80)),
-    "LSTM": ({"gate.0-1": "w0", "gate.2-3": "w1", "output": "w1"}, 71, None),
+    "LSTM": ({"gate.0-1": "w0", "gate.2-3": "w1", "output": "w1"}, 80, None),
     "GRU": ({"gate.0-1": "w0", "gate.2": "w1", "output": "w1"}, 54, None),
     "FCN5": ({"0-3": "w0", "4-8": "w1"}, 4, 2 * (32768 + 80)),
     "Transformer": (None, 5, None),
