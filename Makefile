@@ -1,6 +1,7 @@
 # make run   virtual environment, install, main job      make test   the test-suite in the same environment
 # make smoke does something basic of each storey still work? 20 seconds, before every commit
 # make bench every latency beside its floor              make lint   ruff, ruff format, mypy
+# make paper  every experiment of the papers, one report; ARGS='quick=true' takes minutes, ARGS='only=mlsys' a part (docs/experiments.md)
 # make test-cuda  the tests that need a GPU: on CUDA where there is one, else on the one in software (tests/softgpu)
 # make campaign  faults, mutated frames and strangers, for as long as ARGS='--minutes 10' says (docs/trust.md)
 # make zoo   real models and training loops beside one process, and the tables of docs/models.md; ARGS='GPT-2 loops' chooses
@@ -17,13 +18,16 @@ INSTALLED := $(VENV)/.installed
 FOLDERS   := graph transport experiments
 
 .DELETE_ON_ERROR:
-.PHONY: run smoke test zoo clients test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
+.PHONY: run paper smoke test zoo clients test-cuda vm-test vm-bench vm-cluster bench campaign lint format typecheck-links clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m experiments.train $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+paper: $(INSTALLED)
+	$(BIN)/python -m experiments.paper $(ARGS)
 
 # One test of each layer.
 SMOKE := tests/test_house.py tests/transport/contract/test_contract.py::test_write_then_read_back tests/graph/plan/test_plan.py \
@@ -59,7 +63,7 @@ zoo: $(INSTALLED)
 
 clients: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients]'
-	$(BIN)/python -m pip install --quiet --no-deps fedml==0.9.6 machin==0.4.2
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation fedml==0.9.6 machin==0.4.2 fairscale==0.4.13
 	$(BIN)/python -m tests.clients.client_tour $(ARGS)
 
 campaign: $(INSTALLED)

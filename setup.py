@@ -18,8 +18,8 @@ FOLDERS = {
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "cloudpickle", "expecttest"]
 ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
-# fedml and machin come without what they require (make clients).
-CLIENTS = [*TEST, "torchrl", "torchpippy", "gym", "dill", "torchviz", "colorlog", *_MACHIN]
+# fedml, machin and fairscale come without what they require (make clients).
+CLIENTS = [*TEST, "torchrl", "torchpippy", "gym", "dill", "torchviz", "colorlog", "torchopt", "torch_geometric<2.7", *_MACHIN]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
@@ -39,7 +39,7 @@ setup(
     package_dir=FOLDERS,
     packages=[name for root, folder in FOLDERS.items() for name in [root, *subpackages(root, folder)]],
     package_data={"rdmarpc": ["py.typed", "standing_in/site/*.py"], "rdmarpc.experiments": ["conf/*.yaml", "conf/*/*.yaml"]},
-    install_requires=["torch>=2.10", "numba", "llvmlite", "numpy"],
+    install_requires=["torch>=2.10", "llvmlite>=0.44", "numpy"],
     extras_require={
         "test": TEST,
         "experiments": EXPERIMENTS,

@@ -92,7 +92,8 @@ def _end_with_the_interpreter(agent: Agent, process: int) -> None:
 
 
 def _say_goodbye(agent: weakref.ref[Agent]) -> None:
-    if (found := agent()) is not None and found is _agent.found():
+    """If an exception ends this process. Otherwise it may still shut down, in a callback of ``atexit``."""
+    if (found := agent()) is not None and found is _agent.found() and exits.reason()[0]:
         found.say_goodbye()
 
 

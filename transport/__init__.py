@@ -38,7 +38,7 @@ from .tcp.device import TcpDevice
 from .tls.options import TlsOptions
 from .tls.options import check as check_tls
 from .words import kernels
-from .words.records import MAX_NOTIFY
+from .words.signals import MAX_NOTIFY
 
 __all__ = [
     "DONE",

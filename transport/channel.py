@@ -42,7 +42,7 @@ from .memory.arena import Arena, Block, Pool
 from .memory.memory import Memory
 from .notify import Count, Expectation
 from .region import Region, RemoteRegion, local_bytes
-from .words.records import MAX_NOTIFY
+from .words.signals import MAX_NOTIFY
 
 FIRST_FREE_NOTIFY = 16
 """Numbers below belong to the control protocol; the others are given out by ``Channel.take_numbers``."""
@@ -262,7 +262,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def record(self, imm: int) -> int:
-        """Address of the notification record ``imm`` (``words/records``)."""
+        """Address of the notification record ``imm`` (``words/signals``)."""
 
     @abc.abstractmethod
     def abort(self, timeout: float = 5.0) -> None:

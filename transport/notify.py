@@ -1,6 +1,6 @@
 """The receiving side of notifications: to count them and to wait for them.
 
-A channel has a record in shared memory for each notification number (``words/records``). The sender counts there. Here stands
+A channel has a record in shared memory for each notification number (``words/signals``). The sender counts there. Here stands
 how much of that count was consumed.
 """
 
@@ -16,7 +16,7 @@ from .errors import RdmaError, TransferTimeout, fresh
 from .memory.memory import Memory
 from .peers.questions import Asking
 from .words import kernels, signals
-from .words.records import BELL_BYTES, RECORD_BYTES
+from .words.signals import BELL_BYTES, RECORD_BYTES
 
 MAX_ROWS = 4096
 

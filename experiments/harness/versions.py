@@ -4,7 +4,9 @@ import os
 import platform
 from importlib import metadata
 
-PACKAGES = ("torch", "numba", "numpy", "scikit-learn")
+PACKAGES = ("torch", "llvmlite", "numpy", "scikit-learn")
+PEERS = ("grpcio", "gymnasium")
+"""Packages that some experiments compare with or stand on, where they are installed."""
 
 
 def versions() -> dict[str, str]:
@@ -14,4 +16,12 @@ def versions() -> dict[str, str]:
         "machine": platform.platform(),
         "cores": str(os.cpu_count()),
         **{name: metadata.version(name) for name in PACKAGES},
+        **{name: version for name in PEERS if (version := _version(name)) is not None},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transport import RdmaError
+from ...transport import NotSupported, RdmaError
 from ..edges import observer
 from ..edges.slot import Inlet, Slot
 from ..edges.station import Arrived, Leased, Station
@@ -114,13 +114,23 @@ class Caller:
             self.steps += 1
             return result
 
-    def forward_backward(self, parts: Sequence[Part], mode: int) -> None:
-        """Micro-batches in 1F1B order, see ``pipeline``. Gradients are at their owners afterwards."""
+    @staticmethod
+    def check_schedule(plan: Plan, interleaved: bool) -> None:
+        """Raise ``NotSupported`` if the plan cannot run so."""
+        if interleaved and plan.flow.rounds is None:
+            raise NotSupported(
+                "interleaved: the stages of this placement do not go round its workers",
+                hint='give each worker several stages in turn, as worker1, worker2, worker1, worker2; or schedule="1f1b"',
+            )
+
+    def forward_backward(self, parts: Sequence[Part], mode: int, interleaved: bool = False) -> None:
+        """Micro-batches in 1F1B order, or ``interleaved``, see ``pipeline``. Gradients are at their owners afterwards."""
         with self._lock:
+            self.check_schedule(parts[0].plan, interleaved)
             for part in parts:
                 self._make_sure(part.plan, 1)
             zeroed = self.control.begin_backward(parts[0].plan, mode)
-            self._pipeline = Pipeline(self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed)
+            self._pipeline = Pipeline(self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed, interleaved)
             try:
                 self._pipeline.run()
             finally:

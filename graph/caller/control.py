@@ -41,6 +41,8 @@ class Control:
         """How often an owner was asked for something that may have changed its parts."""
         self.deferred: Callable[[], None] | None = None
         """What is called before anything new: it sends what was put off until then (``parts.remote_values``)."""
+        self.watching: Callable[[Plan], None] | None = None
+        """What is called when a backward begins."""
         self.zeroing = Zeroing(parameters, ledger.present)
         self._station, self._ledger, self._timeout, self._lock = station, ledger, timeout, lock
         self._outlets: dict[str, Outlet] = {outlet.edge.target: outlet for outlet in fittings.outlets.values()}
@@ -87,6 +89,8 @@ class Control:
             self.begun[worker] += 1
             self._ledger.present[worker] = None
             self.zeroing.assigned.discard(worker)
+        if self.watching is not None:
+            self.watching(plan)
         return marks
 
     def ready(self, drain: bool = False) -> None:

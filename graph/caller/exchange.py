@@ -15,7 +15,7 @@ from ..edges.station import Station
 from ..wire.header import Header
 from .control import Control, names
 from .ledger import Ledger
-from .stage import Forward, Plan, Stage, accumulator, engine_runs
+from .stage import Forward, Plan, Stage, accumulator, check_plain, engine_runs
 
 
 class Exchanges:
@@ -73,9 +73,9 @@ class Exchanges:
     ) -> list[torch.Tensor | None]:
         with self._lock:
             if stage.number not in run.stages_left or run.finished:
-                raise RuntimeError(
-                    "trying to go backward through the remote parts a second time: what they saved has been freed "
-                    "(retain_graph does not reach other workers)"
+                raise NotSupported(
+                    "trying to go backward through the remote parts a second time: what they saved has been freed",
+                    hint="retain_graph does not reach other workers: add the losses up, or run the forward again",
                 )
             try:
                 return self._back(run, stage, grads)
@@ -85,6 +85,7 @@ class Exchanges:
 
     def _back(self, run: Forward, stage: Stage, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not run.backward_started:
+            check_plain()
             run.backward_started = True
             for name, tensor, version in run.shared:
                 if tensor._version != version:
@@ -141,7 +142,7 @@ class Exchanges:
             # Whoever calls the model may keep what it gave for ever. The last free slot is never lent out.
             self._station.settle()
             if not inlet.spare():
-                self._station.count_staged(inlet.edge, inlet.edge.nbytes)
+                self._station.count_staged(inlet.edge, inlet.edge.nbytes, "outputs that are kept hold its other slots")
                 tensor = tensor.clone()
             if shared(slot, header):
                 run.shared.append((inlet.edge.value, tensor, tensor._version))

@@ -84,7 +84,7 @@ class Chunk(Run):
                 continue
             waiting[inlet] -= 1
             if sum(slot.busy for slot in inlet.slots) - waiting[inlet] >= len(inlet.slots):
-                self._station.count_staged(inlet.edge, inlet.edge.nbytes)
+                self._station.count_staged(inlet.edge, inlet.edge.nbytes, "outputs that are kept hold its other slots")
                 self._values[given.name] = self._values[given.name].clone()
 
     def drop(self) -> None:
@@ -96,7 +96,7 @@ class Chunk(Run):
 class Pipeline:
     """One batch; made and ``run`` with the caller's lock held, ``machine`` runs the caller's segments. ``timeout``: seconds in
     which something has to happen. ``mode``: the number of the flags that the parts run under; ``zeroed``: the marks
-    (``Zeroing``) that ride in its gradients."""
+    (``Zeroing``) that ride in its gradients. ``interleaved``: see ``schedules/rounds``, which the plan has then."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Pipeline:
         parts: Sequence[Part],
         mode: int,
         zeroed: Mapping[str, bytes],
+        interleaved: bool,
     ) -> None:
         self.parts, self.mode = parts, mode
         self._ledger, self._station, self._machine, self._timeout = ledger, station, machine, timeout
@@ -118,7 +119,10 @@ class Pipeline:
         self._begun = self._finished = 0
         self._waiting: dict[Inlet, int] = {}
         self._first = ledger.reserve(len(parts))
-        self._batch = Batch(self._first, len(parts), self._window, len(plan.flow.duties))
+        self._interleaved = interleaved
+        self._batch = Batch(
+            self._first, len(parts), self._window, len(plan.flow.duties), plan.flow.rounds if interleaved else None
+        )
         self._zeroed = zeroed
 
     def run(self) -> None:
@@ -161,7 +165,7 @@ class Pipeline:
     def _begin_next(self) -> None:
         while self._begun < len(self.parts) and self._begun - self._finished < self._window:
             sequence, index = self._first + self._begun, self._begun
-            place = MicroBatch(index, len(self.parts), self._window).pack()
+            place = MicroBatch(index, len(self.parts), self._window, self._interleaved).pack()
             header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
                 self.parts[index], header, self._machine, self._station, self._agenda, self._batch

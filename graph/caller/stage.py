@@ -203,7 +203,16 @@ def check_once() -> None:
     if torch.is_grad_enabled():
         raise NotSupported(
             "create_graph=True: gradients of remote parts have no graph of their own",
-            hint="a gradient penalty has to be computed inside of one part, or in this process",
+            hint='wrap(..., capture="here") runs the model in this process, over fetched parts',
+        )
+
+
+def check_plain() -> None:
+    """In a backward, before its first gradient goes out: nothing here changes what operations do."""
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+        raise NotSupported(
+            "a backward under autocast, or a mode that follows operations: these reach no other worker",
+            hint='call backward() outside of them; wrap(..., capture="here") runs the model in this process',
         )
 
 

@@ -140,7 +140,7 @@ class DynamicOutlet(Outlet):
         if found is not None and not self.staging and payload.is_cpu and device.can_lend(found[0], self.channel):
             return payload, found[1]
         nbytes = payload.numel() * edge.dtype.itemsize
-        self._station.count_staged(edge, nbytes)
+        self._station.count_staged(edge, nbytes, "a source that the consumer cannot READ where it lies")
         view, order = found if found is not None else (payload.resolve_conj().resolve_neg(), 0)
         copy = self.channel.empty(view.shape, dtype=edge.dtype).copy_(view)
         return copy.as_strided(payload.shape, strides(tuple(payload.shape), order)), order

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transport import NotSupported, RdmaError, RemoteRegion
+from ...transport import NotSupported, RdmaError, RemoteRegion, TransferTimeout
 from ...transport.memory.sole import STORAGE_USES, storage_uses
 from ..plan.place import Edge
 from ..trace.devices import find
@@ -23,11 +23,20 @@ from ..wire.header import GATHERED, HEADER_BYTES, NONE, SEEN, SHARED, STRIDED, H
 from ..wire.layout import dense, strides
 from ..wire.tail import Tail, tail_bytes
 from . import observer, staging
-from .strided import flat, landing, lay_out, span
+from .gaps import Copies, runs
+from .strided import MOST, flat, landing, lay_out, span
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Transfer, Work
     from .berth import Berth
+
+_ASKS = 4
+"""How often a slot that is not mapped is READ for a move that has not come."""
+_LAYOUTS = 16
+"""Prepared writes of payloads with gaps that a slot keeps."""
+_STAGED_MOST = 64 << 20
+"""Bytes up to which memory is copied rather than registered for one write (as ``verbs`` does)."""
+_UNKNOWN = "memory that the adapter does not know"
 
 
 class Target:
@@ -39,12 +48,14 @@ class Target:
 
     __slots__ = (
         "_address",
+        "_asks",
         "_bare",
         "_bound",
         "_capacity",
         "_credit",
         "_fetched",
         "_full",
+        "_gaps",
         "_gpu",
         "_head",
         "_header",
@@ -55,8 +66,9 @@ class Target:
         "_ranges",
         "_registers",
         "_room",
+        "_seen",
+        "_spread",
         "_stage",
-        "_strided",
         "_tail",
         "_work",
         "_writing",
@@ -72,10 +84,15 @@ class Target:
         self._header = device.empty(HEADER_BYTES, dtype=torch.uint8)
         self._head = memoryview(self._header.numpy())
         self._number = number
-        self._bound: Transfer | None = None
+        self._bound: Transfer | Copies | None = None
         """The transfer that has a source."""
         self._stage: torch.Tensor | None = None
         self._fetched: torch.Tensor | None = None
+        self._spread: torch.Tensor | None = None
+        """Registered memory in which a payload with gaps is laid out as it is to land."""
+        self._asks = _ASKS
+        self._seen = False
+        """Whether the consumer may offer larger slots with the next credit."""
         self._place: torch.Tensor | None = None
         if edge.nbytes and outlet.staging:
             self._stage = device.empty(edge.nbytes, dtype=torch.uint8)
@@ -99,7 +116,8 @@ class Target:
         self._bare = channel.prepare([pair], notify=self._number)
         self._full: Transfer = self._bare
         self._gpu: dict[torch.device, Transfer] = {}
-        self._strided: dict[int, tuple[Transfer, torch.Tensor]] = {}
+        self._gaps: dict[tuple[tuple[int, ...], tuple[int, ...]], Copies] = {}
+        """By the strides of the payload here, and there."""
         self._mapped = None
         self._tail: Tail | None = None
         self._registers = False
@@ -124,8 +142,24 @@ class Target:
         self._reach(*where)
 
     def moved(self) -> list[RemoteRegion]:
-        """Where all slots of the edge are, if the consumer has said so here."""
-        return [] if self._tail is None else self._tail.moved(self.outlet.edge.depth)
+        """Where all slots of the edge are, if the consumer has said so here. A slot that is not mapped is READ for that, after
+        a payload that lacked room in it."""
+        edge, seen = self.outlet.edge, self._seen
+        self._seen = False
+        if self._tail is not None:
+            return self._tail.moved(edge.depth)
+        if not seen:
+            return []
+        self._asks -= 1
+        channel = self.outlet.channel
+        try:
+            memory = channel.empty(self._room.nbytes - self._capacity, dtype=torch.uint8)
+            channel.memcpy(memory, self._room[self._capacity :]).wait(self.outlet.timeout)
+        except TransferTimeout:
+            raise
+        except RdmaError:
+            return []  # a connection that has ended is noticed elsewhere
+        return Tail(memoryview(memory.numpy()), len(edge.shape)).moved(edge.depth)
 
     @property
     def free(self) -> bool:
@@ -157,7 +191,9 @@ class Target:
             return
         full, here = self._full, payload.is_cpu
         if self._stage is not None or not (here or self.outlet.direct):
-            payload = self._staged(payload)
+            payload = self._staged(payload, "it lies on an accelerator")
+        elif here and self._unknown(payload) and payload.nbytes <= _STAGED_MOST:
+            payload = self._staged(payload, _UNKNOWN)
         elif not here:
             full = self._from_gpu(payload.device)
         full.rebind(1, payload)
@@ -194,39 +230,62 @@ class Target:
         self._work = self._bare.post()
 
     def _send_strided(self, header: Header, payload: torch.Tensor) -> None:
-        outlet = self.outlet
-        whole, given = flat(payload), landing(outlet.edge.shape, payload.stride())
-        if whole is None:
-            stage = self._fetched if self._stage is None else self._stage
-            if stage is None:
-                stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
-            whole = torch.frombuffer(memoryview(stage.numpy()), dtype=payload.dtype)
-            whole.view(payload.shape).copy_(payload)
-            outlet.count_staged()
-            header = header._replace(flags=header.flags | GATHERED)
-        elif self._stage is not None:
-            staged = self._stage[: whole.numel() * whole.element_size()].view(payload.dtype)
-            whole = staged.copy_(whole)
+        """The slot is not mapped: a payload with gaps is written from where it lies (``gaps``), or from a copy that is laid out
+        as it is to land. Where the slot has no room for the gaps, the copy leaves them out."""
+        outlet, edge, size = self.outlet, self.outlet.edge, payload.element_size()
+        given = landing(edge.shape, payload.stride())
+        count = span(edge.shape, given)
+        if self._stage is not None and (whole := flat(payload)) is not None:
+            staged = self._stage[: whole.numel() * size].view(payload.dtype).copy_(whole)
+            payload = staged.as_strided(payload.shape, payload.stride())
+        elif self._stage is not None or count * size > self._capacity:
+            grows = self._stage is None and self._asks > 0 and count * size <= MOST * edge.nbytes
+            payload, flags = self._gathered(payload), GATHERED | (SEEN if grows else 0)
+            header, self._seen = header._replace(flags=header.flags | flags), grows
+        elif self._unknown(payload) or runs(edge.shape, payload.stride(), given, size) is None:
+            outlet.count_staged(_UNKNOWN if self._unknown(payload) else "short runs between wide gaps")
+            if self._spread is None or self._spread.numel() < count * size:
+                self._spread = outlet.device.empty(count * size, dtype=torch.uint8)
+            room = self._spread[: count * size].view(payload.dtype)
+            lay_out(payload, room, given)
+            payload = room.as_strided(edge.shape, given)
         header.write(self._head)
-        full = self._strided_transfer(whole.numel() * whole.element_size(), given)
-        full.rebind(1, whole)
-        self._bound, self.source = full, whole
-        self._work = full.post()
+        copies = self._copies(payload, given)
+        self._bound, self.source = copies, payload
+        self._work = copies.post(payload)
         self.release()
 
-    def _strided_transfer(self, nbytes: int, given: tuple[int, ...]) -> Transfer:
-        """The write of so many bytes of payload, and of the strides behind it."""
-        pair, payload, number = self._ranges
-        if nbytes not in self._strided:
-            words = self.outlet.device.empty(len(given), dtype=torch.int64)
-            idle = torch.empty(nbytes, dtype=torch.uint8)
-            behind = self._room[self._capacity : self._capacity + 8 * len(given)]
-            made = self.outlet.channel.prepare([pair, (payload[:nbytes], idle), (behind, words)], notify=number)
-            made.unbind(1)
-            self._strided[nbytes] = made, words
-        found, words = self._strided[nbytes]
-        words.copy_(torch.tensor(given, dtype=torch.int64))
-        return found
+    def _unknown(self, payload: torch.Tensor) -> bool:
+        """Whether the adapter would have to be told of this memory first."""
+        if not self.outlet.channel.registered_only:
+            return False
+        nbytes = span(payload.shape, payload.stride()) * payload.element_size()
+        return self.outlet.device.arena.find(payload.data_ptr(), nbytes) is None
+
+    def _gathered(self, payload: torch.Tensor) -> torch.Tensor:
+        """A copy in registered memory of ours, in row-major order; until the next one."""
+        outlet = self.outlet
+        stage = self._fetched if self._stage is None else self._stage
+        if stage is None:
+            stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
+        if self._stage is None:  # else it was counted when it was given to us
+            outlet.count_staged("no room for its gaps in the slot")
+        return stage.view(payload.dtype).view(payload.shape).copy_(payload)
+
+    def _copies(self, payload: torch.Tensor, given: tuple[int, ...]) -> Copies:
+        """The write of a payload that lies so, and lands with the strides ``given`` behind it."""
+        edge, key = self.outlet.edge, (payload.stride(), given)
+        if key not in self._gaps:
+            if len(self._gaps) >= _LAYOUTS:
+                self._gaps.clear()
+            there = payload.stride() if payload.is_contiguous() else given
+            found = runs(edge.shape, payload.stride(), there, payload.element_size())
+            assert found is not None
+            pair, _, number = self._ranges
+            self._gaps[key] = Copies(
+                self.outlet.channel, self.outlet.device, pair, self._room, self._capacity, given, found, number
+            )
+        return self._gaps[key]
 
     def _observed(self, seen: observer.Observer, full: Transfer, header: Header, here: bool) -> Work:
         """Post the write; a copy of an accelerator's, if it is one, is observed. ``here``: the payload lies on the CPU."""
@@ -248,14 +307,14 @@ class Target:
             found.unbind(1)
         return found
 
-    def _staged(self, payload: torch.Tensor) -> torch.Tensor:
+    def _staged(self, payload: torch.Tensor, why: str) -> torch.Tensor:
         """A copy in registered memory of ours; until the next one."""
         outlet = self.outlet
         stage = self._fetched if self._stage is None else self._stage
         if stage is None:
             stage = self._fetched = outlet.device.empty(outlet.edge.nbytes, dtype=torch.uint8)
         if not outlet.staging:
-            outlet.count_staged()
+            outlet.count_staged(why)
         staging.to_host(payload, memoryview(stage.numpy()))
         return stage
 
@@ -355,9 +414,9 @@ class Outlet:
             room = RemoteRegion.load(there) if there else remote[HEADER_BYTES:]
             self._targets.append(Target(self, remote[:HEADER_BYTES], room, number))
 
-    def count_staged(self) -> None:
+    def count_staged(self, why: str) -> None:
         """A payload was copied besides its transfer."""
-        self._station.count_staged(self.edge, self.edge.nbytes)
+        self._station.count_staged(self.edge, self.edge.nbytes, why)
 
     def send(self, header: Header, payload: torch.Tensor | None = None) -> None:
         """Write header and payload into a free slot, now or as soon as there is one. The payload must stay unchanged until
@@ -453,7 +512,7 @@ class Outlet:
             )
         found = dense(payload)
         if self.staging:
-            self.count_staged()
+            self.count_staged('staging="always"')
         if found is not None and (found[1] == 0 or strides(edge.shape, found[1]) == payload.stride()):
             return found
         if payload.is_cpu and not edge.device and not payload.is_conj() and not payload.is_neg():
@@ -461,7 +520,7 @@ class Outlet:
         if found is not None:
             return found
         if not self.staging:
-            self.count_staged()
+            self.count_staged("its strides, on an accelerator" if edge.device or not payload.is_cpu else "a conjugate")
         return payload.resolve_conj().resolve_neg().contiguous(), 0
 
     def _follow(self, target: Target) -> None:

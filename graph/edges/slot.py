@@ -61,7 +61,7 @@ class Slot:
         self.edge, self.busy, self.device = edge, False, device
         self.gpu = find(edge.device) if edge.device and payload else None
         self._channel, self._freed = channel, freed
-        self.count_staged: Callable[[Edge, int], None] = lambda edge, nbytes: device.count_staged(nbytes)
+        self.count_staged: Callable[[Edge, int, str], None] = lambda edge, nbytes, why: device.count_staged(nbytes)
         self._lease: weakref.ref[memoryview] | None = None
         self.next: torch.Tensor | None = None
         """Larger memory that was offered to the sender, until the first write into it."""
@@ -132,7 +132,7 @@ class Slot:
             count = strided.checked(edge.shape, given, self.capacity // size)
             return self._lend(self._room, count).as_strided_(edge.shape, given)
         count = strided.checked(edge.shape, given, 1 << 40)
-        self.count_staged(edge, edge.nbytes)
+        self.count_staged(edge, edge.nbytes, "its gaps were left out on the way")
         room = torch.empty(count, dtype=edge.dtype)
         strided.lay_out(torch.frombuffer(self.payload, dtype=edge.dtype).view(edge.shape), room, given)
         self.wanted = count * size if flags & SEEN else 0
@@ -237,7 +237,7 @@ def take(slot: Slot, header: Header) -> torch.Tensor | None:
     landed = slot.open_strided(header.flags) if header.flags & STRIDED else slot.open(header.order)
     if slot.gpu is None:
         return landed
-    slot.count_staged(slot.edge, slot.edge.nbytes)
+    slot.count_staged(slot.edge, slot.edge.nbytes, "it goes on to an accelerator")
     return staging.to_gpu(landed, slot.gpu, slot.device)
 
 

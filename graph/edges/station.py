@@ -84,6 +84,8 @@ class Station:
         self.closed = False
         self.copied: Counter[int] = Counter()
         """Bytes that each edge staged, by its number."""
+        self.why: dict[int, str] = {}
+        """Why it did so last."""
         self.counts: Counter[str] = Counter()
         """``dynamic_reads``, and the bytes that edges staged, by the name of what crosses: ``bytes_staged[NAME]``."""
 
@@ -92,11 +94,16 @@ class Station:
             self.peers[worker] = self._channels(worker)
         return self.peers[worker]
 
-    def count_staged(self, edge: Edge, nbytes: int) -> None:
+    def count_staged(self, edge: Edge, nbytes: int, why: str) -> None:
         """Payload of an edge was copied besides the transfer itself."""
         self.device.count_staged(nbytes)
         self.counts[f"bytes_staged[{edge.value}]"] += nbytes
         self.copied[edge.number] += nbytes
+        self.why[edge.number] = why
+
+    def staged_by_edge(self) -> dict[int, tuple[int, str]]:
+        """Bytes that were staged here, and why, by the number of the edge."""
+        return {number: (nbytes, self.why[number]) for number, nbytes in self.copied.items()}
 
     # -- set-up
 

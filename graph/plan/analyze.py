@@ -22,7 +22,9 @@ from ..trace.devices import CPU, named
 from ..trace.sites import Site
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
+from ..trace.watch import OnlyHere
 from ..trace.writes import check_seen
+from .draws import Draws
 from .graph import TransferGraph, Value
 from .located import Located, Pair
 from .order import Order, put_in_order
@@ -79,6 +81,9 @@ class _Analysis:
         self.paths: dict[str, str] = {}  # name of an attribute -> where it is in the model
         self.written: set[str] = set()
         self.where: dict[fx.Node, tuple[str, int]] = {}
+        self.draws = Draws(caller)
+        self.compared: list[tuple[fx.Node, list[str]]] = []  # parts elsewhere that give constants too, and their tensors
+        self.writing = {write.node for write in capture.writes}
         self.segment(caller, 0)
 
     def segment(self, worker: str, level: int) -> Segment:
@@ -142,6 +147,13 @@ class _Analysis:
             if names and self.home[names[0]] not in giving and self.home[names[0]][0] != self.caller:
                 giving.add(self.home[names[0]])
                 found.append(Ref(names[0]))
+        # That constants are what they were must be known before the forward is over.
+        for node, names in self.compared:
+            if not names:
+                raise OnlyHere(f"part {node.target!r} gives no tensor: the forward would not wait for what it gives")
+            tensors = [name for name in names if name not in self.numbers]
+            if tensors and not any(self.uses[name] for name in tensors) and Ref(tensors[0]) not in found:
+                found.append(Ref(tensors[0]))
         return found
 
     def operation(self, node: fx.Node) -> None:
@@ -165,6 +177,8 @@ class _Analysis:
         worker = self.place(node, args, kwargs)
         terms = self.readers.terms(node, args, kwargs)
         level = self.level((args, kwargs), worker, terms)
+        if node in self.capture.draws:
+            level = self.draws.level(node, worker, level)
         self.where[node] = worker, level
         self.readers.note(terms, (worker, level), self.home)
         args, kwargs = self.localize((args, kwargs), worker, level)
@@ -198,6 +212,8 @@ class _Analysis:
                 described(tree),
                 tuple([leaf if isinstance(leaf, Ref) else key(leaf) for leaf in stands]),
             )
+            if kind == "module" and worker != self.caller and not all(isinstance(leaf, Ref) for leaf in stands):
+                self.compared.append((node, [name for name in names if name is not None]))
         self.segment(worker, level).instructions.append(step)
 
     def instruction(
@@ -339,6 +355,8 @@ class _Analysis:
             return self.owner(str(node.target))
         names = sorted(names_in((args, kwargs)), key=lambda name: name in self.numbers)  # tensors first
         first = self.home[names[0]][0] if names else self.caller
+        if node in self.capture.draws and not (node in self.writing and any(name in self.paths for name in names)):
+            first = self.caller
         return self.scope(node.meta.get("scope", "")) or first
 
     def level(self, arguments: Any, worker: str, terms: Iterable[Key] = ()) -> int:
@@ -407,6 +425,7 @@ class _Analysis:
                 for name in segment.outputs
             )
         graph = TransferGraph(self.caller, segments, values, inputs, plainly(output), self.capture.constants)
+        graph.drawn, graph.draws = list(self.draws.elsewhere), self.draws.segments()
         put_in_order(graph, self.readers.reads)
         return graph
 

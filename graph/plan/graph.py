@@ -66,6 +66,10 @@ class TransferGraph:
     shared: list[Shared] = field(default_factory=list)
     reordered: list[str] = field(default_factory=list)
     """Tensors and parameters whose gradients are not summed in the order of one process."""
+    drawn: list[str] = field(default_factory=list)
+    """Parts and operations that draw random numbers at other workers than the caller."""
+    draws: dict[str, int] = field(default_factory=dict)
+    """How many segments draw random numbers, by worker. Where there are several, micro-batches must not overtake each other."""
 
     def crossing(self) -> list[tuple[Value, str]]:
         """(value, worker that receives it), in the order of production."""

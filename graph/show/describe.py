@@ -88,6 +88,7 @@ class Transfers:
         total = f"{count} edges, {self.nbytes:,} bytes cross in a training step{more}, {self.slot_bytes:,} bytes of slots"
         staged = [
             f"{c.kind} {c.name} from {c.source} to {c.target}: {c.staged:,} bytes staged so far"
+            + (f" ({c.why})" if c.why else "")
             for c in self.crossings
             if c.staged
         ]
@@ -157,14 +158,16 @@ def load(path: str | os.PathLike[str]) -> list[Transfers]:
 
 
 def describe(
-    placement: Placement, parameter_bytes: Mapping[str, int] | None = None, staged: Mapping[int, int] | None = None
+    placement: Placement, parameter_bytes: Mapping[str, int] | None = None, staged: Mapping[int, tuple[int, str]] | None = None
 ) -> Transfers:
-    """``parameter_bytes``: of the model, by worker; ``staged``: bytes so far, by number of the edge. Without a
+    """``parameter_bytes``: of the model, by worker; ``staged``: bytes so far and why, by number of the edge. Without a
     graph (control edges, parameters that are served) the operations stay unnamed."""
     known = {} if parameter_bytes is None else parameter_bytes
     copied = {} if staged is None else staged
     crossings = tuple(
-        dataclasses.replace(_crossing(placement.graph, edge), staged=copied.get(edge.number, 0)) for edge in placement.edges
+        dataclasses.replace(_crossing(placement.graph, edge), staged=nbytes, why=why)
+        for edge in placement.edges
+        for nbytes, why in [copied.get(edge.number, (0, ""))]
     )
     segments: list[SegmentRecord] = []
     parts: dict[str, dict[str, None]] = {}

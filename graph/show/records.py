@@ -26,8 +26,8 @@ class Crossing:
     slots, which take ``slot_bytes`` at the target; ``device`` is where it wants the tensor (empty: the CPU). ``producer`` is
     the traced operation whose result it is, and ``allocator`` says whose memory is sent: ``site`` in words, or the slot in
     which it was received. ``first`` and ``last`` use it at the target. ``needs_gradient``: a gradient comes back. ``trigger``:
-    carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far. A tensor
-    with several targets is several crossings of one ``name``.
+    carries nothing, only starts a segment. ``staged``: bytes that were copied besides the transfer so far, and ``why``. A
+    tensor with several targets is several crossings of one ``name``.
     """
 
     number: int
@@ -50,6 +50,7 @@ class Crossing:
     last: Use | None = None
     device: str = ""
     staged: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

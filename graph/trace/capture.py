@@ -47,7 +47,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, undrawn, untouched
+from .watch import HOOKS, Changes, check_tensors, undrawn, untouched
 from .writes import Write, check_writes, finish, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
@@ -74,8 +74,9 @@ class Capture:
     ``After``), ``constants`` the tensors that the forward makes without any input. ``sizes`` says which sizes in ``values`` are
     for good. ``written`` has (node, number of the leaf) of every tensor that is written in place after its node made it,
     ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what they do to buffers or
-    generators. ``how``: what made it. ``roots``: what the forward of a model like the skeleton read besides tensors
-    (``guards``). ``elsewhere``: what parts read at other workers, which have it from their own Python."""
+    generators. ``draws``: nodes that take numbers from a generator. ``how``: what made it. ``roots``: what the forward of a
+    model like the skeleton read besides tensors (``guards``). ``elsewhere``: what parts read at other workers, which have it
+    from their own Python."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
@@ -84,6 +85,7 @@ class Capture:
     written: frozenset[tuple[fx.Node, int]] = frozenset()
     sites: dict[tuple[fx.Node, int], Site] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
+    draws: frozenset[fx.Node] = frozenset()
     writes: list[Write] = field(default_factory=list)
     how: str = "fx"
     example: bool = False
@@ -267,6 +269,7 @@ def propagate(
         written,
         sites,
         writes=propagator.writes,
+        draws=propagator.draws(),
         terms=counted.terms,
         parameters=counted.parameters,
     )
@@ -309,8 +312,8 @@ def _alike(one: Any, other: Any) -> bool:
         return False
 
 
-def sets_attribute(where: str, name: str) -> NotSupported:
-    return NotSupported(
+def sets_attribute(where: str, name: str) -> Changes:
+    return Changes(
         f"the forward of {where} sets its attribute {name!r}, which a trace would do once and for all",
         hint="keep what changes inside of a part that lies at one worker",
     )
@@ -325,6 +328,10 @@ def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict
     @classmethod  # type: ignore[misc]
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original.__get__(None, cls)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise NotSupported(
+                "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
+            )
         return handle(plain, args, kwargs) if threading.get_ident() == thread else plain(*args, **kwargs)
 
     torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -400,7 +407,10 @@ class _Tracer(fx.Tracer):
         self._count, self._join, self._whole = count, join, whole
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return self._whole(module_qualified_name)
+        whole = self._whole(module_qualified_name)
+        if whole:
+            check_tensors(m)
+        return whole
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if not isinstance(attr_val, torch.Tensor) or isinstance(attr_val, nn.Parameter):
@@ -469,6 +479,15 @@ class _Propagator(fx.Interpreter):
         """See ``Capture``."""
         known = {(node, at): self.allocations.of(tensor) for node, at, tensor, _ in self._versions}
         return {where: site for where, site in known.items() if site is not None}
+
+    def draws(self) -> frozenset[fx.Node]:
+        """See ``Capture``."""
+        return frozenset(node for node in self.env if node.name in self.allocations.drawing or self._drops(node))
+
+    def _drops(self, node: fx.Node) -> bool:
+        """Recurrent layers need not run for their shapes (``recurrent``)."""
+        parts = self.fetch_attr(str(node.target)).modules() if node.op == "call_module" else ()
+        return any(isinstance(part, nn.RNNBase) and part.training and part.dropout and part.num_layers > 1 for part in parts)
 
     _outputs: dict[fx.Node, Any]
     _after: bool

@@ -22,7 +22,7 @@ from ...transport import NotSupported, plugins
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import record
 from .sizes import Sizes
-from .watch import Elsewhere, watched
+from .watch import Changes, Elsewhere, watched
 
 GROUP = "rdmarpc.captures"
 """The entry points by which packages bring capture methods."""
@@ -68,6 +68,7 @@ def capture_by(
     whether a module is at another worker."""
     refused: list[str] = []
     error: Exception | None = None
+    again = False
     for name, method in methods.items():
         try:
             if method is _METHODS["fx"]:
@@ -80,15 +81,16 @@ def capture_by(
             raise
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
-            error = raised
-    raise Uncaptured(refused, error) from error
+            error, again = raised, again or isinstance(raised, Changes)
+    raise Uncaptured(refused, error, again) from error
 
 
 class Uncaptured(NotSupported):
-    """No method worked. ``refused`` has the reasons, ``error`` is the last."""
+    """No method worked. ``refused`` has the reasons, ``error`` is the last; ``again``: one of them is what the forward may have
+    to do only once."""
 
-    def __init__(self, refused: list[str], error: Exception | None) -> None:
-        self.refused, self.error = refused, error
+    def __init__(self, refused: list[str], error: Exception | None, again: bool = False) -> None:
+        self.refused, self.error, self.again = refused, error, again
         super().__init__("\n".join(["the forward cannot be captured as a whole", *refused]), hint=getattr(error, "hint", ""))
 
 
@@ -127,4 +129,4 @@ def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
 
 
 _METHODS: dict[str, Method] = {"fx": _fx, "export": _export}
-_ORDERS = {"auto": ("fx", "export"), "fx": ("fx",), "export": ("export",), "eager": ()}
+_ORDERS = {"auto": ("fx", "export"), "fx": ("fx",), "export": ("export",), "eager": (), "here": ()}

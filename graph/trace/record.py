@@ -177,6 +177,8 @@ class _Recorder(TorchFunctionMode):
             self._inside = False
         node = make(known)
         check_result(f"{node.op} {node.name}", result)
+        # The forward may have used them where no operation tells.
+        node.meta["compared"] = any(leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
         if before.changed():
             if node.op != "call_module":
                 raise NotSupported(f"{node.name} puts something into its arguments, which a trace would do once")

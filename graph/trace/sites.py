@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .values import Mark, paths
+from .writes import draws
 
 OPERATION, INPUT, PARAMETER, BUFFER, CONSTANT = "operation", "input", "parameter", "buffer", "constant"
 
@@ -48,8 +49,8 @@ class Site:
 
 class Allocations(TorchDispatchMode):
     """Who made which storage. Entered around a run of the captured graph, inside the fake mode; ``at`` before each of its
-    operations, ``of(tensor)`` afterwards. Keeps every storage of the run, so that no address comes twice: use it where
-    tensors have no data."""
+    operations, ``of(tensor)`` afterwards. ``drawing`` has those that draw random numbers. Keeps every storage of the run, so
+    that no address comes twice: use it where tensors have no data."""
 
     supports_higher_order_operators = True
 
@@ -58,6 +59,7 @@ class Allocations(TorchDispatchMode):
         self._sites: dict[int, tuple[torch.UntypedStorage, Site]] = {}
         self._paths: dict[int, list[str]] = {}
         self._instruction, self._where, self._count = "", "", 0
+        self.drawing: set[str] = set()
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         for name, parameter in model.named_parameters():
@@ -86,6 +88,8 @@ class Allocations(TorchDispatchMode):
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and self.of(leaf) is None:
                 self.note(leaf, Site(CONSTANT, self._path()))  # was there before: an attribute of a module
+        if draws(func, args, kwargs or {}):
+            self.drawing.add(self._instruction)
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and self.of(leaf) is None and _storage(leaf) is not None:

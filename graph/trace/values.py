@@ -359,6 +359,9 @@ class _Unpickler(pickle.Unpickler):
         return self._held[pid]
 
 
+_PADDED = "convert it to a padded tensor, or to values and offsets"
+
+
 class Unknown(NotSupported):
     """An object that cannot be taken apart."""
 
@@ -438,6 +441,8 @@ def check_arguments(what: str, forward: Callable[..., Any], args: Sequence[Any],
         for leaf in leaves:
             if isinstance(leaf, nn.Module):
                 raise NotSupported(f"{what} is given {name!r}: a {type(leaf).__name__}, a module, cannot cross between workers")
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+                raise NotSupported(f"{what} is given {name!r}: a nested tensor cannot cross between workers", hint=_PADDED)
 
 
 class After(NamedTuple):
@@ -511,6 +516,8 @@ def check_result(what: str, result: Any) -> None:
     except NotSupported as error:
         raise NotSupported(f"{what} gives {error.message}", hint=error.hint) from error
     for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise NotSupported(f"{what} gives a nested tensor, which cannot cross between workers", hint=_PADDED)
         if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS, range, type, type(...))) and leaf is not None:
             raise NotSupported(
                 f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",

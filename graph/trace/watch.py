@@ -61,8 +61,14 @@ class Watch:
         self._modules = {id(module): (path, module) for path, module in reversed(modules)}
         self._whole = {id(module): 2 if away(path) else 1 for path, module in modules if path and whole(path)}
         self._at = 0
+        self._inside: set[int] = set()
+        self._tensors = {id(module): _own(module) for _, module in modules}
         self._inlined = self._everything = False
+        self._drawn_there: list[NotSupported] = []
         self._refused: list[NotSupported] = []
+        self._beyond: list[str] = []
+        self._outside: list[NotSupported] = []
+        """Of whole parts. Calls of an export are not seen as such: there the parts themselves may have done it."""
         self._reads: tuple[set[tuple[int, str]], ...] = set(), set(), set()
         self._codes: tuple[dict[Any, Any], ...] = {}, {}, {}
         self._roots: tuple[dict[tuple[int, str], tuple[Root, Any]], ...] = {}, {}, {}
@@ -75,7 +81,7 @@ class Watch:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While this lasts, what happens in this thread is seen; afterwards all is as it was."""
-        drawn, collects = _generators(), gc.isenabled()
+        drawn, collects = generators(), gc.isenabled()
         gc.disable()  # it runs what is none of the forward's
         try:
             with self._patched():
@@ -88,11 +94,11 @@ class Watch:
             for root, value in (item for roots in self._roots for item in roots.values()):
                 if root.value() is not value:
                     _rebind(root, value)
-            _draw_again(drawn)
+            draw_again(drawn)
 
     def _look(self, drawn: dict[str, Any]) -> None:
         """What is different now."""
-        now = _generators()
+        now = generators()
         self._drawn = [name for name, state in drawn.items() if repr(state) != repr(now[name])]
         reach, away = Snapshot(), Snapshot()
         for root, value in self._roots[2].values():
@@ -119,15 +125,19 @@ class Watch:
 
     # -- the verdict
 
-    def check(self, graph: fx.Graph) -> None:
+    def check(self, graph: fx.Graph, exported: bool) -> None:
         """Raise ``NotSupported`` for what the graph does not have."""
         self._inlined = not any(node.op == "call_module" for node in graph.nodes)
-        if self._refused:
-            raise self._refused[0]
+        if self._beyond:
+            raise Elsewhere(self._beyond[0], hint="pass what it needs as an argument")
+        for error in (*self._refused, *(() if exported else self._outside)):
+            raise error
         for name in self._drawn:
             raise draws(name)
-        for label, read, there in self._changed:
-            if read and there and not self._inlined:
+        if self._drawn_there:
+            raise self._drawn_there[0]
+        for label, read, away in self._changed:
+            if read and away and not self._inlined:
                 raise Elsewhere(f"a part at another worker changes {label}, which the forward reads here")
         for where, name, read in self._set:
             if read:
@@ -182,21 +192,29 @@ class Watch:
             return object.__getattribute__(module, name)
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread or id(module) not in self._whole:
+            if threading.get_ident() != thread or id(module) not in self._modules:
                 return call(module, *args, **kwargs)
-            before = self._at
-            drawn = {} if before else _generators()
-            self._at = max(before, self._whole[id(module)])
+            before, inside = self._at, self._inside
+            if before:
+                self._check_beyond(module)
+            if before or id(module) not in self._whole:
+                return call(module, *args, **kwargs)
+            self.check_tensors(module)
+            self._at, self._inside, drawn = self._whole[id(module)], {id(m) for m in module.modules()}, generators()
             try:
                 return call(module, *args, **kwargs)
             finally:
-                self._at = before
-                _draw_again(drawn)
+                self._at, self._inside = before, inside
+                self._tensors |= {id(m): _own(m) for m in module.modules()}
+                if self._whole[id(module)] == 2:
+                    self._drawn_there += there(drawn, f"part {self._modules[id(module)][0]!r}")
+                draw_again(drawn)
 
         def assigned(module: nn.Module, name: str, value: Any) -> None:
             seen = threading.get_ident() == thread and not self._at and id(module) in self._whole
             if seen and vars(module).get(name, MISSING) is not value and not name.startswith(_OWN):
-                self._refuse(f"sets attribute {name!r} of {self._modules[id(module)][0]!r} from outside")
+                what = f"the forward sets attribute {name!r} of {self._modules[id(module)][0]!r} from outside"
+                self._outside.append(Changes(what, hint=_HINT))
             assign(module, name, value)
 
         nn.Module.__call__, nn.Module.__setattr__ = called, assigned  # type: ignore[method-assign, assignment]
@@ -213,6 +231,21 @@ class Watch:
             with contextlib.suppress(AttributeError):
                 del nn.Module.__getattribute__
             nn.Module.__call__, nn.Module.__setattr__ = call, assign  # type: ignore[method-assign]
+
+    def check_tensors(self, part: nn.Module) -> None:
+        """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own."""
+        for path, module in part.named_modules():
+            known = self._tensors.get(id(module), {})
+            for name, tensor in _own(module).items():
+                if known.get(name) is not tensor:
+                    where = ".".join(filter(None, (self._modules[id(part)][0], path, name)))
+                    raise NotSupported(f"the forward calls a part with another tensor for {where!r}", hint=_HINT)
+
+    def _check_beyond(self, module: nn.Module) -> None:
+        """Whether a whole part calls a module that is not in it."""
+        if id(module) not in self._inside and not self._at == self._whole.get(id(module)) == 1:
+            path = self._modules[id(module)][0] or self._name
+            self._beyond.append(f"a part, or a hook of it, calls {path!r}, which is not in that part and not as a whole here")
 
     def leave(self) -> None:
         """See ``leave_code``."""
@@ -234,14 +267,14 @@ class Watch:
         if clock and not _collects(frame) and frame.f_globals.get("__name__", "").partition(".")[0] not in _EXCUSED:
             self._refuse(f"calls {arg.__name__}(), which gives another value every time")
 
-    def _refuse(self, what: str) -> None:
-        self._refused.append(NotSupported(f"the forward {what}", hint=_HINT))
+    def _refuse(self, what: str, kind: type[NotSupported] = NotSupported) -> None:
+        self._refused.append(kind(f"the forward {what}", hint=_HINT))
 
     def _first(self, frame: types.FrameType, code: types.CodeType, codes: dict[Any, Any]) -> None:
         """A function runs for the first time."""
         codes[code] = None
         if code in _REGISTER and not self._at and not self._internal(frame.f_back):
-            self._refuse(f"registers hooks ({code.co_name})")
+            self._refuse(f"registers hooks ({code.co_name})", Changes)
         importing = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
         if importing or foreign(frame.f_globals.get("__name__")) or _collects(frame):
             return
@@ -283,6 +316,12 @@ def leave_code() -> None:
         _current.watch.leave()
 
 
+def check_tensors(part: nn.Module) -> None:
+    """For a trace that does not run parts: see ``Watch.check_tensors``, of the watch of this thread, if there is one."""
+    if _current.watch is not None:
+        _current.watch.check_tensors(part)
+
+
 class Elsewhere(NotSupported):
     """What another worker does to a Python object that the forward reads here; no method can have it."""
 
@@ -294,7 +333,7 @@ def watched(
     watch = Watch(model, whole, away)
     with watch.running():
         found = make()
-    watch.check(found.graph)
+    watch.check(found.graph, found.how == "export")
     found.roots, found.elsewhere = watch.roots, watch.elsewhere()
     return found
 
@@ -308,6 +347,8 @@ def untouched(part: nn.Module) -> Iterator[list[Root]]:
     watch._at = 2
     with watch.running():
         yield found
+    if watch._drawn:
+        raise draws_there("the part", watch._drawn[0])
     found += watch.elsewhere()
 
 
@@ -356,12 +397,34 @@ def _attribute_roots(module: nn.Module, where: str, name: str) -> Iterator[Root]
             yield Root(_label(name, kind.__qualname__), vars(kind), name)
 
 
+def _own(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
+
+
 def _label(name: str, where: str) -> str:
     return f"attribute {name!r} of {where}"
 
 
-def _changes(label: str) -> NotSupported:
-    return NotSupported(f"the forward changes {label}, which a trace would do once and for all", hint=_HINT)
+class OnlyHere(NotSupported):
+    """What a part elsewhere does otherwise than in one process, although it can run there."""
+
+
+def draws_there(what: str, generator: str) -> OnlyHere:
+    return OnlyHere(f"{what} draws numbers from {generator}, of which every worker has its own", hint='capture="here"')
+
+
+def there(drawn: dict[str, Any], what: str) -> list[NotSupported]:
+    """That it has drawn from generators that were in this state before."""
+    now = generators() if drawn else {}
+    return [draws_there(what, name) for name, state in drawn.items() if repr(state) != repr(now[name])]
+
+
+class Changes(NotSupported):
+    """What a forward does to Python objects. If it does so only the first time, a later forward can be captured."""
+
+
+def _changes(label: str) -> Changes:
+    return Changes(f"the forward changes {label}, which a trace would do once and for all", hint=_HINT)
 
 
 def _check_leaves(graph: fx.Graph) -> None:
@@ -397,14 +460,16 @@ def _method_of(frame: types.FrameType) -> types.FunctionType | None:
     return None
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """The states of the generators that are each process's own."""
     found: dict[str, Any] = {"Python's random": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy.random"] = sys.modules["numpy"].random.get_state()
     return found
 
 
-def _draw_again(states: dict[str, Any]) -> None:
+def draw_again(states: dict[str, Any]) -> None:
+    """Put them back."""
     if states:
         random.setstate(states["Python's random"])
     if "numpy.random" in states:

@@ -20,13 +20,25 @@ def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
 
     def impure(node: fx.Node) -> bool:
         if node.op == "call_module":
-            return _has_effects(model.get_submodule(str(node.target)))
-        if node.op == "call_function" and any(word in getattr(node.target, "__name__", "") for word in _ACTING):
+            return node.meta.get("compared", False) or _has_effects(model.get_submodule(str(node.target)))
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else str(node.target)
+        if node.op in ("call_function", "call_method") and any(word in name for word in _ACTING):
             return True
         return node.op in ("placeholder", "output") or _writes(node)
 
     graph.eliminate_dead_code(is_impure_node=impure)
     return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
+
+
+def draws(operation: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this operation of ATen takes random numbers from a generator when it is given these."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in operation._schema.arguments}
+    given |= {**dict(zip(given, args)), **kwargs}
+    switches = ("train", "training")  # of dropout, of recurrent layers and of rrelu
+    chances = ("dropout_p", "dropout", *(("p",) if "dropout" in operation.name() else ()))
+    return all(given.get(name, True) is not False for name in switches) and all(given.get(name, 1) != 0 for name in chances)
 
 
 def _has_effects(module: nn.Module) -> bool:
@@ -159,7 +171,7 @@ def _writes(node: fx.Node) -> bool:
     return False
 
 
-_ACTING = ("batch_norm", "instance_norm", "dropout", "rand", "normal", "bernoulli", "multinomial")
+_ACTING = ("batch_norm", "instance_norm", "dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", "binomial")
 """Functions that change buffers or draw random numbers: they run though nothing uses their result."""
 _IN_PLACE = frozenset(
     [

@@ -17,6 +17,7 @@ from ..guards.kept import Kept, plain
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
+from ..trace.watch import draw_again, generators, there
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -185,8 +186,13 @@ class Access:
                     lambda leaf: leaf.to(find(next(left)), copy=True) if isinstance(leaf, torch.Tensor) else leaf,
                     (args, kwargs),
                 )
-                before = Before(given, more)
-                result = part(*given, **more)
+                before, drawn = Before(given, more), generators()
+                try:
+                    result = part(*given, **more)
+                    for error in there(drawn, f"part {path!r}"):
+                        raise error
+                finally:
+                    draw_again(drawn)
             if any(leaf._version for leaf in leaves_of((given, more)) if isinstance(leaf, torch.Tensor)):
                 raise writes_input(path)
             if before.changed():

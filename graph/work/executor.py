@@ -227,7 +227,9 @@ class Executor(threading.Thread):
         micro = MicroBatch.unpack(header.place)
         first = header.sequence - micro.number
         if first not in self._batches:
-            self._batches[first] = Batch(first, micro.total, micro.window, len(flow.duties))
+            self._batches[first] = Batch(
+                first, micro.total, micro.window, len(flow.duties), flow.rounds if micro.interleaved else None
+            )
         return self._batches[first]
 
     def _gradient(self, inlet: Inlet, slot: Slot, header: Header) -> None:

@@ -9,6 +9,7 @@ from ..edges.station import Fittings
 from ..plan.analyze import TransferGraph, Value
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment
+from ..schedules.rounds import rounds
 from .production import MIN_BYTES, Production
 
 Source = tuple[int, int]
@@ -78,7 +79,8 @@ class Hop:
 class Flow:
     """See the module. ``duties`` are this worker's segments by level; ``backwards`` counts those that gradients come to.
     ``edges`` gives the source that each gradient edge stands for. ``sink``: the gradients of some segment here go no
-    further. ``gpus``: the accelerators on which tensors lie here, by name; their backward runs on threads of the engine's."""
+    further. ``rounds``: how stages go round the workers. ``gpus``: the accelerators on which tensors lie here, by name; their
+    backward runs on threads of the engine's."""
 
     def __init__(self, fittings: Fittings, worker: str) -> None:
         graph = fittings.placement.graph
@@ -128,6 +130,7 @@ class Flow:
         self.gradients_missing = [duty.gradients_missing for duty in self.duties]
         self.backwards = sum(duty.backward for duty in self.duties)
         self.sink = worker in sinks(graph)
+        self.rounds = rounds(graph)
         made = {v.device for v in graph.values.values() if graph.segments[v.producer].worker == worker}
         landing = {v.landing.get(worker, "") for v in graph.values.values()}
         self.gpus = tuple(sorted((made | landing) - {""}))

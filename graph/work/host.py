@@ -179,9 +179,9 @@ class Host:
     def counters(self) -> dict[str, int]:
         return {**self.station.device.counters(), **self.station.counts}
 
-    def copied(self) -> dict[int, int]:
-        """Bytes that were staged here, by the number of the edge."""
-        return dict(self.station.copied)
+    def copied(self) -> dict[int, tuple[int, str]]:
+        """Bytes that were staged here, and why, by the number of the edge."""
+        return self.station.staged_by_edge()
 
     def lost(self, worker: str, error: RdmaError) -> None:
         self.station.lost(worker, error)

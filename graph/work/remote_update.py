@@ -88,14 +88,13 @@ def build_optimizer(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """A copy of the optimizer's state, per position of a parameter; in host memory."""
+    """A copy of the optimizer's state, per position of a parameter, in its order; in host memory."""
+    positions = {id(parameter): at for at, parameter in enumerate(parameters)}
     return {
-        at: {
-            key: copied(value) if isinstance(value, torch.Tensor) else value
-            for key, value in optimizer.state[parameter].items()
+        positions[id(parameter)]: {
+            key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in entries.items()
         }
-        for at, parameter in enumerate(parameters)
-        if parameter in optimizer.state
+        for parameter, entries in optimizer.state.items()
     }
 
 

@@ -13,6 +13,11 @@ forwards. None of them can block: what a task waits for under 2 and 3 belongs to
 a slot that a message of this one waits for, as every edge carries the micro-batches in their order. By induction over the index
 all of them finish, with whatever number of slots; the second one is for what outlives its micro-batch: an input that a part
 keeps until the next one, a gradient that stays some parameter's ``.grad``.
+
+Interleaved (``schedules/rounds``), 3 and 4 are others for stages: a forward starts when so many backwards have run that the
+table allows it, and comes before backwards; groups of micro-batches go through the stages of a worker in turn. Nothing blocks
+either: before micro-batch i in stage s the table asks for position(s, i) - ahead(s) + 1 backwards, which is never more than i
+times the stages of the worker, and so many belong to earlier micro-batches.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..edges import observer
+from ..schedules.rounds import Rounds
 from ..wire.header import MicroBatch
 from .flow import Duty, Flow
 
@@ -39,14 +45,15 @@ class Runs(Protocol):
 
 class Batch:
     """The micro-batches of one batch at one worker: how many have been through each of its segments. ``first``: sequence of the
-    first of ``count``."""
+    first of ``count``. ``rounds``: the batch is interleaved."""
 
-    __slots__ = ("backwards", "count", "first", "forwards", "window")
+    __slots__ = ("_stage_backwards", "backwards", "count", "first", "forwards", "rounds", "window")
 
-    def __init__(self, first: int, count: int, window: int, duties: int) -> None:
-        self.first, self.count, self.window = first, count, window
+    def __init__(self, first: int, count: int, window: int, duties: int, rounds: Rounds | None = None) -> None:
+        self.first, self.count, self.window, self.rounds = first, count, window, rounds
         self.forwards = [0] * duties
         self.backwards = [0] * duties
+        self._stage_backwards = 0
 
     def allows(self, task: Task) -> bool:
         duty, index = task.duty, task.run.micro.number
@@ -54,10 +61,26 @@ class Batch:
         if task.backward:
             return done == index
         begun = self.forwards[duty.at]
-        return begun == index and not (duty.backward and begun - done >= max(1, self.window - duty.level))
+        if begun != index or not duty.backward:
+            return begun == index
+        stage = None if self.rounds is None else self.rounds.stages.get(duty.segment.number)
+        if self.rounds is None or stage is None:
+            return begun - done < max(1, self.window - duty.level)
+        return self.rounds.position(stage, index, self.count) - self._stage_backwards < self.rounds.ahead(stage)
 
     def ran(self, task: Task) -> None:
         (self.backwards if task.backward else self.forwards)[task.duty.at] += 1
+        if task.backward and self.rounds is not None and task.duty.segment.number in self.rounds.stages:
+            self._stage_backwards += 1
+
+    def turn(self, task: Task) -> tuple[int, int, int, int]:
+        """The lowest one starts first."""
+        index = task.run.micro.number
+        stage = None if self.rounds is None else self.rounds.stages.get(task.duty.segment.number)
+        if self.rounds is None or stage is None:
+            # Interleaved, this is no stage: others wait for it, and it takes no time.
+            return (0 if task.backward else 1) - 2 * (self.rounds is not None), task.run.sequence, 0, 0
+        return int(task.backward), index // self.rounds.workers, -stage if task.backward else stage, index
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +92,11 @@ class Task:
     duty: Duty
     backward: bool
     commands: int
+
+    def turn(self) -> tuple[int, int, int, int]:
+        """The lowest one starts first."""
+        batch = self.run.batch
+        return (0 if self.backward else 1, self.run.sequence, 0, 0) if batch is None else batch.turn(self)
 
     def start(self) -> None:
         go = self.run.backward if self.backward else self.run.forward
@@ -99,7 +127,7 @@ class Agenda:
         for task in self._tasks:
             if task.commands > commands or (task.run.batch is not None and not task.run.batch.allows(task)):
                 continue
-            if best is None or (not task.backward, task.run.sequence) < (not best.backward, best.run.sequence):
+            if best is None or task.turn() < best.turn():
                 best = task
         if best is not None:
             self._tasks.remove(best)

@@ -137,7 +137,9 @@ class Answers:
         if forgone:
             tell(link, FORGO, 0, struct.pack(f"<{len(forgone)}Q", *forgone))
 
-    def _tensors(self, pending: Pending, frame: Frame, table: bytes, data: bytes, fetch: Fetch | None) -> list[torch.Tensor]:
+    def _tensors(
+        self, pending: Pending, frame: Frame, table: bytes, data: bytearray, fetch: Fetch | None
+    ) -> list[torch.Tensor]:
         """The tensors of an answer. The callee is told when all that it left for us in its memory has been READ, or will not
         be."""
         link, was_read = pending.link, False

@@ -277,7 +277,8 @@ class Callee:
             streams.ended()
         if inner is not None:
             if isinstance(answer[0], torch._C.Future):
-                answering.function, answering.frame = None, answering.frame._replace(body=b"")  # nobody needs these meanwhile
+                # Nobody needs these meanwhile.
+                answering.function, answering.frame = None, answering.frame._replace(body=b"", data=bytearray())
                 later = partial(self._reply_later, answering, known(answer[0]))
                 answer.pop().add_done_callback(later)
                 return None
@@ -326,7 +327,7 @@ class Callee:
             answering.context.attach(link.worker, head.message, [*tensors, *parts])
         return function, args, kwargs
 
-    def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytes) -> list[torch.Tensor]:
+    def _tensors(self, answering: Answering, grant: int, table: bytes, data: bytearray) -> list[torch.Tensor]:
         link, request = answering.link, answering.request
         landing = self.promises.take(link, grant) if grant else None
         ahead: list[torch.Tensor] | None = [] if link.channel.reads_take_peer else None  # nothing is READ here then

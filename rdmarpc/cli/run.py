@@ -9,12 +9,23 @@ from typing import NoReturn
 
 from ..standing_in import children
 
+USAGE = """usage: rdmarpc run [--] SCRIPT.py [arguments]
+       rdmarpc run -m MODULE [arguments]
+       rdmarpc run -c CODE [arguments]
+
+Runs the program as Python would, but with rdmarpc for torch.distributed.rpc, .autograd, DistributedOptimizer and
+RemoteModule: in its process and in all Python processes that it starts. The program is not changed.
+"""
+
 
 def main(arguments: list[str]) -> NoReturn:
     """Become the program: a fresh interpreter in this process, so it starts as it does without us."""
     program = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        sys.exit(0)
     if not program:
-        sys.exit("usage: rdmarpc run [--] SCRIPT.py [arguments] | -m MODULE [arguments]")
+        sys.exit(USAGE)
     if sys.flags.ignore_environment or sys.flags.no_site:
         sys.exit("rdmarpc run: Python's options -E, -I and -S keep programs from knowing (PYTHONPATH)")
     children.tell(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,14 +14,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..ground import reports
-from ..transport import PeerLost
+from ..options import RpcBackendOptions
+from ..ranks.engine import Engine
+from ..ranks.meeting import Ranks
+from ..transport import PeerLost, RdmaError, TransferTimeout
 from . import calls, sparse
-from .engine import Engine
-from .meeting import Members
 from .pairs import Pairs
-from .queue import Queue, Work
+from .queue import Queue, Work, nothing
 from .sums import sum_of
-from .tensors import check, source, split, target
+from .tensors import check, plain, source, split, target
 
 Back = list[Callable[[], object]]
 Tensors = Sequence[torch.Tensor]
@@ -49,10 +51,13 @@ _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
 class Collectives(_Group):
     """The collectives. Thread-safe: calls of several threads run in the order in which they come here."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: RpcBackendOptions | None = None
+    ) -> None:
+        """``options``: how the device of this process is opened, if no group has opened it yet."""
         super().__init__(rank, size)
         self.store, self.me, self.members_count = store, rank, size
-        self.members = Members(store, rank, size, timeout.total_seconds())
+        self.members = Ranks(store, rank, size, timeout.total_seconds(), options)
         self.engine = Engine(self.members, timeout.total_seconds())
         self.pairs = Pairs(self.members, timeout.total_seconds())
         self.queue = Queue(f"rdmarpc-group-{rank}")
@@ -62,11 +67,11 @@ class Collectives(_Group):
 
     def _submit(self, what: str, run: calls.Run, outputs: Tensors, options: Any, back: Back | None = None) -> Work:
         """Have a call run. It fails the group if it raises."""
-        engine = self.engine
+        engine, event = self.engine, _event(what)
 
         def whole() -> None:
             try:
-                with torch.no_grad():
+                with event, torch.no_grad():
                     run(engine)
                     for each in back or ():
                         each()
@@ -74,18 +79,24 @@ class Collectives(_Group):
                 engine.fail(error)
                 raise
 
-        started: Callable[[], None] = whole
-        if torch.autograd._profiler_enabled():
-
-            def started() -> None:
-                with torch.profiler.record_function(f"rdmarpc:{what}"):
-                    whole()
-
-        work = Work(started, outputs, what)
+        work = Work(whole, outputs, what)
         self.queue.submit(work, not getattr(options, "asyncOp", True))
+        return self._keep(work)
+
+    def _keep(self, work: Work) -> Work:
+        """For ``_end_coalescing``, if this thread is coalescing."""
         if (collected := getattr(self._collected, "works", None)) is not None:
             collected.append(work)
         return work
+
+    def _submit_all(self, what: str, made: Sequence[tuple[calls.Run, Back]], outputs: Tensors, options: Any) -> Work:
+        """Several as one call."""
+
+        def run(engine: Engine) -> None:
+            for each, _ in made:
+                each(engine)
+
+        return self._submit(what, run, outputs, options, [each for _, back in made for each in back])
 
     # -- all to all
 
@@ -93,24 +104,24 @@ class Collectives(_Group):
         tensor = _one(tensors)
         opts = dist.AllreduceOptions() if opts is None else opts
         operation = getattr(opts, "reduceOp", opts)
+        if plain(tensor):
+            run = calls.all_reduce(tensor, sum_of(operation, tensor.dtype), _limit(opts))
+            return _at_once(self, "all_reduce", run, [tensor], opts)
         if tensor.layout is torch.sparse_coo:
             return self._submit("all_reduce", sparse.all_reduce(tensor, operation, _limit(opts)), [tensor], opts)
+        run, back = self._summed(tensor, operation, _limit(opts))
+        return self._submit("all_reduce", run, [tensor], opts, back)
+
+    def _summed(self, tensor: torch.Tensor, operation: Any, limit: float) -> tuple[calls.Run, Back]:
         check([tensor], "all_reduce")
         back: Back = []
         how = sum_of(operation, tensor.dtype)
-        return self._submit(
-            "all_reduce", calls.all_reduce(target(tensor, back, read=True), how, _limit(opts)), [tensor], opts, back
-        )
+        return calls.all_reduce(target(tensor, back, read=True), how, limit), back
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        back: Back = []
-        runs = []
-        for tensor in tensors:
-            check([tensor], "all_reduce")
-            how = sum_of(opts.reduceOp, tensor.dtype)
-            runs.append(calls.all_reduce(target(tensor, back, read=True), how, _limit(opts)))
-        return self._submit("all_reduce", _each(runs), tensors, opts, back)
+        made = [self._summed(tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
+        return self._submit_all("all_reduce", made, tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.ReduceOptions() if opts is None else opts
@@ -122,6 +133,8 @@ class Collectives(_Group):
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.BroadcastOptions() if opts is None else opts
+        if plain(tensor):
+            return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
         check([tensor], "broadcast")
         back: Back = []
         data = source(tensor) if self.me == opts.rootRank else target(tensor, back)
@@ -129,12 +142,8 @@ class Collectives(_Group):
 
     def barrier(self, opts: Any = None) -> Work:
         opts = dist.BarrierOptions() if opts is None else opts
-        return self._submit("barrier", calls.barrier(timeout=_limit(opts)), [], opts)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``."""
-        limit = timeout.total_seconds() if timeout else 0.0
-        self._submit("monitored_barrier", calls.barrier("monitored_barrier", limit), [], _Here()).wait()
+        run = calls.barrier(timeout=_limit(opts))
+        return _at_once(self, "barrier", run, [], opts)
 
     # -- gather
 
@@ -156,6 +165,8 @@ class Collectives(_Group):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
+        if plain(output, input) and output.numel() == input.numel() * self.members_count:
+            return _at_once(self, "all_gather", calls.even("all_gather", output, input, _limit(opts)), [output], opts)
         run, back = self._gathered_into(output, input, _limit(opts))
         return self._submit("all_gather", run, [output], opts, back)
 
@@ -176,8 +187,7 @@ class Collectives(_Group):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
         made = [self._gathered_into(output, tensor, _limit(opts)) for output, tensor in zip(outputs, inputs, strict=True)]
-        back = [each for _, some in made for each in some]
-        return self._submit("all_gather", _each([run for run, _ in made]), outputs, opts, back)
+        return self._submit_all("all_gather", made, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -187,17 +197,13 @@ class Collectives(_Group):
         if len(output_lists) != self.members_count or any(len(each) != len(inputs) for each in output_lists):
             raise ValueError("all_gather_coalesced needs a list of as many tensors as there are inputs for each rank")
         made = [self._gathered([each[at] for each in output_lists], tensor, _limit(opts)) for at, tensor in enumerate(inputs)]
-        back = [each for _, some in made for each in some]
         outputs = [tensor for each in output_lists for tensor in each]
-        return self._submit("all_gather", _each([run for run, _ in made]), outputs, opts, back)
+        return self._submit_all("all_gather", made, outputs, opts)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(input_tensors), dist.GatherOptions() if opts is None else opts
         root, back = opts.rootRank, list[Any]()
-        outputs = output_tensors[0] if output_tensors and isinstance(output_tensors[0], (list, tuple)) else output_tensors
-        if (len(outputs) if self.me == root else self.members_count) != self.members_count:
-            raise ValueError(f"gather needs a tensor for each of {self.members_count} ranks, got {len(outputs)}")
-        outputs = outputs if self.me == root else []
+        outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
         places = [target(each, back) for each in outputs]
         run = calls.all_to_all(
@@ -205,13 +211,19 @@ class Collectives(_Group):
         )
         return self._submit("gather", run, outputs, opts, back)
 
+    def _at_root(self, given: Any, root: int, what: str) -> Tensors:
+        """The tensors that only the root of a call gives, one for each rank."""
+        tensors: Tensors = given[0] if given and isinstance(given[0], (list, tuple)) else given
+        if self.me != root:
+            return []
+        if len(tensors) != self.members_count:
+            raise ValueError(f"{what} needs a tensor for each of {self.members_count} ranks, got {len(tensors)}")
+        return tensors
+
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(output_tensors), dist.ScatterOptions() if opts is None else opts
         root, back = opts.rootRank, list[Any]()
-        inputs = input_tensors[0] if input_tensors and isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        if (len(inputs) if self.me == root else self.members_count) != self.members_count:
-            raise ValueError(f"scatter needs a tensor for each of {self.members_count} ranks, got {len(inputs)}")
-        inputs = inputs if self.me == root else []
+        inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
         place = target(tensor, back)
         run = calls.all_to_all(
@@ -256,6 +268,11 @@ class Collectives(_Group):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
+            how = sum_of(opts.reduceOp, output.dtype)
+            if how.code >= 0:
+                run = calls.scatter_sum(output, input, how, _limit(opts))
+                return _at_once(self, "reduce_scatter", run, [output], opts)
         run, back = self._scattered_from(output, input, opts)
         return self._submit("reduce_scatter", run, [output], opts, back)
 
@@ -264,10 +281,25 @@ class Collectives(_Group):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         made = [self._scattered_from(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        back = [each for _, some in made for each in some]
-        return self._submit("reduce_scatter", _each([run for run, _ in made]), outputs, opts, back)
+        return self._submit_all("reduce_scatter", made, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _at_once(group: Collectives, what: str, run: calls.Run, outputs: Tensors, options: Any) -> Work:
+    """As ``_submit``, with as little as can be: in this thread, if it waits anyway, and no call is before it."""
+    if getattr(options, "asyncOp", True) or torch.autograd._profiler_enabled() or not group.queue.take():
+        return group._submit(what, run, outputs, options)
+    work = Work(nothing, outputs, what)
+    try:
+        run(group.engine)
+    except BaseException as error:
+        work.error = error
+        group.engine.fail(error)
+    finally:
+        group.queue.give()
+    work.over = True
+    return group._keep(work)
 
 
 class Pairwise(Collectives):
@@ -282,6 +314,10 @@ class Pairwise(Collectives):
         opts: Any = None,
     ) -> Work:
         opts = dist.AllToAllOptions() if opts is None else opts
+        size = self.members_count
+        even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
+        if even and plain(output, input) and output.shape == input.shape:
+            return _at_once(self, "all_to_all", calls.even("all_to_all", output, input, _limit(opts)), [output], opts)
         check([output, input], "all_to_all")
         back: Back = []
         places = split(target(output, back).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
@@ -301,12 +337,33 @@ class Pairwise(Collectives):
         run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
         return self._submit("all_to_all", run, output_tensors, opts, back)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As ``barrier``; ``TransferTimeout`` names all ranks that did not come within ``timeout``, in the words of torch."""
+        limit = self.engine.timeout if timeout is None else timeout.total_seconds()
+        if limit <= 0:
+            raise TransferTimeout(f"Rank {self.me} timed out in monitoredBarrier after 0 ms")
+        try:
+            self._submit("monitored_barrier", calls.barrier("monitored_barrier", limit), [], _Here()).wait()
+        except RdmaError as error:
+            text = f"{self._absent(wait_all_ranks, limit)}: {error.message}"
+            raise type(error)(text, peer=error.peer, device=error.device, status=error.status, hint=error.hint) from None
+
+    def _absent(self, every: bool, limit: float) -> str:
+        """What torch says after a ``monitored_barrier`` that failed here."""
+        streams = self.engine.streams
+        absent = [rank for rank in streams.lanes if streams.awaits(rank)] if streams is not None else []
+        if self.me or not absent:
+            came = f"Rank {self.me} successfully reached monitoredBarrier"
+            return f"{came}, but received errors while waiting for send/recv from rank 0"
+        whom = f"Ranks {', '.join(map(str, absent))}" if every else f"Rank {absent[0]}"
+        return f"{whom} failed to pass monitoredBarrier in {limit * 1000:.0f} ms"
+
     # -- pairs
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         tensor = _one(tensors)
         check([tensor], "send")
-        with _Recorded("send"):
+        with _event("send"):
             return self._keep(self.pairs.send(source(tensor), dst, tag, [tensor]))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
@@ -320,13 +377,8 @@ class Pairwise(Collectives):
         plain = tensor.detach()
         whole = plain.is_contiguous()
         data = plain if whole else torch.empty(plain.shape, dtype=plain.dtype)
-        with _Recorded("recv"):
+        with _event("recv"):
             return self._keep(self.pairs.receive(data.view(-1), src, tag, None if whole else plain, [tensor]))
-
-    def _keep(self, work: Work) -> Work:
-        if (collected := getattr(self._collected, "works", None)) is not None:
-            collected.append(work)
-        return work
 
 
 class ProcessGroup(Pairwise):
@@ -363,6 +415,17 @@ class ProcessGroup(Pairwise):
 
     def get_group_store(self) -> dist.Store:
         return self.store
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """torch asks for what a backend can do: split, coalesce, allocate."""
+        if device.type != "cpu":
+            raise RuntimeError(f"the backend rdmarpc takes tensors on the CPU, not on {device}")
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -431,19 +494,11 @@ class _Here:
     asyncOp = False
 
 
-class _Recorded:
+def _event(what: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler's event, where there is a profiler."""
-
-    def __init__(self, what: str) -> None:
-        self._event = torch.profiler.record_function(f"rdmarpc:{what}") if torch.autograd._profiler_enabled() else None
-
-    def __enter__(self) -> None:
-        if self._event is not None:
-            self._event.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._event is not None:
-            self._event.__exit__(*exc)
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"rdmarpc:{what}")
+    return contextlib.nullcontext()
 
 
 def _finish(work: Work) -> None:
@@ -453,14 +508,6 @@ def _finish(work: Work) -> None:
     except BaseException as failed:
         error = failed
     work.finish(error)
-
-
-def _each(runs: Sequence[calls.Run]) -> calls.Run:
-    def run(engine: Engine) -> None:
-        for each in runs:
-            each(engine)
-
-    return run
 
 
 def _explain() -> list[str]:

@@ -3,9 +3,11 @@
 Which way a call takes follows from its size and the number of ranks alone, so all ranks take the same:
 
 * a small ``all_reduce``: everybody sends everything to everybody, and adds up for itself;
-* a large one goes block by block: everybody adds up its part of the block (``reduce_scatter``), then sends that to the others
-  (``all_gather``). A block fits into caches;
-* all others: straight from the rank that has it to the rank that needs it."""
+* a large one: everybody adds up one part, and sends that to the others, in one pass (``transport/exchange/reduction``). Where
+  torch has to add up, block by block: everybody adds up its part of the block, then sends that to the others;
+* all others: straight from the rank that has it to the rank that needs it.
+
+The first call of a signature makes a plan: what goes where, as offsets from the tensor, or as addresses. Later ones run it."""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..transport.exchange.streams import Fold, Span
-from .engine import Engine
-from .signature import Signature
+from ..ranks.engine import Engine
+from ..ranks.signature import Signature, code_of
+from ..transport import kernels
+from ..transport.exchange.streams import Fold, Plan, Span, Streams
 from .sums import Sum
 
-ONE_SHOT = 32 << 10
+ONE_SHOT = 128 << 10
+"""Bytes that a rank receives of all others, at most, where everybody sends everything to everybody."""
 PART = 512 << 10
 """Bytes of a block that one rank adds up."""
 Flat = torch.Tensor
@@ -34,14 +38,14 @@ def _copy(target: Flat, source: Flat) -> None:
         target.copy_(source)
 
 
-def _sum(engine: Engine, outs: dict[int, Span], own: Flat, result: Flat, how: Sum, *, whole: bool = False) -> None:
+def _sum(engine: Engine, outs: dict[int, Span], own: Flat, result: Flat, how: Sum) -> None:
     """Exchange: send ``outs``, and add up what comes from everybody else with ``own`` into ``result``."""
     assert engine.streams is not None
     nbytes = own.numel() * own.element_size()
     others = [rank for rank in range(engine.size) if rank != engine.rank]
     if how.code >= 0 and engine.streams.folds:
-        fold = Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, whole)
-        engine.exchange(outs, dict.fromkeys(others, (0, nbytes)), fold)
+        ins, fold = dict.fromkeys(others, (0, nbytes)), Fold(how.code, own.data_ptr(), result.data_ptr(), nbytes, False)
+        engine.exchange(outs, ins, fold)
         return
     parts = {rank: torch.empty_like(own) for rank in others}
     engine.exchange(outs, {rank: span(part) for rank, part in parts.items()})
@@ -57,34 +61,69 @@ def cut(count: int, size: int) -> list[tuple[int, int]]:
 
 def barrier(name: str = "barrier", timeout: float = 0.0) -> Run:
     def run(engine: Engine) -> None:
-        engine.begin(Signature(name), timeout)
+        signature = Signature(name)
+        engine.begin(signature, timeout)
         if engine.size > 1:
-            empty = {rank: (0, 0) for rank in range(engine.size) if rank != engine.rank}
-            engine.exchange(empty, empty)
+            engine.run(engine.plan(signature, lambda streams: _nothing(streams, signature)))
         engine.end()
 
     return run
 
 
-def all_reduce(data: Flat, how: Sum, timeout: float = 0.0) -> Run:
+def _nothing(streams: Streams, signature: Signature) -> Plan:
+    empty = dict.fromkeys(streams.order, (0, 0))
+    return streams.plan(code_of(signature), 0, empty, empty)
+
+
+def all_reduce(data: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
+    """``data``: contiguous, of any shape."""
+
     def run(engine: Engine) -> None:
-        size, rank = engine.size, engine.rank
-        engine.begin(Signature("all_reduce", data.dtype, data.numel(), how.name), timeout)
-        if size > 1 and data.numel() * data.element_size() <= ONE_SHOT:
-            others = {other: span(data) for other in range(size) if other != rank}
-            _sum(engine, others, data, data, how, whole=True)
-        elif size > 1:
-            block = size * (PART // data.element_size())
-            for start in range(0, data.numel(), block):
-                piece = data[start : start + block]
-                parts = [piece[begin:end] for begin, end in cut(piece.numel(), size)]
-                mine, sent = parts[rank], {other: span(part) for other, part in enumerate(parts) if other != rank}
-                _sum(engine, sent, mine, mine, how)
-                engine.exchange(dict.fromkeys(sent, span(mine)), sent)
-        how.finish(data, size)
+        size = engine.size
+        signature = Signature("all_reduce", data.dtype, data.numel(), how.name)
+        engine.begin(signature, timeout)
+        if size > 1:
+            assert engine.streams is not None
+            nbytes, small = span(data)[1], span(data)[1] * (size - 1) <= ONE_SHOT
+            if how.code >= 0 and engine.folds:
+                make = _everything if small else _parts
+                engine.run(engine.plan(signature, lambda streams: make(streams, signature, how.code, nbytes)), *_at(data))
+            else:
+                _by_blocks(engine, data.detach().view(-1), how, small)
+        if how.average:
+            how.finish(data.detach(), size)
         engine.end()
 
     return run
+
+
+def _at(data: Flat) -> tuple[int, int]:
+    """The two addresses of a call in place."""
+    return data.data_ptr(), data.data_ptr()
+
+
+def _everything(streams: Streams, signature: Signature, fold: int, nbytes: int) -> Plan:
+    whole = dict.fromkeys(streams.order, (0, nbytes))
+    return streams.plan(code_of(signature), signature.elements, whole, whole, Fold(fold, 0, 0, nbytes, True))
+
+
+def _parts(streams: Streams, signature: Signature, fold: int, nbytes: int) -> Plan:
+    return streams.sum_plan(code_of(signature), signature.elements, fold, nbytes)
+
+
+def _by_blocks(engine: Engine, data: Flat, how: Sum, small: bool) -> None:
+    """Where kernels do not add up while they receive."""
+    size, rank = engine.size, engine.rank
+    if small:
+        _sum(engine, {other: span(data) for other in range(size) if other != rank}, data, data, how)
+        return
+    block = size * (PART // data.element_size())
+    for start in range(0, data.numel(), block):
+        piece = data[start : start + block]
+        parts = [piece[begin:end] for begin, end in cut(piece.numel(), size)]
+        mine, sent = parts[rank], {other: span(part) for other, part in enumerate(parts) if other != rank}
+        _sum(engine, sent, mine, mine, how)
+        engine.exchange(dict.fromkeys(sent, span(mine)), sent)
 
 
 def reduce(data: Flat, how: Sum, root: int, timeout: float = 0.0) -> Run:
@@ -119,12 +158,17 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum, timeout: floa
 
 def broadcast(data: Flat, root: int, timeout: float = 0.0) -> Run:
     def run(engine: Engine) -> None:
-        engine.begin(Signature("broadcast", data.dtype, data.numel(), "", root), timeout)
-        if engine.rank == root:
-            if engine.size > 1:
-                engine.exchange({rank: span(data) for rank in range(engine.size) if rank != root})
-        else:
-            engine.exchange({}, {root: span(data)})
+        signature = Signature("broadcast", data.dtype, data.numel(), "", root)
+        engine.begin(signature, timeout)
+        if engine.size > 1:
+            nbytes, rank = span(data)[1], engine.rank
+
+            def make(streams: Streams) -> Plan:
+                outs = dict.fromkeys(streams.order, (0, nbytes)) if rank == root else {}
+                ins = {root: (0, nbytes)} if rank != root else {}
+                return streams.plan(code_of(signature), signature.elements, outs, ins)
+
+            engine.run(engine.plan(signature, make), *_at(data))
         engine.end()
 
     return run
@@ -155,6 +199,55 @@ def all_to_all(
             engine.exchange(outs, ins)
         if inputs and outputs:
             _copy(outputs[me], inputs[me])
+        engine.end()
+
+    return run
+
+
+def even(name: str, output: torch.Tensor, input: torch.Tensor, timeout: float = 0.0) -> Run:
+    """``all_to_all`` or ``all_gather`` of two contiguous tensors, whose parts for the ranks have one size."""
+    nbytes = span(input)[1]
+
+    def run(engine: Engine) -> None:
+        size, rank = engine.size, engine.rank
+        signature = Signature(name, input.dtype)
+        part, step = (nbytes // size,) * 2 if name == "all_to_all" else (nbytes, 0)
+        engine.begin(signature, timeout)
+
+        def make(streams: Streams) -> Plan:
+            outs = {other: (other * step, part) for other in streams.order}
+            ins = {other: (other * part, part) for other in streams.order}
+            return streams.plan(code_of(signature), 0, outs, ins)
+
+        source, target = input.data_ptr(), output.data_ptr()
+        if size > 1:
+            engine.run(engine.plan((signature, nbytes), make), source, target)
+        if source + rank * step != target + rank * part:
+            kernels.copy(target + rank * part, source + rank * step, part)
+        engine.end()
+
+    return run
+
+
+def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
+    """``reduce_scatter`` of two contiguous tensors, by an operation that kernels have."""
+    nbytes = span(output)[1]
+
+    def run(engine: Engine) -> None:
+        signature = Signature("reduce_scatter", output.dtype, 0, how.name)
+        engine.begin(signature, timeout)
+
+        def make(streams: Streams) -> Plan:
+            outs = {other: (other * nbytes, nbytes) for other in streams.order}
+            fold = Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
+            return streams.plan(code_of(signature), 0, outs, dict.fromkeys(streams.order, (0, nbytes)), fold)
+
+        if engine.size > 1:
+            engine.run(engine.plan((signature, nbytes), make), input.data_ptr(), output.data_ptr())
+        else:
+            kernels.copy(output.data_ptr(), input.data_ptr(), nbytes)
+        if how.average:
+            how.finish(output.detach(), engine.size)
         engine.end()
 
     return run

@@ -13,25 +13,30 @@ from datetime import timedelta
 
 import torch
 
+from ..ranks.engine import Mismatch, aside
+from ..ranks.meeting import Ranks, has_left, look
+from ..ranks.signature import Signature, code_of
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
-from ..transport.exchange.kernels import CLOSED, MISMATCH, OK
-from ..transport.exchange.streams import Head, Streams, streams
+from ..transport.exchange.layout import CLOSED, MISMATCH, OK
+from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .calls import span
-from .engine import ERROR, GRACE_S, LEFT, Mismatch
-from .meeting import Members
-from .queue import Work
-from .signature import Signature
+from .queue import Work, nothing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
-_REST_S = 0.002
+_PLANS = 256
+_REST_S, _LINGER = 0.002, 25
+_SEND, _RECEIVE, _APART = "send", "receive", "apart"
 
 
 class Message(Work):
     """A message to be sent, or to come. ``peer`` is -1 for one from anybody."""
 
-    def __init__(self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, verb: str) -> None:
-        super().__init__(_nothing, outputs, f"{verb}({data.numel()} elements, {data.dtype}, tag {tag})", source=peer)
-        self.pairs, self.data, self.peer, self.tag = pairs, data, peer, tag
+    def __init__(
+        self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str, verb: str
+    ) -> None:
+        """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
+        super().__init__(nothing, outputs, f"{verb}({data.numel()} elements, {data.dtype}, tag {tag})", source=peer)
+        self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
         self.target: torch.Tensor | None = None
         """Where what came has to be copied, if it is not ``data`` itself."""
         self.signature = Signature("send", data.dtype)
@@ -40,10 +45,6 @@ class Message(Work):
         if not self.over:
             self.pairs.wait_for(self, timeout.total_seconds() if timeout else 0.0)
         return super().wait(timeout)
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Way:
@@ -57,12 +58,25 @@ class _Way:
         self.current: Message | None = None
         self.arriving = Head(0, 0, 0)
         self.queue: deque[Message] = deque()
+        self._plans: dict[tuple[int, int, int], Plan] = {}
+
+    def begin(self, head: Head, data: torch.Tensor, *, out: bool) -> None:
+        """Send a message, or take one. The first of its size, type and tag makes a plan."""
+        address, nbytes = span(data)
+        key = (head.code, head.elements, nbytes)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            sides = {self.peer: (0, nbytes)}, dict[int, tuple[int, int]]()
+            plan = self._plans[key] = self.streams.plan(head.code, head.elements, *(sides if out else sides[::-1]))
+        self.streams.begin(plan, head.sequence, address, address, patient=aside.on)
 
 
 class Pairs:
     """Thread-safe."""
 
-    def __init__(self, members: Members, timeout: float) -> None:
+    def __init__(self, members: Ranks, timeout: float) -> None:
         self.rank, self.timeout, self.members = members.rank, timeout, members
         self.error: BaseException | None = None
         self._lock = threading.Lock()
@@ -79,11 +93,13 @@ class Pairs:
         """Messages that came before they were asked for: rank, tag, head, bytes."""
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
+        self._dozes = False
+        """Whether the thread has to be woken for a message. Most are waited for at once, and need it not."""
         self._closed = False
 
     def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
         self._check()
-        message = Message(self, data, outputs, peer, tag, f"send to rank {peer}")
+        message = Message(self, data, outputs, peer, tag, _SEND, f"send to rank {peer}")
         way = self._outs[peer]
         with self._lock:
             way.queue.append(message)
@@ -96,7 +112,7 @@ class Pairs:
         """``peer``: -1 for any. ``target``: see ``Message``."""
         self._check()
         whom = f"rank {peer}" if peer >= 0 else "any rank"
-        message = Message(self, data, outputs, peer, tag, f"receive from {whom}")
+        message = Message(self, data, outputs, peer, tag, _RECEIVE, f"receive from {whom}")
         message.target = target
         with self._lock:
             found = next((each for each in self._apart if peer in (each[0], -1) and each[1] == tag), None)
@@ -116,7 +132,8 @@ class Pairs:
                 if self._thread is None and not self._closed:
                     self._thread = threading.Thread(target=self._serve, name="rdmarpc-pairs", daemon=True)
                     self._thread.start()
-            self._news.set()
+            if self._dozes:
+                self._news.set()
         return message
 
     def _check(self) -> None:
@@ -124,9 +141,9 @@ class Pairs:
             raise fresh(self.error)
 
     def _ways_of(self, message: Message) -> list[_Way]:
-        if message in self._wanted or message.describe.startswith("receive"):
-            return [self._ins[message.peer]] if message.peer >= 0 else list(self._ins.values())
-        return [self._outs[message.peer]]
+        if message.kind == _SEND:
+            return [self._outs[message.peer]]
+        return [self._ins[message.peer]] if message.peer >= 0 else list(self._ins.values())
 
     # -- moving
 
@@ -187,7 +204,7 @@ class Pairs:
                 return False
             message = way.current = way.queue.popleft()
         way.count += 1
-        way.streams.begin(Head(way.count, message.signature.code, message.tag), {way.peer: span(message.data)}, {})
+        way.begin(Head(way.count, code_of(message.signature), message.tag), message.data, out=True)
         return True
 
     def _begin_receive(self, way: _Way, slice_ns: int) -> bool:
@@ -208,13 +225,13 @@ class Pairs:
             return False
         if message is None:
             apart = torch.empty(nbytes, dtype=torch.uint8)
-            message = Message(self, apart, [], way.peer, head.elements, "receive apart")
+            message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart")
         elif (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
             raise problem
         way.current = message
         message.source = way.peer
         way.arriving = head
-        way.streams.begin(head, {}, {way.peer: span(message.data)})
+        way.begin(head, message.data, out=False)
         return True
 
     def _misfit(self, message: Message, peer: int, head: Head, nbytes: int) -> Mismatch | None:
@@ -230,7 +247,7 @@ class Pairs:
     def _done(self, way: _Way) -> None:
         message, way.current = way.current, None
         assert message is not None
-        if message.describe.startswith("receive apart"):
+        if message.kind == _APART:
             head = way.arriving
             with self._lock:
                 asked = next((m for m in self._wanted if m.peer in (way.peer, -1) and m.tag == message.tag), None)
@@ -263,23 +280,14 @@ class Pairs:
 
     def _look(self, way: _Way, closed: bool = False) -> None:
         """Raise the reason why this way will not move any more, if there is one."""
-        if self._gone(way) is not None:
-            time.sleep(GRACE_S)
-            if (gone := self._gone(way)) is not None:
-                raise gone
+        look(self.members.lanes[0], lambda: self._gone(way))
         if closed:
             time.sleep(_LOOK_S)
 
     def _gone(self, way: _Way) -> PeerLost | None:
-        """Raise that a member was lost, or what it says went wrong. What to raise if the peer has left and is needed."""
-        for rank, each in self.members.lanes[0].items():
-            notice, lost = each.notice(), each.channel.error
-            if notice.startswith(ERROR):
-                raise RdmaError(notice[1:])
-            if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
-                raise PeerLost(f"rank {rank} was lost: {lost.message}", peer=each.channel.peer)
+        """What to raise if the peer has left and is needed."""
         lane = self.members.lanes[0][way.peer]
-        if not lane.notice().startswith(LEFT) and lane.channel.error is None:
+        if not has_left(lane):
             return None
         waits = way.current is not None or (
             way is self._ins.get(way.peer) and any(each.peer == way.peer for each in self._wanted)
@@ -306,21 +314,24 @@ class Pairs:
                     over.append(way.current)
                     way.current = None
         if first and not self._closed:
-            self.members.tell(f"{ERROR}{error.message if isinstance(error, RdmaError) else error}")
+            self.members.tell_failure(error)
         for message in over:
             if not message.over:
                 message.finish(self.error)
 
     def _serve(self) -> None:
         """Move on what nobody waits for."""
+        aside.on = True
         ways = [*self._outs.values(), *self._ins.values()]
+        idle = 0
         while not self._closed:
-            if not (self._wanted or any(way.queue or way.current for way in ways)):
-                self._news.clear()
-                if not self._closed and not (self._wanted or any(way.queue or way.current for way in ways)):
-                    self._news.wait(1.0)
-                    time.sleep(_LOOK_S)
+            if not self._pending(ways):
+                idle += 1
+                if idle < _LINGER:
+                    time.sleep(_REST_S)
                     continue
+                self._doze(ways)
+            idle = 0
             try:
                 if self._move(ways):
                     continue
@@ -333,6 +344,17 @@ class Pairs:
             except BaseException as error:
                 self.fail(error)
             time.sleep(_REST_S)
+
+    def _pending(self, ways: list[_Way]) -> bool:
+        return bool(self._wanted) or any(way.queue or way.current for way in ways)
+
+    def _doze(self, ways: list[_Way]) -> None:
+        """Wait for a message. One that came before ``_dozes`` was set is seen here, a later one sets ``_news``."""
+        self._news.clear()
+        self._dozes = True
+        if not self._closed and not self._pending(ways):
+            self._news.wait(1.0)
+        self._dozes = False
 
     def waiting(self) -> list[str]:
         """What is under way, for people."""

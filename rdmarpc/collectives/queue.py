@@ -14,10 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..ranks.engine import aside
 from ..transport import TransferTimeout, fresh
 
 _IDLE_S = 5.0
 Run = Callable[[], Any]
+_dropped: deque[Work] = deque(maxlen=1024)
+"""See ``Work.__del__``."""
+_SMALL = 4096
 
 
 class Work(dist.Work):
@@ -27,7 +31,7 @@ class Work(dist.Work):
         super().__init__()
         self.run, self._outputs, self.describe, self.sequence = run, outputs, describe, sequence
         self.source = source
-        self.over = False
+        self.over = self._waited = self._dropped = False
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
@@ -36,12 +40,28 @@ class Work(dist.Work):
     def finish(self, error: BaseException | None) -> None:
         with self._lock:
             self.error, self.over = error, True
-            self.run = _nothing  # what it holds may be large
+            self.run = nothing  # what it holds may be large
             event, future = self._event, self._future
         if event is not None:
             event.set()
         if future is not None:
             self._complete(future)
+        if self._dropped:
+            self._let_go()
+
+    def __del__(self) -> None:
+        """A call that nobody has waited for stays when Python drops it: C++ may hold it, as DDP's ``join`` does, and its wait
+        comes to ours through this object. Without it, it waits for ever."""
+        if not self._waited and self._future is None:
+            self._dropped = True
+            if self.over:
+                self._let_go()
+            _dropped.append(self)
+
+    def _let_go(self) -> None:
+        """Do not hold large tensors that nobody else may want."""
+        if sum(each.nbytes for each in self._outputs if each.layout is torch.strided) > _SMALL:
+            self._outputs = ()
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self.error is not None:
@@ -52,6 +72,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raises its error. ``TransferTimeout`` after ``timeout`` (none: that of the group):
         the call goes on."""
+        self._waited = True
         if not self.over:
             with self._lock:
                 if self._event is None:
@@ -100,7 +121,7 @@ class Work(dist.Work):
         return self.sequence
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -112,16 +133,34 @@ class Queue:
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._pending: deque[Work] = deque()
+        self.busy = False
+        """Whether a call runs."""
         self.running: Work | None = None
+        """The call that runs, if it was submitted."""
         self._waiting = self._starting = 0  # threads that wait for a call to run, or will soon
         self.ended = False
+
+    def take(self) -> bool:
+        """Have this thread run a call at once, until ``give``: false if another is before it. ``running`` stays what it is."""
+        with self._lock:
+            if self.busy or self._pending:
+                return False
+            self.busy = True
+            return True
+
+    def give(self) -> None:
+        """The call that began with ``take``, or ``running``, has ended."""
+        with self._lock:
+            self.busy, self.running = False, None
+            if self._pending:
+                self._look_after()
 
     def submit(self, work: Work, here: bool) -> Work:
         """Have a call run. ``here``: by this thread, if no other call is before it."""
         with self._lock:
-            mine = here and self.running is None and not self._pending
+            mine = here and not self.busy and not self._pending
             if mine:
-                self.running = work
+                self.busy, self.running = True, work
             else:
                 self._pending.append(work)
                 self._look_after()
@@ -144,12 +183,10 @@ class Queue:
             work.run()
         except BaseException as error:
             work.error = error
-        with self._lock:
-            self.running = None
-            if self._pending:
-                self._look_after()
+        self.give()
 
     def _serve(self) -> None:
+        aside.on = True
         with self._lock:
             self._starting -= 1
         while (work := self._next()) is not None:
@@ -162,11 +199,11 @@ class Queue:
         with self._lock:
             self._waiting += 1
             try:
-                while self.running is not None or not self._pending:
+                while self.busy or not self._pending:
                     heard = self._news.wait(_IDLE_S)
                     if not self._pending and (self.ended or not heard):
                         return None
-                self.running = self._pending.popleft()
+                self.busy, self.running = True, self._pending.popleft()
                 return self.running
             finally:
                 self._waiting -= 1

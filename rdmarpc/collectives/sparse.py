@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..ranks.engine import Engine
 from ..transport import NotSupported
 from . import calls
-from .engine import Engine
 from .sums import sum_of
 
 

@@ -79,16 +79,16 @@ class Sum:
             result.div_(size)
 
 
-_known: dict[tuple[str, torch.dtype], Sum] = {}
+_known: dict[tuple[Any, torch.dtype], Sum] = {}
 
 
 def sum_of(operation: dist.ReduceOp, dtype: torch.dtype) -> Sum:
     """As ``Sum``, by torch's name of the operation."""
     kind: Any = getattr(operation, "op", operation)  # ReduceOp has it, and is it, in turn
-    name = _NAMES.get(kind)
-    if name is None:
-        raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
-    found = _known.get((name, dtype))
+    found = _known.get((kind, dtype))
     if found is None:
-        found = _known[name, dtype] = Sum(name, dtype)
+        name = _NAMES.get(kind)
+        if name is None:
+            raise NotSupported(f"the reduction {operation}", hint="scale before, and sum")
+        found = _known[kind, dtype] = Sum(name, dtype)
     return found

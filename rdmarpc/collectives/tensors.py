@@ -22,6 +22,12 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
             raise ValueError(f"{what} of tensors of several types: {tensors[0].dtype} and {tensor.dtype}")
 
 
+def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
+    """Whether these are dense, contiguous, on the CPU and of one type: what most calls are made with."""
+    one = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
+
+
 def source(tensor: torch.Tensor) -> Flat:
     """The values of a tensor, in its memory if it is contiguous."""
     return tensor.detach().contiguous().view(-1)

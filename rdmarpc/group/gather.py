@@ -83,10 +83,11 @@ def _meetings(agent: Worker) -> Meetings:
 
 
 def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: float = constants.UNSET_RPC_TIMEOUT) -> Any:
-    """``{name: value}`` of all workers (or of ``worker_names``, each of which has to call). ``timeout`` in seconds limits the
-    wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises ``RuntimeError``."""
+    """``{name: value}`` of all workers, or of ``worker_names`` if there are any: each has to call. ``timeout`` in seconds
+    limits the wait for the others and each message; unset: only messages, by the default; 0: nothing. Raises
+    ``RuntimeError``."""
     agent = _current()
-    names = tuple(sorted(set(agent.worker_names() if worker_names is None else worker_names)))
+    names = tuple(sorted(set(worker_names or ()) or set(agent.worker_names())))
     unset = timeout == constants.UNSET_RPC_TIMEOUT
     limit = agent.rpc_timeout if unset else timeout
     meetings = _meetings(agent)
@@ -127,7 +128,7 @@ def _hand_out_all(agent: Worker, key: _Key, meeting: Meeting, limit: float) -> N
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Wait until all of ``worker_names`` (we are one of them) have come here."""
+    """Wait until all of ``worker_names`` (we are one of them; empty: all workers) have come here."""
     _all_gather(None, worker_names)
 
 

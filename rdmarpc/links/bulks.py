@@ -85,8 +85,7 @@ def place_of(frame: Frame, memory: Memory, link: Source, deadline: float | None)
 def table_of(frame: Frame, body: torch.Tensor | None) -> bytes:
     """The table of a message: of its frame, or of the body that was READ."""
     if body is None:
-        start = frame.function + frame.payload
-        return frame.body[start : start + frame.table]
+        return frame.body[frame.function + frame.payload :]
     function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
     return body[function + payload : function + payload + table].numpy().tobytes()
 
@@ -95,4 +94,7 @@ def filled(frame: Frame, body: torch.Tensor, link: Source) -> Frame:
     """The frame with its body, which was READ."""
     function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
     link.count_read()
-    return frame._replace(function=function, payload=payload, table=table, body=body.numpy().tobytes())
+    content, data = body.numpy(), function + payload + table
+    return frame._replace(
+        function=function, payload=payload, table=table, body=content[:data].tobytes(), data=bytearray(content[data:])
+    )

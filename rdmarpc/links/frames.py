@@ -1,8 +1,8 @@
 """Frames: kinds, flags, and the layout of the bodies of requests and answers (docs/protocols.md).
 
-A body is the concatenation of function, payload, table and data; the frame says how long each is. The payload of a request or
-an answer with ``HEAD`` begins with a head of fixed layout and landing places; the pickle follows, with the references in front
-of it (``serialize.MARK``).
+A message is function, payload, table and data, one after the other; the frame says how long each is. The payload of a request
+or an answer with ``HEAD`` begins with a head of fixed layout and landing places; the pickle follows, with the references in
+front of it (``serialize.MARK``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NotTheirs(RdmaError):
 
 
 class Frame(NamedTuple):
-    """A received frame. ``body`` is the concatenation of function, payload, table and data; the other fields give the lengths
-    of the first three."""
+    """A received frame. ``body`` is the concatenation of function, payload and table, whose lengths the other fields give.
+    ``data`` belongs to whoever takes it out: a tensor may lie in it."""
 
     kind: int
     flags: int
@@ -42,6 +42,7 @@ class Frame(NamedTuple):
     payload: int
     table: int
     body: bytes
+    data: bytearray
 
 
 class Head(NamedTuple):
@@ -63,7 +64,7 @@ class Head(NamedTuple):
 _NO_HEAD = Head()
 
 
-Body = tuple[Head, bytes, bytes, bytes]
+Body = tuple[Head, bytes, bytes, bytearray]
 """The parsed body of a request or an answer: head, payload, table, data."""
 
 
@@ -98,11 +99,10 @@ def created(frame: Frame) -> tuple[int, int]:
     return rref, fork
 
 
-def lone(frame: Frame) -> tuple[bytes, bytes, bytes]:
+def lone(frame: Frame) -> tuple[bytes, bytes, bytearray]:
     """Function, table and data of a message with one small tensor and nothing else (``LONE`` without ``HEAD`` and ``BULK``)."""
-    _, _, _, _, name, payload, table, body = frame
-    at = name + payload
-    return body[:name], body[at : at + table], body[at + table :]
+    _, _, _, _, name, payload, _, body, data = frame
+    return body[:name], body[name + payload :], data
 
 
 def flat_request(frame: Frame) -> tuple[bytes, bytes]:
@@ -120,7 +120,7 @@ def request_body(frame: Frame) -> Body:
         at += _REQUEST_HEAD.size
         head = Head(grant, body[at : at + nbytes], message, context, rref, fork)
         at += nbytes
-    return head, body[at:end], body[end : end + frame.table], body[end + frame.table :]
+    return head, body[at:end], body[end:], frame.data
 
 
 def response_body(frame: Frame) -> Body:
@@ -132,7 +132,7 @@ def response_body(frame: Frame) -> Body:
         at += _RESPONSE_HEAD.size
         head = Head(grant, body[at : at + nbytes], message)
         at += nbytes
-    return head, body[at:end], body[end : end + frame.table], body[end + frame.table :]
+    return head, body[at:end], body[end:], frame.data
 
 
 def error_of(frame: Frame) -> bytes:

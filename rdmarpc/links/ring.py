@@ -200,7 +200,9 @@ class Link:
                     self._written += room
                     at = 0
                 _HEADER.pack_into(self._out, at, length, kind, flags, tensors, call, told, *sizes)
-                self._out[at + _HEADER.size : at + used] = b"".join((function, payload, table, data))
+                start, end = at + _HEADER.size, at + used - len(data)
+                self._out[start:end] = b"".join((function, payload, table))
+                self._out[end : at + used] = data
                 if window.put_now(at, length):
                     return False
                 self._written += length
@@ -328,11 +330,11 @@ class Link:
         if kind == WRAP or kind == CREDIT:
             self._read += length
             return None
-        start = at + _HEADER.size
-        body = bytes(self._in[start : at + used])
+        start, end = at + _HEADER.size, at + used - data
+        body, content = bytes(self._in[start:end]), bytearray(self._in[end : at + used])
         self._read += length
         # Not by name: a call of its own, which costs as much as the rest of this line.
-        return _new_frame(Frame, (kind, flags, tensors, call, function, payload, table, body))
+        return _new_frame(Frame, (kind, flags, tensors, call, function, payload, table, body, content))
 
 
 class Room:

@@ -23,8 +23,8 @@ from .layout import Description
 # The function behind ``ctypes.string_at``, without a Python function in between.
 _string_at = ctypes._string_at  # type: ignore[attr-defined]
 
-INLINE_BYTES = 32 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
-_INLINE_TOTAL = 64 << 10
+INLINE_BYTES = 64 << 10  # a copy through the ring and out of it costs less than the bookkeeping of a landing place
+_INLINE_TOTAL = 96 << 10
 _TINY_BYTES = 256
 """A tensor of at most so many bytes always rides in the frame: the descriptor of a landing place is a fifth as large."""
 INLINE, WRITTEN, READ, HANDED, VIEW, SAME = range(6)
@@ -202,11 +202,12 @@ def pack_lone(tensor: torch.Tensor) -> tuple[bytes, bytes] | None:
     return known.text, _string_at(tensor.data_ptr(), known.nbytes)
 
 
-def unpack_lone(text: bytes, data: bytes) -> torch.Tensor:
+def unpack_lone(text: bytes, data: bytearray) -> torch.Tensor:
+    """The tensor lies in ``data``."""
     what = layout.decode(text)
     if len(data) != what.nbytes:
         raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(data)}")
-    run = torch.frombuffer(bytearray(data), dtype=what.dtype)
+    run = torch.frombuffer(data, dtype=what.dtype)
     return run if what.plain and len(what.shape) == 1 and not what.requires_grad else layout.rebuilt(run, what)
 
 
@@ -262,7 +263,7 @@ def _lendable(run: torch.Tensor, device: Device, channel: Channel, memory: Memor
 
 def unpack(
     table: bytes,
-    data: bytes,
+    data: bytearray,
     count: int,
     memory: Memory,
     channel: Channel,
@@ -288,8 +289,8 @@ def unpack(
             continue
         what = layout.decode(table[at - length : at])
         if way == INLINE:
-            # A bytearray of its own: received tensors are writable and outlive the frame.
-            piece = bytearray(data[offset : offset + what.nbytes])
+            # Memory of its own: received tensors are kept one by one. All of ``data`` is one tensor's already.
+            piece = data if what.nbytes == len(data) else bytearray(memoryview(data)[offset : offset + what.nbytes])
             offset += what.nbytes
             if len(piece) != what.nbytes:
                 raise RdmaError(f"a tensor of {what.nbytes} bytes came with {len(piece)}", peer=channel.peer)

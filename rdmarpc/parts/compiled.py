@@ -1,4 +1,5 @@
-"""Modules that ``torch.compile`` was applied to: how that was done, so that it is done again at their owner.
+"""Modules that ``torch.compile`` or ``torch.nn.utils.parametrize`` was applied to: how that was done, so that it is done again
+at their owner.
 
 ``torch._dynamo`` takes seconds to import; nothing here does so for modules that are not compiled.
 """
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..graph.work.access import INTERNAL
 from ..transport import NotSupported
+
+_LOADING = "_load_state_dict_pre_hooks"
 
 
 class Uncompiled(nn.Module):
@@ -60,16 +64,41 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def reduced(module: nn.Module) -> Any:
-    """How a compiled module travels (see ``pickle.Pickler.reducer_override``); ``NotImplemented`` for others."""
+    """How a compiled or parametrized module travels (see ``pickle.Pickler.reducer_override``); others: ``NotImplemented``."""
     if is_compiled(module):
         return _compile, (module._modules["_orig_mod"], _options(module.dynamo_ctx, module))
     call: Any = vars(module).get("_compiled_call_impl")
+    if type(module).__module__ == parametrize.__name__ and parametrize.is_parametrized(module):
+        if call is not None:
+            raise NotSupported(f"a {type(module).__name__} is compiled and parametrized", hint="compile it after wrap()")
+        plain: Any = type(module).__mro__[1]
+        return parametrized, (plain,), {**vars(module), _LOADING: _lasting(module)}, None, None, _parametrize
     if call is None:
         return NotImplemented
     context = next((cell.cell_contents for cell in call.__closure__ or () if hasattr(cell.cell_contents, "callback")), None)
     how: Any = module.__reduce_ex__(5)
     make, args, state = how[:3]
     return make, args, (state, _options(context, module)), None, None, _compiled_in_place
+
+
+def parametrized(kind: type[nn.Module]) -> nn.Module:
+    """A module of this class, without any attribute, as ``parametrize`` makes it of another."""
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    return module
+
+
+def _lasting(module: nn.Module) -> Any:
+    """Hooks of ``load_state_dict``, without that by which ``weight_norm`` reads old states: nobody can pickle it."""
+    hooks = vars(module)[_LOADING]
+    names = {key: getattr(getattr(hook, "hook", hook), "__qualname__", "") for key, hook in hooks.items()}
+    return type(hooks)((key, hook) for key, hook in hooks.items() if "_weight_norm_compat_hook" not in names[key])
+
+
+def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
 
 
 def _options(context: Any, module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,16 +38,24 @@ Spec = tuple[tuple[int, ...], int, bool, bool, str]
 class Packed:
     """Parts (modules and tensors, by path) ready to travel: ``blob`` (pickle), ``tensors`` (contiguous; those on the CPU share
     memory with the parts) and their ``specs``. ``given(path)``: the device that a part gets; ``None``: its tensors get those
-    that they have here."""
+    that they have here. ``paths`` of all modules of the model, by ``id``: those that are in none of the parts do not travel
+    with them."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module | torch.Tensor], given: Callable[[str], torch.device | None] = lambda path: None
+        self,
+        modules: Mapping[str, nn.Module | torch.Tensor],
+        given: Callable[[str], torch.device | None] = lambda path: None,
+        paths: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         stream = io.BytesIO()
-        pickler = _Pickler(stream, _homes(modules, given))
+        inside = {id(module) for part in modules.values() if isinstance(part, nn.Module) for module in part.modules()}
+        others = {key: path for key, path in paths.items() if key not in inside}
+        pickler = _Pickler(stream, _homes(modules, given), others)
         try:
             pickler.dump(dict(modules))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except NotSupported:
+            raise
+        except Exception as error:  # of the parts' own methods
             raise NotSupported(
                 f"the part(s) {', '.join(map(repr, modules))} cannot be pickled, so they cannot move: {error}",
                 hint="define their classes and functions at the top level of a module that every worker can import",
@@ -69,15 +78,23 @@ def _homes(
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, homes: Mapping[int, torch.device]) -> None:
+    def __init__(self, stream: io.BytesIO, homes: Mapping[int, torch.device], others: Mapping[int, str]) -> None:
         super().__init__(stream, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self.specs: list[Spec] = []
-        self._homes = homes
+        self._homes, self._others = homes, others
         self._seen: dict[int, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        return compiled.reduced(obj) if isinstance(obj, nn.Module) else NotImplemented
+        if not isinstance(obj, nn.Module):
+            return NotImplemented
+        if id(obj) in self._others:
+            raise NotSupported(
+                f"a part that is to move refers to {self._others[id(obj)] or 'the model'!r}, which is not in that part: "
+                "its worker would have a copy of that",
+                hint="pass it what it needs as arguments, or place both as one part",
+            )
+        return compiled.reduced(obj)
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided or obj.is_quantized:

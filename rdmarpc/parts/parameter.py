@@ -32,10 +32,37 @@ class EagerForward(Protocol):
         """A remote parameter or buffer is computed with."""
 
 
+Where = tuple[str, str, str]
+"""Worker, path of a module, name of an attribute."""
+
+
+class Attributes(Protocol):
+    """Attributes of modules at their owners (``settings.Settings``)."""
+
+    def share(self, where: Where, value: Any, /) -> None:
+        """One that went with its module is here too: what is changed inside of it here is to be changed there."""
+
+    def read(self, where: Where, /) -> Any:
+        """As its owner has it now."""
+
+    def write(self, where: Where, value: Any, gentle: bool, /) -> None:
+        """Set it. ``gentle``: this changes no operation's kind or shape."""
+
+    def give(self, worker: str, values: dict[tuple[str, str], Any], /) -> None:
+        """What a forward that ran here has changed, by path and name."""
+
+    def delete(self, where: Where, /) -> None:
+        """Delete it."""
+
+
 class Owners(Protocol):
     """The workers that own the parts of one model, as its stand-ins and optimizers see them (``session.Session``)."""
 
     values: RemoteValues
+
+    @property
+    def settings(self) -> Attributes:
+        """Attributes of the modules."""
 
     @property
     def caller(self) -> Caller:
@@ -65,17 +92,8 @@ class Owners(Protocol):
     def ask_owner(self, worker: str, method: str, /, *args: Any) -> Any:
         """A method of one owner's ``graph.work.host.Host``, after everything that was asked for before."""
 
-    def share(self, worker: str, path: str, name: str, value: Any, /) -> None:
-        """An attribute of a module went with it, and is here too: what is changed inside of it here is to be changed there."""
-
-    def read(self, worker: str, path: str, name: str, /) -> Any:
-        """An attribute of a module, as its owner has it now."""
-
-    def write(self, worker: str, path: str, name: str, value: Any, gentle: bool, /) -> None:
-        """Set an attribute of a module. ``gentle``: this changes no operation's kind or shape."""
-
-    def delete(self, worker: str, path: str, name: str, /) -> None:
-        """Delete an attribute of a module."""
+    def leaf(self, parameter: RemoteParameter, /) -> torch.Tensor | None:
+        """What stands for a parameter in graphs, of a model whose forward always runs here (``fetched``)."""
 
     def fetch_parts(self, memo: dict[int, Any], /) -> None:
         """Fetch all parts into this process: what stands for them goes into the memo of a ``deepcopy``."""
@@ -239,15 +257,26 @@ def _outside(found: RemoteParameter, func: Any, args: Any, kwargs: dict[str, Any
     if func in _MEMORY:
         raise found._refuse(f"{name} cannot run on it here, where it has no memory", "use p.data.copy_(value)")
     if func in _REFUSED or (graph and func not in _WITHOUT_GRAPH):
+        if found.owner.leaf(found) is not None:
+            return func(*pytree.tree_map(_leaf, args), **pytree.tree_map(_leaf, kwargs))
         raise found._refuse(
             f"{name} cannot run on it here, as autograd would not know of it",
-            "compute with p.detach() or under torch.no_grad(), or in the forward of a module",
+            'wrap(..., capture="here"), or compute with p.detach() or under torch.no_grad(), or in the forward of a module',
         )
     seen = {id(leaf): leaf._seen(VALUE) for leaf in leaves}
     back = {id(tensor): leaf for leaf in leaves for tensor in [seen[id(leaf)]]}
     args, kwargs = pytree.tree_map(lambda leaf: seen.get(id(leaf), leaf), (args, kwargs))
     made = func(*args, **kwargs)
     return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), made)
+
+
+def _leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, RemoteParameter):
+        return leaf
+    found = leaf.owner.leaf(leaf)
+    if found is None:
+        raise leaf._refuse("autograd does not know of it here", 'wrap(..., capture="here")')
+    return found
 
 
 def _value(leaf: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from ..graph.trace.devices import CPU
 from ..graph.trace.devices import tensors_of as own_tensors
+from ..ground.advice import warn
 from ..transport import NotSupported
 from ..transport.gpu.driver import kind
 from .compiled import is_compiled
@@ -123,7 +123,7 @@ def _together(net: nn.Module, places: Places) -> Places:
                 moved.append(f"{path!r} goes to {home_of(places, chosen)!r} with {chosen!r}")
     if not moved:
         return places
-    warnings.warn(f"tied weights: {', '.join(dict.fromkeys(moved))}; to choose, place both modules", stacklevel=4)
+    warn(f"tied weights: {', '.join(dict.fromkeys(moved))}; to choose, place both modules")
     return Places(homes, places.caller, devices)
 
 

@@ -36,7 +36,7 @@ class Place:
         self.fixed = {name: value for name, value in own.items() if known and plain(value)}
         for name, value in own.items():
             if not known and not plain(value) and not isinstance(value, torch.Tensor):
-                owners.share(worker, path, name, value)
+                owners.settings.share((worker, path, name), value)
 
     def refusal(self, why: str, hint: str = _BEFORE_WRAP) -> NotSupported:
         return NotSupported(f"{self.path!r} lives on worker {self.worker!r}: {why}", peer=self.worker, hint=hint)
@@ -72,7 +72,7 @@ class RemotePart(nn.Module):
         place: Place = tables["_place"]
         if name in place.fixed:
             return place.fixed[name]
-        return place.owners.read(place.worker, place.path, name)
+        return place.owners.settings.read((place.worker, place.path, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OURS or isinstance(_static(type(self), name), property):
@@ -86,7 +86,7 @@ class RemotePart(nn.Module):
             raise place.refusal(f"its buffer {name!r} cannot be replaced by a {type(value).__name__}")
         before = place.fixed.pop(name, None)
         gentle = type(before) is float and type(value) is float  # of a class of torch: its operations stay as they are
-        place.owners.write(place.worker, place.path, name, value, gentle)
+        place.owners.settings.write((place.worker, place.path, name), value, gentle)
         if gentle:
             place.fixed[name] = value
         if name in self._buffers:
@@ -99,7 +99,7 @@ class RemotePart(nn.Module):
         if name in self._buffers:
             raise self._place.refusal(f"{name!r} cannot be deleted from here")
         place = self._place
-        place.owners.delete(place.worker, place.path, name)
+        place.owners.settings.delete((place.worker, place.path, name))
         place.fixed.pop(name, None)
 
     def _refuse_change(self, name: str) -> None:

@@ -167,7 +167,7 @@ class Shell(nn.Module):
         known = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name in away.names
         if not known or away.owners.eager is not None or name in self._parameters:
             raise away.refusal(f"{name!r} cannot be set from here")
-        away.owners.write(away.worker, away.path, name, value, False)
+        away.owners.settings.write((away.worker, away.path, name), value, False)
         if name in self._buffers:
             changed(self._buffers[name], value)
 

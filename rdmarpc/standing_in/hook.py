@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
+from ..ground.imports import AfterImport
 from . import modules
 
 _TORCH = "torch"
-
-
-class _AfterTorch(importlib.abc.Loader):
-    """Torch's own loader, and what comes after it."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self._own
-        self._own.exec_module(module)
-        modules.replace()
 
 
 class _StandInLoader(importlib.abc.Loader):
@@ -40,39 +23,31 @@ class _StandInLoader(importlib.abc.Loader):
         return modules.stand_in(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A program that imports it will use it, in this process or in those that it forks."""
-        modules.load()
+        """A program that imports it will use it, in this process or in those that it forks. Torch itself (TorchScript, the
+        package of its optimizers) only looks at it: then it is loaded when it is first used."""
+        if not modules.asked_by("torch"):
+            modules.load()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self) -> None:
-        self._seeks_torch = False
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in modules.MEANT:
-            if not modules.replaced():
-                return None  # torch itself, while it is being imported
-            return importlib.machinery.ModuleSpec(name, _StandInLoader(), is_package=name in modules.PACKAGES)
-        if name != _TORCH or self._seeks_torch:
-            return None
-        self._seeks_torch = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._seeks_torch = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _AfterTorch(spec.loader)
-        return spec
+        if name not in modules.MEANT or not modules.replaced():
+            return None  # torch's own, while it is being imported
+        return importlib.machinery.ModuleSpec(name, _StandInLoader(), is_package=name in modules.PACKAGES)
 
 
-_finder = _Finder()
+_finders = [
+    _Finder(),
+    AfterImport(_TORCH, lambda _: modules.replace()),
+    *(AfterImport(package, modules.ask_later) for package in modules.LATER),
+]
 
 
 def register() -> None:
     """Stand in for torch's modules from now on; at once if torch is imported already."""
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if _finders[0] not in sys.meta_path:
+        sys.meta_path[:0] = _finders
     if _TORCH in sys.modules:
         modules.replace()

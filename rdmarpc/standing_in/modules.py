@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from . import differences
@@ -28,6 +28,14 @@ MEANT: dict[str, tuple[str, ...]] = {
 """Torch's modules, and ours that have their names: the first that has one."""
 
 PACKAGES = {"torch.distributed.rpc"}
+LATER = {
+    "torch.distributed.optim": ("torch.distributed.optim.optimizer", "DistributedOptimizer"),
+    "torch.distributed.nn": ("torch.distributed.nn.api.remote_module", "RemoteModule"),
+}
+"""Packages that take a name from a module that we stand in for. Libraries import them for what else they have."""
+_ABSENT = object()
+_COMPARED = {"rpc_async", "rpc_sync", "remote"}
+"""TorchScript compares every function that it meets with these."""
 _FAMILIES = (
     "torch.distributed.rpc",
     "torch._C._distributed_rpc",
@@ -45,6 +53,10 @@ class StandIn(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name == "is_available":
             return _is_available
+        if not _loaded and any(LATER[package] == (self.__name__, name) and _being_imported(package) for package in LATER):
+            return _ABSENT
+        if not _loaded and name in _COMPARED and self.__name__ in _originals and asked_by("torch.jit", "torch._jit_internal"):
+            return getattr(_originals[self.__name__], name)
         below = f"{self.__name__}.{name}"
         if below in MEANT:
             return importlib.import_module(below)
@@ -87,6 +99,35 @@ def _taken(module: str, name: str) -> Any:
     raise AttributeError(
         f"module {module!r} has no attribute {name!r} while rdmarpc stands in for it: {why or 'torch has none, or it is state'}"
     )
+
+
+def asked_by(*homes: str) -> bool:
+    """Whether the import, or the look at an attribute, that is under way stands in one of these modules or below."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("importlib.", __package__)):
+        frame = frame.f_back
+    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{home}." for home in homes))
+
+
+def _being_imported(name: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
+
+
+def ask_later(package: ModuleType) -> None:
+    """One of ``LATER`` has been imported: what it has not got yet it gets from us when it is first used."""
+    names = vars(package)
+    home, wanted = LATER[package.__name__]
+    if names.get(wanted) is not _ABSENT:
+        return
+    del names[wanted]
+
+    def ours(name: str) -> Any:
+        if name != wanted:
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+        names[name] = getattr(_stand_ins[home], name)
+        return names[name]
+
+    names["__getattr__"] = ours
 
 
 def _is_available() -> bool:

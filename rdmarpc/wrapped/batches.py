@@ -17,15 +17,22 @@ from ..graph.show.tables import table
 from ..graph.trace import values
 from ..graph.trace.methods import Uncaptured
 from ..graph.wire.header import HEADER_BYTES
+from ..transport import NotSupported
 from .state import flatten, joined, state_of
 
 MOST = 65535
+SCHEDULES = ("1f1b", "interleaved")
 
 
 def checked(chunks: int) -> int:
     if not 1 <= chunks <= MOST:
         raise ValueError(f"chunks must be from 1 to {MOST}, got {chunks}")
     return chunks
+
+
+def check_schedule(schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
 
 
 def forward_backward(
@@ -35,9 +42,15 @@ def forward_backward(
     kwargs: dict[str, Any],
     target: Any,
     chunks: int | None,
+    schedule: str,
 ) -> torch.Tensor:
     """Forward and backward of one batch in ``chunks`` micro-batches (``None``: as many as ``wrap`` was told), several of them
-    under way at once (1F1B order).
+    under way at once.
+
+    ``schedule="interleaved"`` is for stages that go round the workers (``{"0": "worker1", "1": "worker2", "2": "worker1", "3":
+    "worker2"}``) and more micro-batches than workers, a multiple of them at best; then ``wrap(depth=)`` should be twice the
+    number of workers, because so many micro-batches lie in the slots of a stage. ``NotSupported`` where stages do not go round.
+    Bits are those of ``"1f1b"``.
 
     Tensors among the inputs whose first dimension is the batch's are split along it, into the sizes of ``torch.chunk`` (so
     there may be fewer than ``chunks``; a smaller last one has a plan of its own); everything else goes to each micro-batch as
@@ -50,7 +63,9 @@ def forward_backward(
     samples this is the mean over the batch; one that sums gives the sum divided by the number of micro-batches (where they are
     equal). What looks at a whole batch (batch norm) sees micro-batches.
 
-    A forward that no method captures runs eagerly, one micro-batch after another (``model.captured`` says why).
+    A forward that no method captures runs eagerly, one micro-batch after another (``model.captured`` says why). One after
+    another run, too, those of a forward that draws random numbers at several levels of one worker: dropout before and after
+    a remote part, for example.
 
     The bits are those of one process but for what ``wrap`` says of sums of gradients, and ``placement_table`` names.
 
@@ -60,13 +75,20 @@ def forward_backward(
     state = state_of(model)
     session, chunks = state.session, state.chunks if chunks is None else chunks
     session.in_step = False
+    check_schedule(schedule)
     with torch.enable_grad():
         split = _Split(model, args, kwargs, target, checked(chunks))
         losses: list[torch.Tensor] = []
 
         def weighted(at: int) -> Callable[[Any], torch.Tensor]:
             def loss_of(output: Any) -> torch.Tensor:
+                before = torch.get_rng_state() if ahead else None
                 loss = loss_fn(output) if target is None else loss_fn(output, split.target(at))
+                if before is not None and not torch.equal(before, torch.get_rng_state()):
+                    raise NotSupported(
+                        "loss_fn draws random numbers, and so does the forward of the next micro-batch, which may have begun",
+                        hint="use chunks=1",
+                    )
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ValueError(f"loss_fn must give a tensor of one element, it gave {_describe(loss)}")
                 loss = loss if len(split.sizes) == 1 else loss * (split.sizes[at] / split.batch)
@@ -76,14 +98,17 @@ def forward_backward(
             return loss_of
 
         mode = session.mode()
-        plans = None if state.runner is not None else split.plans_or_none()
+        plans = None if state.eager or state.only_here() else split.plans_or_none()
+        if plans is not None and len(split.sizes) > 1:
+            plans = None if any(state.in_turn(plan.graph) for plan in plans) else plans
+        ahead = plans is not None and len(split.sizes) > 1 and session.agent.name in plans[0].graph.draws
         if plans is None:
             for at in range(len(split.sizes)):
                 given, more = split.arguments(at)
                 weighted(at)(model(*given, **more)).backward()
         else:
             parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
-            session.caller.forward_backward(parts, mode)
+            session.caller.forward_backward(parts, mode, schedule == "interleaved")
         split.return_gradients()
     total = losses[0]
     for loss in losses[1:]:
@@ -213,25 +238,34 @@ class Prepared:
         return "\n\n".join([*map(str, self.placements), table(head, rows, range(1, len(head))) + "\n" + said])
 
 
-def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int | None) -> Prepared:
+def prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int | None, schedule: str) -> Prepared:
     """See ``WrappedModel.prepare``."""
+    check_schedule(schedule)
     state = state_of(model)
     session, chunks = state.session, state.chunks if chunks is None else chunks
     with torch.enable_grad():
         session.mode()
         split = _Split(model, args, kwargs, None, checked(chunks))
         plans = list(dict.fromkeys(split.plans()))
+    session.caller.check_schedule(plans[0], schedule == "interleaved")
     owned = state.parameter_bytes()
     placements = [plan.placement for plan in plans]
-    memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes)) for worker in placements[0].workers]
+    memory = [_memory(worker, plans, owned.get(worker, 0), len(split.sizes), schedule) for worker in placements[0].workers]
     return Prepared(placements, session.caller.depth, split.sizes, plans[0].levels, memory)
 
 
-def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int) -> Need:
+def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int, schedule: str) -> Need:
     graph = plans[0].graph
     edges = [edge for plan in plans for edge in plan.placement.edges]
     window = plans[0].levels
-    held = {s.number: min(chunks, max(1, window - s.level)) for s in graph.segments if s.worker == worker}
+    # Interleaved, stages are bounded together, and each by what the caller lets begin.
+    rounds = plans[0].flow.rounds
+    stages = rounds.stages if schedule == "interleaved" and rounds is not None else {}
+    held = {
+        s.number: min(chunks, window if s.number in stages else max(1, window - s.level))
+        for s in graph.segments
+        if s.worker == worker
+    }
     waiting = 0
     for edge in plans[0].placement.edges:
         if edge.kind == ACTIVATION and edge.target == worker:

@@ -20,11 +20,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ..fetched.here import needed
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec, call_of, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
 from ..graph.trace.sizes import Sizes
+from ..graph.trace.watch import OnlyHere
+from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
 from ..transport import NotSupported
 from .session import Session
@@ -35,17 +38,21 @@ PLANS = 128
 
 
 class Eager:
-    """The forward of one model. ``shape()`` gives its skeleton, with the present flags. One thread at a time."""
+    """The forward of one model. ``shape()`` gives its skeleton, with the present flags; ``tell`` is given the graph of each
+    call that is new. One thread at a time."""
 
-    def __init__(self, session: Session, top: nn.Module, shape: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, session: Session, top: nn.Module, shape: Callable[[], nn.Module], tell: Callable[[TransferGraph], object]
+    ) -> None:
         self.steps = 0
         self.calls = 0
         self.misses: Counter[str] = Counter()
-        self._session, self._top, self._shape = session, top, shape
+        self._session, self._top, self._shape, self._tell = session, top, shape, tell
         self._seen: Counter[str] = Counter()
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
         self._alone = False
+        self._alone_here: set[str] = set()
         self._device: torch.device | None = None
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -68,6 +75,8 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called: by the forward that runs, or outside of any."""
+        if needed():
+            return self._session.here.call(path, args, kwargs)
         if self._session.eager is not None:
             return self._call(path, args, kwargs)
         session = self._session
@@ -83,8 +92,6 @@ class Eager:
             self._fetched.clear()
 
     def _call(self, path: str, args: Any, kwargs: Any) -> Any:
-        if torch._C._is_any_autocast_enabled():
-            raise NotSupported("autocast does not reach other workers", hint="use it inside of a part")
         values.check_arguments(f"part {path!r}", self._session.shape.get_submodule(path).forward, args, kwargs)
         leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
@@ -95,11 +102,25 @@ class Eager:
 
         def build() -> Capture:
             try:
-                return capture_call(self._shape(), path, self._specs(path, tensors), join)
+                found = capture_call(self._shape(), path, self._specs(path, tensors), join)
+            except OnlyHere:
+                raise
             except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
+            [result] = [found.values[node] for node in found.graph.nodes if node.op == "call_module"]
+            numbers = any(isinstance(leaf, (bool, int, float)) for leaf in values.flatten(result)[0])
+            if numbers and not isinstance(result, values.After):
+                return replace(self._probe(path, tensors, join), elsewhere=found.elsewhere)  # they may vary
+            return found
 
-        result = self._run(path, tensors, (values.constants(leaves), tree), build)
+        if path in self._alone_here:
+            return self._session.here.call(path, args, kwargs)
+        try:
+            result = self._run(path, tensors, (values.constants(leaves), tree), build)
+        except OnlyHere as error:
+            self._alone_here.add(path)
+            warn(f"part {path!r} of a wrapped model runs in this process: {error.message}")
+            return self._session.here.call(path, args, kwargs)
         if isinstance(result, values.After):
             self._bring_back(path, (args, kwargs), (result.args, result.kwargs))
             return result.result
@@ -148,8 +169,11 @@ class Eager:
                 self.misses[f"{path}, call {nth + 1}: {shapes or 'no tensors'}"] += 1
             session, places = self._session, self._session.places
             located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
-            graph = analyze(build(), places.owner, session.agent.name, places.scope, located)
+            found = build()
+            session.elsewhere.add(found.elsewhere)
+            graph = analyze(found, places.owner, session.agent.name, places.scope, located)
             graph.constants = {}
+            self._tell(graph)
             return graph
 
         try:
@@ -186,7 +210,7 @@ class Eager:
             fake = lambda leaf: replace(leaf, device=at).empty() if isinstance(leaf, TensorSpec) else leaf  # noqa: E731
             result = values.decode(found, fake)
         made = {**dict(zip(nodes, fakes)), call: result, output: result}
-        return Capture(graph, made, {}, Sizes(), how="probe", example=True)
+        return Capture(graph, made, {}, Sizes(known=False), how="probe", example=True)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:

@@ -63,25 +63,30 @@ def wrap(
       saves.
     * ``capture``: ``"fx"`` traces the forward, on tensors without data where its Python looks at shapes. ``"export"`` takes the
       operations that ``torch.export`` finds, also inside of parts. ``"eager"`` runs the forward here in every step, so that its
-      control flow may depend on values; every remote part that it calls is a set of prepared writes of its own. ``"auto"``
-      takes the first of them that works, and ``model.captured`` says which. Packages may bring other methods, by name
+      control flow may depend on values; every remote part that it calls is a set of prepared writes of its own. ``"here"``
+      runs all of the forward in this process, over copies of the parts that are fetched when they may have changed: exact
+      also with gradients of gradients, ``retain_graph`` and ``autograd.grad`` of parameters, and slow. A forward under
+      autocast, or inside of ``torch.utils.checkpoint``, ``torch.func`` or what follows operations, runs so by itself, with a
+      warning. ``"auto"`` takes the first of the former three that works, and
+      ``model.captured`` says which. Packages may bring other methods, by name
       (``graph/trace/methods``).
     * ``chunks``: micro-batches of ``model.forward_backward``, unless that is given another number.
 
     At the first call the forward is captured, and the parts run once on tensors without data. Other input shapes are captured
-    once more for all of them, or one by one when they come again (``model.misses()``). Dropout and other random operations in a
-    part draw from the generator of its worker. ``torch.manual_seed`` here seeds those of the model's workers too, before the
-    next step: so a run repeats bit for bit, and it is that of one process where only one worker draws numbers. Python's and
-    numpy's generators are those of each process, and so are attributes of classes, globals, and the flags of torch: what is
-    seeded or changed here in them does not reach parts.
+    once more for all of them, or one by one when they come again (``model.misses()``). Random operations of a forward draw
+    here, in the order of one process; those in a part at another worker draw from the generator there, which a warning says
+    once, and ``counters()["draws_elsewhere"]`` counts them. ``torch.manual_seed`` here seeds the generators of the model's
+    workers too, before the next step: so a run repeats bit for bit. Python's and numpy's generators are those of each
+    process, and so are attributes of classes, globals, and the flags of torch: what is seeded or changed here in them does
+    not reach parts.
 
     The gradients of a forward that is captured are summed in the order of one process, so they have its bits: also those of
     tied parameters, of tensors that many parts read, and of a part that is called several times. Where no order of the parts
-    gives that (a parameter that a part reads as its own and that is read elsewhere by its name), ``placement_table`` names it,
-    a warning says so once, and ``counters()["sums_reordered"]`` counts it. Gradients are equal up to rounding there, and where
-    sums reach beyond one captured forward: where the model runs eagerly and several of its calls read the same parameter or
-    tensor; where one backward goes through several forwards; where the program computes with an input of the model outside of
-    it, too.
+    gives that (a parameter that a part reads as its own and that is read elsewhere by its name), ``placement_table`` names it.
+    Where one backward goes through several forwards, or several calls of an eager one, parameters that two of them read have
+    sums in another order. A warning says so once, and ``counters()["sums_reordered"]`` counts them. Gradients are equal up to
+    rounding there, and where the program computes with an input of the model outside of it, too, or several calls of an eager
+    forward read the same tensor.
 
     A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
     the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was
@@ -176,7 +181,9 @@ class WrappedModel(nn.Module):
         session = state.session
         object.__setattr__(self, "__dict__", vars(session.stand_in))
         self._rdmarpc = state
-        session.runs_outside(Eager(session, session.stand_in, state.skeleton))
+        session.always_here = state.method == "here"
+        outside = session.here if session.always_here else Eager(session, session.stand_in, state.skeleton, state.tell)
+        session.runs_outside(outside)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if nn.modules.module._has_any_global_hook():
@@ -184,16 +191,12 @@ class WrappedModel(nn.Module):
                 "hooks for all modules (register_module_forward_hook and the like) do not run at other workers",
                 hint="register hooks on single parts",
             )
-        saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if saving is not None and getattr(saving[0], "__module__", "") == "torch.utils.checkpoint":
-            raise NotSupported(
-                "activation checkpointing around a wrapped model does not reach what other workers keep for the backward",
-                hint="use torch.utils.checkpoint inside of the parts",
-            )
         state = state_of(self)
         session = state.session
         session.in_step = False
-        if state.runner is not None:
+        if why := state.only_here():
+            return state.here(args, kwargs, self.training, why)
+        if state.eager:
             return state.eagerly(args, kwargs, self.training)
         try:
             leaves, tree = flatten(args, kwargs)
@@ -208,10 +211,10 @@ class WrappedModel(nn.Module):
         except Uncaptured as error:
             if state.method not in ("auto", "eager"):
                 raise error.error or error from None
-            refused = error.refused
+            refused, again = error.refused, error.again
         else:
             return session.caller.forward(plan, tensors, mode)
-        return state.eagerly(args, kwargs, self.training, refused)
+        return state.eagerly(args, kwargs, self.training, refused, again)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("_rdmarpc", "_replaced", "forward"):
@@ -240,15 +243,21 @@ class WrappedModel(nn.Module):
         raise NotSupported("a wrapped model cannot be copied with its parts left where they are", hint="copy.deepcopy")
 
     def forward_backward(
-        self, loss_fn: Callable[..., torch.Tensor], *args: Any, target: Any = None, chunks: int | None = None, **kwargs: Any
+        self,
+        loss_fn: Callable[..., torch.Tensor],
+        *args: Any,
+        target: Any = None,
+        chunks: int | None = None,
+        schedule: str = "1f1b",
+        **kwargs: Any,
     ) -> torch.Tensor:
         """See ``batches.forward_backward``."""
-        return batches.forward_backward(self, loss_fn, args, kwargs, target, chunks)
+        return batches.forward_backward(self, loss_fn, args, kwargs, target, chunks, schedule)
 
-    def prepare(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> batches.Prepared:
-        """Capture the model for these inputs and set everything up, without a step. ``chunks``: for ``forward_backward`` in as
-        many micro-batches. Print the result to see what crosses and the memory that every worker needs."""
-        return batches.prepare(self, args, kwargs, chunks)
+    def prepare(self, *args: Any, chunks: int | None = None, schedule: str = "1f1b", **kwargs: Any) -> batches.Prepared:
+        """Capture the model for these inputs and set everything up, without a step. ``chunks``, ``schedule``: of
+        ``forward_backward``. Print the result to see what crosses and the memory that every worker needs."""
+        return batches.prepare(self, args, kwargs, chunks, schedule)
 
     @property
     def captured(self) -> str:
@@ -271,7 +280,8 @@ class WrappedModel(nn.Module):
         """This process's counters (see ``Device.counters``); with ``everywhere`` those of the model's other workers are added.
         Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
         ``plans``, ``misses`` (see there), ``dynamic_reads``, ``sums_reordered`` (tensors and parameters whose gradients are not
-        summed in the order of one process, those that ``placement_table`` names) and, for each value that was copied besides
+        summed in the order of one process, those that ``placement_table`` names), ``draws_elsewhere`` (parts and operations
+        that draw random numbers at other workers) and, for each value that was copied besides
         its transfer, ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)
 
@@ -288,7 +298,7 @@ class WrappedModel(nn.Module):
         return {name: note for notes in (session.caller.plans.notes(), *answers.values()) for name, note in notes.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the remote halves of an optimizer now instead of at its first step; needed before its ``load_state_dict``."""
+        """Make the remote halves of an optimizer now instead of at its first step."""
         for halves in remote_optimizer.attach(optimizer):
             halves.ensure()
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 import struct
-import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..graph.work.command import STEP, Command
 from ..graph.work.remote_update import PER_PARAMETER, hyperparameters, numbers_of
+from ..ground.advice import warn
 from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported
 
@@ -96,23 +96,31 @@ class RemoteHalves:
     def fill(self, state: dict[str, Any]) -> None:
         """Put the owners' state into the optimizer's ``state_dict``."""
         self.ensure()
-        states = {w: self.owners.ask_owner(w, "optimizer_state", self.number) for w in self._members}
-        for index, parameter in self._indexed():
-            found = states[parameter.worker].get(parameter.position)
-            if found:
-                state["state"][index] = found
+        indices = {(parameter.worker, parameter.position): index for index, parameter in self._indexed()}
+        found = [state["state"]]
+        for worker in self._members:
+            entries = self.owners.ask_owner(worker, "optimizer_state", self.number)
+            found.append({indices[worker, at]: entry for at, entry in entries.items() if entry and (worker, at) in indices})
+        state["state"] = _merged(found)
 
     def unload(self, state: dict[str, Any]) -> dict[str, Any]:
         """Send a ``state_dict``'s entries to the owners; what is left is for the local half."""
         self.ensure()
-        mine = dict(state["state"])
+        theirs = dict(self._indexed())
+        self._load({theirs[index]: entries for index, entries in state["state"].items() if index in theirs})
+        return {**state, "state": {index: entries for index, entries in state["state"].items() if index not in theirs}}
+
+    def take(self, states: dict[RemoteParameter, dict[str, Any]]) -> None:
+        """The state of parameters that was loaded here, before it was known that they are remote."""
+        self.ensure()
+        self._load({parameter: entries for parameter, entries in states.items() if parameter.owner is self.owners})
+
+    def _load(self, states: dict[RemoteParameter, dict[str, Any]]) -> None:
         there: dict[str, dict[int, Any]] = {worker: {} for worker in self._members}
-        for index, parameter in self._indexed():
-            if index in mine:
-                there[parameter.worker][parameter.position] = tree_map_only(torch.Tensor, torch.Tensor.cpu, mine.pop(index))
-        for worker, entries in there.items():
-            self.owners.ask_owner(worker, "load_optimizer_state", self.number, entries)
-        return {**state, "state": mine}
+        for parameter, entries in states.items():
+            there[parameter.worker][parameter.position] = tree_map_only(torch.Tensor, torch.Tensor.cpu, entries)
+        for worker, found in there.items():
+            self.owners.ask_owner(worker, "load_optimizer_state", self.number, found)
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
@@ -154,11 +162,9 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
             _name(type(optimizer))
         return []
     models = list({id(parameter.owner): parameter.owner for parameter in remote}.values())
-    if first and any(_used(optimizer.state.get(parameter)) for parameter in remote):
-        raise NotSupported(
-            "this optimizer's state was loaded before its remote parameters were known, and is lost",
-            hint="call model.attach(optimizer) before optimizer.load_state_dict()",
-        )
+    loaded = {
+        p: entries for p, entries in optimizer.state.items() if isinstance(p, RemoteParameter) and first and _used(entries)
+    }
     for parameter in remote:
         optimizer.state.pop(parameter, None)  # the other halves make theirs
     for half in halves:
@@ -172,6 +178,9 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
         before, after = optimizer.register_step_pre_hook(_send), optimizer.register_step_post_hook(_after_step)
         _hooks[optimizer] = before.id, after.id
         _mark(optimizer)
+    if loaded:
+        for half in halves:
+            half.take(loaded)
     return halves
 
 
@@ -181,18 +190,30 @@ def forget(optimizer: Optimizer) -> None:
         _known[optimizer] = ((), [])
 
 
-def _used(state: dict[str, Any] | None) -> bool:
+def _used(state: dict[str, Any]) -> bool:
     """Whether it is more than what a constructor makes (Adagrad's)."""
-    return state is not None and bool(state) and float(state.get("step", 1)) != 0
+    return bool(state) and float(state.get("step", 1)) != 0
+
+
+def _merged(states: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    """One state of several workers', in the order of one process: what got its state in the same step stands in the order of
+    the groups, and what got it later behind that."""
+    order: dict[int, tuple[int, int]] = {}
+    for state in states:
+        rounds, before = 0, -1
+        for index in state:
+            rounds += index < before
+            order[index], before = (rounds, index), index
+    found = {index: entries for state in states for index, entries in state.items()}
+    return {index: found[index] for index in sorted(found, key=order.__getitem__)}
 
 
 def _name(kind: type[Optimizer]) -> None:
     if kind not in _named:
         _named.add(kind)
-        warnings.warn(
+        warn(
             f"{kind.__name__} may combine parameters in one step, so it runs in this process: gradients and values of remote "
-            "parameters are fetched for it, and new values sent back, in every step",
-            stacklevel=2,
+            "parameters are fetched for it, and new values sent back, in every step"
         )
 
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from ..calls.agent import Agent
+from ..fetched.here import Here
 from ..graph.caller.caller import Caller
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
+from ..graph.guards.world import World
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.trace.capture import skeleton
@@ -48,6 +50,10 @@ class Session:
         self.eager: EagerForward | None = None
         self._outside: EagerForward | None = None
         self.closed = False
+        self.here: Here
+        self.elsewhere = World(0)
+        """What parts read from Python at other workers, as it is here."""
+        self.always_here = False
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
         self.shape = without_hooks(uncompiled(skeleton(net)))
@@ -55,7 +61,8 @@ class Session:
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
-        packed = {worker: owner.Packed(parts, places.device) for worker, parts in remote.items()}
+        paths = {id(module): name for name, module in net.named_modules()}
+        packed = {worker: owner.Packed(parts, places.device, paths) for worker, parts in remote.items()}
         self._caller: Caller | None = None
         self._count = dict.fromkeys(remote, 0)
         reaching = {worker for worker, yes in self._open(packed).items() if yes}
@@ -79,6 +86,8 @@ class Session:
         agent, places = self.agent, self.places
         place_here(net, places)
         self.stand_in, made = stand_ins(net, self, places)
+        self.here = Here(self, self.stand_in)
+        self.settings.copies = self.here.replica.part
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}
         for worker, parts in remote.items():
@@ -134,17 +143,8 @@ class Session:
         """What runs parts that are called outside of any forward."""
         self._outside = runner
 
-    def share(self, worker: str, path: str, name: str, value: Any) -> None:
-        self.settings.share((worker, path, name), value)
-
-    def read(self, worker: str, path: str, name: str) -> Any:
-        return self.settings.read((worker, path, name))
-
-    def write(self, worker: str, path: str, name: str, value: Any, gentle: bool) -> None:
-        self.settings.write((worker, path, name), value, gentle)
-
-    def delete(self, worker: str, path: str, name: str) -> None:
-        self.settings.delete((worker, path, name))
+    def leaf(self, parameter: RemoteParameter) -> torch.Tensor | None:
+        return self.here.replica.leaf(parameter) if self.always_here else None
 
     def fetch_parts(self, memo: dict[int, Any]) -> None:
         if id(self) in memo:

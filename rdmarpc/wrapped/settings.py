@@ -17,10 +17,8 @@ from torch import nn
 from ..graph.guards.kept import Kept, plain
 from ..graph.trace.capture import mode_of
 from ..graph.work.access import AS_IT_CAME, CHANGED, MISSING, PLAIN, TENSOR
+from ..parts.parameter import Where
 from ..transport import NotSupported
-
-Where = tuple[str, str, str]
-"""Worker, path of a module, name of an attribute."""
 
 
 class Settings:
@@ -30,6 +28,8 @@ class Settings:
     def __init__(self, ask: Callable[..., Any], shape: nn.Module, moment: Callable[[], Hashable]) -> None:
         self.number = 0
         """Of the present settings, for what is captured under them."""
+        self.copies: Callable[[str], nn.Module | None] = lambda path: None
+        """The copy of a module here, by path, while it is what its owner has."""
         self._ask, self._shape, self._moment = ask, shape, moment
         self._numbers: dict[Hashable, int] = {frozenset(): 0}
         self._set: dict[Where, Hashable] = {}
@@ -39,7 +39,7 @@ class Settings:
         self._read_at: Hashable = None
 
     def share(self, where: Where, value: Any) -> None:
-        """See ``Owners.share``."""
+        """See ``Attributes.share``."""
         self._forget(where)
         kept, places = self._watched.get(id(value)) or (Kept(value), [])
         if not kept.foreign and not kept.opaque:
@@ -73,8 +73,11 @@ class Settings:
             self._watched[id(value)] = Kept(value), places
 
     def read(self, where: Where) -> Any:
-        """See ``Owners.read``."""
+        """See ``Attributes.read``."""
         worker, path, name = where
+        copied = self.copies(path)
+        if copied is not None:
+            return getattr(copied, name)
         now = self._moment()
         if now != self._read_at:
             self._read.clear()
@@ -94,7 +97,7 @@ class Settings:
         raise NotSupported(f"attribute {name!r} of {path!r}, which lives on worker {worker!r}, {why}: it cannot be read here")
 
     def write(self, where: Where, value: Any, gentle: bool) -> None:
-        """See ``Owners.write``."""
+        """See ``Attributes.write``."""
         worker, path, name = where
         _check(f"{path}.{name}", worker, value)
         if isinstance(value, torch.Tensor):
@@ -107,8 +110,17 @@ class Settings:
         if not gentle:
             self._apply(where, value)
 
+    def give(self, worker: str, values: dict[tuple[str, str], Any]) -> None:
+        """See ``Attributes.give``."""
+        for (path, name), value in values.items():
+            _check(f"{path}.{name}", worker, value)
+        self._ask(worker, "write", values, True)
+        self._read.clear()
+        for path, name in values:
+            self._forget((worker, path, name))
+
     def delete(self, where: Where) -> None:
-        """See ``Owners.delete``."""
+        """See ``Attributes.delete``."""
         worker, path, name = where
         self._ask(worker, "delete", path, name)
         self._read.clear()

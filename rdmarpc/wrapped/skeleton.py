@@ -18,11 +18,12 @@ from ..parts.tables import TABLES
 from ..transport import NotSupported
 
 
-def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
+def refreshed(live: nn.Module, known: nn.Module, places: Places, original: nn.Module) -> nn.Module:
     """A skeleton of ``live``, the stand-in of a whole model, with its present modules, hooks and attributes; of what lies
-    elsewhere, that of ``known``, the skeleton of the original. Raises ``NotSupported`` for what was put where a part of another
-    worker stood."""
+    elsewhere, that of ``known``, the skeleton of the ``original``. References to modules of the original are such to those of
+    the skeleton. Raises ``NotSupported`` for what was put where a part of another worker stood."""
     paths = dict(known.named_modules(remove_duplicate=False))
+    originals = dict(original.named_modules(remove_duplicate=False))
     memo: dict[int, Any] = {}
     cut: dict[int, tuple[nn.Module, nn.Module | None]] = {}
     here: list[nn.Module] = []
@@ -34,13 +35,16 @@ def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
             if before is None:
                 raise _moved(path, places.owner(path))
             memo[id(module)] = flagged(before, module)
+            for inner, there in before.named_modules(remove_duplicate=False):
+                memo.setdefault(id(originals.get(join(path, inner) if inner else path, there)), there)
             continue
         _check_place(path, module, places)
         _known_tensors(module, before, memo)
         if not path or not places.whole(path) or isinstance(module, LISTS):
             cut[id(module)] = module, before
             away: Any = vars(module).get("_away")
-            memo[id(module)] = object.__new__(type(module) if away is None else away.kind)
+            made = memo[id(module)] = object.__new__(type(module) if away is None else away.kind)
+            memo[id(originals.get(path, module))] = made
         else:
             here.append(module)
         left += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
@@ -50,8 +54,7 @@ def refreshed(live: nn.Module, known: nn.Module, places: Places) -> nn.Module:
             copy.deepcopy(module, memo)
         for module, before in reversed(cut.values()):
             _copy_cut(module, before, memo)
-    made: nn.Module = memo[id(live)]
-    return without_hooks(made)
+    return without_hooks(memo[id(live)])
 
 
 def without_hooks(top: nn.Module) -> nn.Module:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..fetched.here import needed
 from ..graph.caller.stage import Plan
 from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
@@ -48,21 +48,27 @@ _log = logging.getLogger("rdmarpc")
 class State:
     """``net`` is the original; ``method`` is the ``capture=`` of ``wrap``; ``chunks`` are the micro-batches of
     ``forward_backward``; ``options`` are the session's. ``captured``: see ``WrappedModel.captured``; ``runner`` runs the
-    forward where no capture works. What depends on the model's own training flag is given it (``training``): its modules'
-    flags are those of ``session.stand_in``."""
+    forward where no capture works, ``eager`` says whether it does so for good. What depends on the model's own training flag
+    is given it (``training``): its modules' flags are those of ``session.stand_in``."""
 
     def __init__(self, net: nn.Module, session: Session, method: str, chunks: int, options: Options) -> None:
         self.session, self.method, self.chunks, self.options = session, method, chunks, options
         self.captured = ""
         self._reordered: dict[str, None] = {}
+        self._drawn: dict[str, None] = {}
+        self._in_turn = False
         self.runner: Eager | None = None
+        self._again = False
+        self._before: list[Eager] = []
         self._last = 0
         self._methods = methods_of(method)
         self.net, self._top = net, session.stand_in
         self.saved: tuple[dict[str, Any], str] | None = None
         """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
-        self._worlds, self.elsewhere = Worlds(), World(0)
+        session.here.replica.mixing.tell = self._tell
+        session.caller.control.watching = session.here.replica.mixing.planned
+        self._worlds = Worlds()
         self._look()
 
     def _look(self) -> None:
@@ -80,9 +86,10 @@ class State:
 
     def check_elsewhere(self) -> None:
         """Raise ``NotSupported`` where a setting has changed here that parts read at other workers."""
-        if not self.elsewhere.holds():
+        elsewhere = self.session.elsewhere
+        if not elsewhere.holds():
             raise NotSupported(
-                f"{self.elsewhere.changed()} has changed in this process; a part at another worker reads its own",
+                f"{elsewhere.changed()} has changed in this process; a part at another worker reads its own",
                 hint="make it an attribute or an argument of the part",
             )
 
@@ -130,19 +137,38 @@ class State:
                 raise
             raise NotSupported(f"an input that is no tensor must be hashable: {error}") from error
 
-    def eagerly(self, args: Any, kwargs: Any, training: bool, refused: Sequence[str] = ()) -> Any:
-        """Run the forward in Python. ``refused``: why no capture works."""
+    def only_here(self) -> str:
+        """Why a forward that starts now runs in this process, if it does."""
+        return needed() or ('capture="here"' if self.method == "here" else "")
+
+    def here(self, args: Any, kwargs: Any, training: bool, why: str) -> Any:
+        """Run the forward in this process, over fetched parts."""
         self._top.training = training
+        self.session.settings.push()
+        self.captured = f"here: {why}"
+        return self.session.here.forward(args, kwargs, "" if self.method == "here" else why)
+
+    @property
+    def eager(self) -> bool:
+        return self.runner is not None and not self._again
+
+    def eagerly(self, args: Any, kwargs: Any, training: bool, refused: Sequence[str] = (), again: bool = False) -> Any:
+        """Run the forward in Python. ``refused``: why no capture works; ``again``: the next forward is to try it once more, as
+        this one may do for good what a capture cannot have."""
+        self._top.training = training
+        self.check_elsewhere()
         if self.runner is not None:
+            if self._again:
+                self._again, self.captured = False, "\n".join(["eager", *refused])
             return self.runner.forward(args, kwargs)
         # If this fails, it was the input that was wrong: the next one may be captured.
-        runner = Eager(self.session, self._top, self.skeleton)
+        runner = Eager(self.session, self._top, self.skeleton, self.tell)
         try:
             result = runner.forward(args, kwargs)
         except NotSupported as error:
             error.args = ("\n".join([*map(str, error.args), *refused]),)
             raise
-        self.runner, self.captured = runner, "\n".join(["eager", *refused])
+        self.runner, self.captured, self._again = runner, "\n".join(["eager", *refused]), again
         return result
 
     def skeleton(self) -> nn.Module:
@@ -161,7 +187,7 @@ class State:
         try:
             if any(empty):
                 raise NotSupported("hooks on parts at other workers, or for gradients, are no part of a graph")
-            shape = refreshed(self._top, session.shape, session.places)
+            shape = refreshed(self._top, session.shape, session.places, self.net)
         except NotSupported as error:
             raise self._uncaptured(error.message) from error
         names = input_names(shape, join, len(specs))
@@ -172,7 +198,7 @@ class State:
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
             world.add([*roots, *found.roots(self._top)], empty)
-            self.elsewhere.add(found.elsewhere)
+            session.elsewhere.add(found.elsewhere)
             graphs.append(graph)
 
         if sizes.varying or not sizes.known:
@@ -183,18 +209,41 @@ class State:
         else:
             found, refused = capture_by(self._methods, shape, specs, join, whole, use, self._away)
             self.captured = "\n".join([found.how, *refused])
+        if self.runner is not None:
+            self._before.append(self.runner)
+            self.runner, self._again = None, False
         session.constants.update(found.constants)
         [graph] = graphs
-        self._tell(graph.reordered)
+        self.tell(graph)
         graph.constants = {}  # they stay here
         return graph
 
+    def tell(self, graph: TransferGraph) -> None:
+        """Sums of gradients, and random numbers, that are not those of one process are named, once each."""
+        self._tell(graph.reordered)
+        self._once(graph.drawn, self._drawn, "%s: random numbers are drawn by another worker, not as in one process")
+
     def _tell(self, reordered: Sequence[str]) -> None:
-        """Sums of gradients that are not those of one process are named, once each."""
-        new = [name for name in dict.fromkeys(reordered) if name not in self._reordered]
+        text = "gradients of %s are not summed in the order of one process: equal up to rounding"
+        self._once(reordered, self._reordered, text)
+
+    @staticmethod
+    def _once(names: Sequence[str], told: dict[str, None], text: str) -> None:
+        new = [name for name in dict.fromkeys(names) if name not in told]
         if new:
-            self._reordered.update(dict.fromkeys(new))
-            _log.warning("gradients of %s are not summed in the order of one process: equal up to rounding", ", ".join(new))
+            told.update(dict.fromkeys(new))
+            _log.warning(text, ", ".join(new))
+
+    def in_turn(self, graph: TransferGraph) -> bool:
+        """Whether its micro-batches must run one after another, which is said once: several under way at once would draw each
+        other's random numbers."""
+        several = [worker for worker, segments in graph.draws.items() if segments > 1]
+        if several and not self._in_turn:
+            self._in_turn = True
+            _log.warning(
+                "micro-batches run one after another: %s draws random numbers before and after other workers' parts", several[0]
+            )
+        return bool(several)
 
     def parameter_bytes(self) -> dict[str, int]:
         """By worker."""
@@ -210,31 +259,39 @@ class State:
         totals = self.session.counters(everywhere)
         totals["misses"] = self._signatures.misses
         totals["sums_reordered"] = len(self._reordered)
-        if self.runner is not None:
-            totals["steps"] += self.runner.steps - self.runner.calls
-            totals["misses"] += self.runner.misses.total()
+        totals["forwards_here"] = self.session.here.steps
+        totals["steps"] += self.session.here.steps
+        totals["draws_elsewhere"] = len(self._drawn)
+        for runner in self._runners():
+            totals["steps"] += runner.steps - runner.calls
+            totals["misses"] += runner.misses.total()
         return totals
 
-    def staged(self) -> dict[int, int]:
-        """Bytes that were staged so far, by the number of the edge; after the model's end, or a loss, those of this worker."""
+    def _runners(self) -> list[Eager]:
+        return self._before if self.runner is None else [*self._before, self.runner]
+
+    def staged(self) -> dict[int, tuple[int, str]]:
+        """Bytes that were staged so far, and why, by the number of the edge; after the model's end, or a loss, those of this
+        worker."""
         session = self.session
-        totals = Counter(session.caller.station.copied)
+        found = [session.caller.station.staged_by_edge()]
         if not session.closed:
             with contextlib.suppress(RdmaError):
-                for copied in session.ask("copied", dict.fromkeys(session.workers, ())).values():
-                    totals.update(copied)
+                found += session.ask("copied", dict.fromkeys(session.workers, ())).values()
+        totals: dict[int, tuple[int, str]] = {}
+        for number, (nbytes, why) in (item for copied in found for item in copied.items()):
+            before, reason = totals.get(number, (0, ""))
+            totals[number] = before + nbytes, why if reason in ("", why) else f"{reason}; {why}"
         return totals
 
     def misses(self) -> list[Miss]:
         """See ``WrappedModel.misses``."""
-        return self._signatures.missed() + (self.runner.missed() if self.runner is not None else [])
+        return self._signatures.missed() + [miss for runner in self._runners() for miss in runner.missed()]
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """The leaves among the arguments of a forward, and their tree (``None``: positional tensors only). ``NotSupported`` for an
     argument that cannot be taken apart."""
-    if torch._C._is_any_autocast_enabled():
-        raise NotSupported("autocast does not reach other workers", hint="convert the parts' dtype before wrap()")
     if kwargs or not all(type(arg) is torch.Tensor for arg in args):
         return values.flatten((args, kwargs))
     return list(args), None

@@ -17,6 +17,7 @@ import programs
 import torch
 
 PROGRAMS = Path(__file__).parent / "programs"
+HELPERS = str(Path(programs.__file__).parent)
 LIMIT_S = 100.0
 
 # The modules that a program needs besides torch.
@@ -25,11 +26,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "reinforcement": (),
     "recurrent": (),
     "ddp_rpc": (),
+    "pipeline_shards": (),
+    "remote_model": (),
     "torchrl_replay": ("torchrl",),
     "torchrl_collector": ("torchrl",),
     "pippy_stages": ("pippy",),
     "fedml_messages": ("fedml",),
     "machin_world": ("machin",),
+    "fairscale_pipeline": ("fairscale",),
+    "torchopt_tasks": ("torchopt",),
+    "geometric_loader": ("torch_geometric", "pyg_lib"),
 }
 
 
@@ -46,26 +52,28 @@ def absent(program: str) -> list[str]:
     return [name for name in NEEDS[program] if importlib.util.find_spec(name) is None]
 
 
-def run(program: str, ours: bool, fresh: bool = True) -> Run:
-    """``python PROGRAM``, through ``rdmarpc run`` if ``ours``. Not ``fresh``: forked from the server of all tests, where
-    ``rdmarpc.install()`` does what ``rdmarpc run`` does. AssertionError, with what it printed, if it fails or hangs."""
+def run(program: str, ours: bool) -> Run:
+    """``python PROGRAM``, through ``rdmarpc run`` if ``ours``. AssertionError, with what it printed, if it fails or hangs."""
     with tempfile.TemporaryDirectory() as folder:
-        path, out, log = PROGRAMS / f"{program}.py", Path(folder, "found"), Path(folder, "log")
+        out, log = Path(folder, "found"), Path(folder, "log")
         start = time.perf_counter()
-        if fresh:
-            through = ("-m", "rdmarpc", "run", "--") if ours else ()
-            code = interpreted([sys.executable, "-W", "ignore", *through, str(path), str(out)], log)
-        else:
-            code = forked([*([str(PROGRAMS / "stood_in.py")] if ours else []), str(path), str(out)], log)
+        code = interpreted([*through(ours), str(PROGRAMS / f"{program}.py"), str(out)], log)
         seconds = time.perf_counter() - start
         assert code == 0, f"{program}, {'rdmarpc' if ours else 'torch RPC'}: exit code {code}\n{log.read_text()[-6000:]}"
         return Run(torch.load(out, weights_only=False), seconds)
 
 
+def through(ours: bool) -> list[str]:
+    return [sys.executable, "-W", "ignore", *(("-m", "rdmarpc", "run", "--") if ours else ())]
+
+
 def interpreted(command: list[str], log: Path) -> int | None:
     """Its exit code; None if it did not end. Nothing that it started is left."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [HELPERS, os.environ.get("PYTHONPATH")]))}
     with log.open("w") as printed:
-        process = subprocess.Popen(command, cwd=programs.ROOT, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=programs.ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         return process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -78,20 +86,40 @@ def interpreted(command: list[str], log: Path) -> int | None:
         process.wait(10)
 
 
-def forked(arguments: list[str], log: Path) -> int:
-    process = programs.Program(arguments, log)
+def several(names: list[str], ours: bool, folder: Path) -> None:
+    """Programs in one tree of processes (``several.py``): plainly, forked from the server of all tests; or, if ``ours``, by
+    the command, in an interpreter of its own. ``found`` reads what they left."""
+    arguments = [str(Path(__file__).with_name("several.py")), str(folder), *names]
+    if ours:
+        interpreted([*through(True), *arguments], folder / "log")
+        return
+    process = programs.Program(arguments, folder / "log")
     try:
-        return process.wait(LIMIT_S)
+        process.wait(LIMIT_S)
     finally:
         process.kill()
 
 
-def both(program: str, fresh: bool = True) -> tuple[Run, Run]:
-    """Plainly and through rdmarpc; each has to have used the RPC that it should."""
-    plain, ours = run(program, False, fresh), run(program, True, fresh)
-    used = plain.found.pop("rpc"), ours.found.pop("rpc")
-    assert used[0].startswith("torch.") and used[1].startswith("rdmarpc"), used
+def found(program: str, folder: Path) -> dict[str, Any]:
+    """What a program of ``several`` left there. AssertionError, with what was printed, if it left nothing."""
+    if not (folder / program).exists():
+        logs = [path for path in (folder / f"{program}.log", folder / "log") if path.exists()]
+        raise AssertionError(f"{program} in {folder.name}:\n" + "\n".join(path.read_text()[-6000:] for path in logs))
+    left: dict[str, Any] = torch.load(folder / program, weights_only=False)
+    return left
+
+
+def both(program: str) -> tuple[Run, Run]:
+    """Plainly and through rdmarpc, as a user starts it."""
+    plain, ours = run(program, False), run(program, True)
+    check_used(plain.found, ours.found)
     return plain, ours
+
+
+def check_used(plain: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Each has used the RPC that it should."""
+    used = plain.pop("rpc"), ours.pop("rpc")
+    assert used[0].startswith("torch.") and used[1].startswith("rdmarpc"), used
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

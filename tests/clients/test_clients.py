@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from .both import NEEDS, both, differences, run
+from .both import NEEDS, check_used, differences, found, several
+
+PROGRAMS = [program for program, modules in NEEDS.items() if not modules]
 
 
-@pytest.mark.parametrize("program", [program for program, modules in NEEDS.items() if not modules])
-def test_same_bits(program: str):
-    plain, ours = both(program, fresh=False)
-    assert plain.found and not (found := differences(plain.found, ours.found)), found
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    several(PROGRAMS, False, folder)
+    return folder
 
 
-def test_by_the_command():
-    """``python -m rdmarpc run``, in interpreters that begin with it."""
-    plain, ours = run("recurrent", ours=False, fresh=False), run("recurrent", ours=True)
-    assert plain.found.pop("rpc").startswith("torch.") and ours.found.pop("rpc").startswith("rdmarpc")
-    assert not (found := differences(plain.found, ours.found)), found
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ours")
+    several(PROGRAMS, True, folder)
+    return folder
+
+
+def test_plainly(plain: Path):
+    """Apart from the next, so that each has its own limit of time."""
+    assert all(found(program, plain) for program in PROGRAMS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_same_bits(program: str, plain: Path, ours: Path):
+    left = found(program, plain), found(program, ours)
+    check_used(*left)
+    assert not (differ := differences(*left)), differ
 
 
 def test_differences_are_seen():

@@ -1,17 +1,19 @@
 """Runs PyTorch's tests in groups of real processes, forked from one that has imported everything.
 
-``python suite_server.py`` reads one JSON line per test from its input (``suite``, ``test``, ``limit`` in seconds) and answers
-each with a line: ``codes`` (the exit code of every rank, of as many as the suite wants; ``null`` for one that had to be killed)
-and ``texts`` (what each wrote, with its traceback). The server has no threads, so a fork of it is a fresh process. A rank joins
-its threads and runs what was left for the exit, but does not take down the interpreter's modules: that takes a second for all
-that torch has loaded.
+``python suite_server.py MODULE`` loads the tests of ``MODULE``, then reads one JSON line per test from its input (``suite``,
+``test``, ``limit`` in seconds) and answers each with a line: ``codes`` (the exit code of every rank, of as many as the suite
+wants; ``null`` for one that had to be killed) and ``texts`` (what each wrote, with its traceback). The server has no threads,
+so a fork of it is a fresh process. A rank joins its threads and runs what was left for the exit, but does not take down the
+interpreter's modules: that takes a second for all that torch has loaded.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -43,7 +45,9 @@ def _run_rank(case: type, test: str, rank: int, folder: Path) -> int:
     try:
         instance = case(test)
         instance.rank, instance.file_name = rank, str(folder / "store")
-        getattr(instance, test)()
+        around = getattr(case, "around", None)
+        with around(instance, test) if around is not None else contextlib.nullcontext():
+            getattr(instance, test)()
     except unittest.SkipTest as reason:
         print(reason)
         return SKIPPED
@@ -108,9 +112,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import torch_suites
-
-    cases = torch_suites.load()
+    cases = importlib.import_module(sys.argv[1]).load()
     gc.collect()
     gc.freeze()  # else each rank's collector writes to, and so copies, everything that was imported
     print(json.dumps(sorted(cases)), file=answers, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MODULES = {
     "remote_module": f"{_ROOT}.nn.api.remote_module_test",
     "ddp": f"{_ROOT}.ddp_under_dist_autograd_test",
 }
+BACKEND = os.environ.get("RDMARPC_CONFORMANCE_BACKEND", "rdmarpc")
+"""Of the process groups of ``ddp``: gloo is the other one that runs."""
 
 
 @cache
@@ -34,13 +37,19 @@ def listed() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for module in MODULES.values():
         path = Path(torch.__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
-        if not path.exists():
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                tests = [item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name.startswith("test_")]
-                if tests:
-                    found[node.name] = tests
+        if path.exists():
+            found |= tests_of(path)
+    return found
+
+
+def tests_of(path: Path) -> dict[str, list[str]]:
+    """The tests of a file, by the class in which they stand."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            tests = [item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name.startswith("test_")]
+            if tests:
+                found[node.name] = tests
     return found
 
 
@@ -54,6 +63,20 @@ def _kept(*args: Any, **kwargs: Any) -> Any:
 
     _modules.append(torch.nn.parallel.DistributedDataParallel(*args, **kwargs))
     return _modules[-1]
+
+
+class _Groups:
+    """``torch.distributed`` for tests that ask it for gloo: they get ``BACKEND``."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch.distributed as dist
+
+        return getattr(dist, name)
+
+    def init_process_group(self, backend: str, **kwargs: Any) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(BACKEND if backend == "gloo" else backend, **kwargs)
 
 
 def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
@@ -89,6 +112,7 @@ def load(names: tuple[str, ...] = tuple(MODULES)) -> dict[str, type]:
         module = importlib.import_module(MODULES[short])
         if short == "ddp":
             module.DistributedDataParallel = _kept  # type: ignore[attr-defined]
+            module.dist = _Groups()  # type: ignore[attr-defined]
         for suite in listed():
             theirs = vars(module).get(suite)
             if isinstance(theirs, type) and theirs.__module__ == module.__name__:

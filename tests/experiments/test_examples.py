@@ -54,6 +54,14 @@ def test_an_example_that_fails_says_so():
     assert done.returncode and number(r"accuracy on images never seen: ([\d.]+)%", done.stdout) < 95
 
 
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+def test_trainers(name):
+    if importlib.util.find_spec(name) is None or importlib.util.find_spec("accelerate") is None:
+        pytest.skip(f"{name} is not installed (extra: zoo)")
+    said = run("-m", "examples.trainers", name)
+    assert re.search(rf"{name}: fx, loss .*, as in one process: True", said), said
+
+
 def test_checkpoint():
     said = run("-m", "examples.checkpoint")
     assert "step 20: worker1 is lost, worker3 goes on from step 16" in said

@@ -22,7 +22,7 @@ from pathlib import Path
 import cluster_slurm
 from cluster_faults import CASES, Case, Trio
 from cluster_hosts import ROOT, Cluster, ThisMachine
-from guest import NUMBA, GuestFailed
+from guest import GENERIC, GuestFailed
 from image import Unavailable
 
 EXPECTED = {"verbs": 22, "tcp": 20}
@@ -67,7 +67,7 @@ def compile_kernels() -> None:
     """On this machine, so that the guests find them: each would take them 20 s."""
     with tempfile.TemporaryDirectory(prefix="rdmarpc-cluster-") as folder:
         options = ["device=tcp", "model=mlp", "epochs=1", "torch_rpc=false", f"hydra.run.dir={folder}/train"]
-        environment = {**os.environ, **NUMBA}
+        environment = {**os.environ, **GENERIC}
         for program in (["-m", "experiments.train", *options], ["-c", "import rdmarpc.transport.verbs.device"]):
             command = [sys.executable, *program]
             subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from guest import BOX_INSIDE, NUMBA, Command, Guest
+from guest import BOX_INSIDE, GENERIC, Command, Guest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -180,7 +180,7 @@ class ThisMachine:
         place = self._folder / f"{name}{len(self._running)}"
         place.mkdir()
         command = [sys.executable, str(HERE / "cluster_peer.py"), str(place)]
-        self._running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **NUMBA}))
+        self._running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **GENERIC}))
         return Peer(place)
 
     def close(self) -> None:

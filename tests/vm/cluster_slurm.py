@@ -15,7 +15,7 @@ import sys
 import time
 
 from cluster_hosts import HOME, Cluster
-from guest import NUMBA
+from guest import GENERIC
 from image import Unavailable
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -139,7 +139,7 @@ def _trained(cluster: Cluster, device: str, folder: str, command: str) -> tuple[
     """Run it on the first host; what is judged is the result that it leaves below ``folder`` of the shared one."""
     before = [host.rdma_counters() for host in cluster.hosts]
     begin = time.monotonic()
-    cluster.hosts[0].sh(command, JOB_S, **NUMBA, MPLCONFIGDIR="/run/matplotlib", RDMARPC_SECRET=secrets.token_hex(32))
+    cluster.hosts[0].sh(command, JOB_S, **GENERIC, MPLCONFIGDIR="/run/matplotlib", RDMARPC_SECRET=secrets.token_hex(32))
     seconds = time.monotonic() - begin
 
     found = sorted((cluster.home / folder).rglob("result.json"))

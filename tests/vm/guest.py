@@ -41,14 +41,14 @@ KVM_PATIENCE = 8.0
 BOOT_PATIENCE = 120.0
 FAILED, OUT_OF_TIME = 125, 124
 
-NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+GENERIC = {"RDMARPC_CPU_NAME": "generic", "RDMARPC_CPU_FEATURES": ""}
 """With these a kernel compiled on the host is loaded from disk in the guest, whose processor is another one."""
 
 THIRD_PARTY = ("numpy", "torch", "torch._dynamo", "llvmlite.binding", "psutil", "matplotlib.pyplot", "rich")
 """What programs in a guest that stays find imported: nothing of ours, which may change from one program to the next."""
 
 PASSED_ON = ("PATH", "HOME", "LANG", "USER", "VIRTUAL_ENV")
-PASSED_ON_PREFIXES = ("PYTHON", "PYTEST_", "NUMBA_", "RDMARPC_", "TORCH_", "OMP_", "MKL_", "HYDRA_")
+PASSED_ON_PREFIXES = ("PYTHON", "PYTEST_", "RDMARPC_", "TORCH_", "OMP_", "MKL_", "HYDRA_")
 
 
 class GuestFailed(RuntimeError):
@@ -235,7 +235,7 @@ class Command:
         self._deadline = time.monotonic() + timeout
         self._read = 0
         passed = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
-        passed |= {**NUMBA, "RDMARPC_VM_BOX": BOX_INSIDE, **(env or {})}
+        passed |= {**GENERIC, "RDMARPC_VM_BOX": BOX_INSIDE, **(env or {})}
         # The distribution's pyverbs lies there.
         passed["PYTHONPATH"] = os.pathsep.join(place for place in (passed.get("PYTHONPATH"), "/run/python") if place)
         folder = str(cwd or Path.cwd())

@@ -16,6 +16,7 @@ import test_landing
 import test_rref
 import test_tensors
 import test_wrap
+import test_wrap_strided
 from group import results, run_group
 
 import rdmarpc as rpc
@@ -56,8 +57,18 @@ def trained(optimizer: str) -> int:
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_training_is_equal_to_the_bit(optimizer: str, record_property: Callable[[str, object], None]) -> None:
+    moved(partial(trained, optimizer), 3, record_property)
+
+
+@pytest.mark.timeout(420)
+def test_payloads_with_gaps(record_property: Callable[[str, object], None]) -> None:
+    moved(test_wrap_strided.every, 2, record_property)
+
+
+def moved(body: Callable[[], int], size: int, record_property: Callable[[str, object], None]) -> None:
+    """``body()`` at worker 0 says how many bytes all devices have written: so many packets have left."""
     before = packets.counters()
-    nbytes = test_wrap.drive(partial(trained, optimizer), 3, transport="verbs", timeout=110.0)
+    nbytes = test_wrap.drive(body, size, transport="verbs", timeout=400.0)
     sent = packets.counters() - before
     record_property("bytes_direct", nbytes)
     assert nbytes > 0 and sent["sent_pkts"] >= packets.needed(nbytes)

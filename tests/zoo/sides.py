@@ -94,27 +94,27 @@ def closing(side: Alone) -> Iterator[Alone]:
         side.close()
 
 
-def difference(ours: Any, theirs: Any, where: str = "") -> str:
-    """Where two values are not the same, in type, structure or any bit; empty if they are."""
+def difference(ours: Any, theirs: Any, where: str = "", close: bool = False) -> str:
+    """Where two values are not the same, in type, structure or any bit (``close``: but for rounding); empty if they are."""
     if isinstance(theirs, torch.Tensor):
-        return _tensors(ours, theirs, where)
+        return _tensors(ours, theirs, where, close)
     if type(ours) is not type(theirs):
         return f"{where}: {type(ours).__name__} for {type(theirs).__name__}"
     if isinstance(theirs, Mapping):
         if list(ours) != list(theirs):
             return f"{where}: keys {list(ours)} for {list(theirs)}"
-        return _first(difference(ours[key], theirs[key], f"{where}[{key!r}]") for key in theirs)
+        return _first(difference(ours[key], theirs[key], f"{where}[{key!r}]", close) for key in theirs)
     if isinstance(theirs, (list, tuple)):
         if len(ours) != len(theirs):
             return f"{where}: {len(ours)} for {len(theirs)} items"
-        return _first(difference(a, b, f"{where}[{at}]") for at, (a, b) in enumerate(zip(ours, theirs)))
+        return _first(difference(a, b, f"{where}[{at}]", close) for at, (a, b) in enumerate(zip(ours, theirs)))
     if dataclasses.is_dataclass(theirs) or hasattr(theirs, "__dict__"):
-        return difference(vars(ours), vars(theirs), where)
+        return difference(vars(ours), vars(theirs), where, close)
     same = ours == theirs or (ours != ours and theirs != theirs)
     return "" if same else f"{where}: {ours!r} for {theirs!r}"
 
 
-def _tensors(ours: Any, theirs: torch.Tensor, where: str) -> str:
+def _tensors(ours: Any, theirs: torch.Tensor, where: str, close: bool) -> str:
     if not isinstance(ours, torch.Tensor):
         return f"{where}: {type(ours).__name__} for a tensor"
     if type(ours).__name__ == "FakeTensor":
@@ -126,7 +126,7 @@ def _tensors(ours: Any, theirs: torch.Tensor, where: str) -> str:
     ours, theirs = ours.detach(), theirs.detach()
     if ours.is_sparse:
         ours, theirs = ours.to_dense(), theirs.to_dense()
-    if torch.equal(ours, theirs):
+    if torch.equal(ours, theirs) or (close and torch.allclose(ours, theirs, 1e-4, 1e-6)):
         return ""
     apart = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
     if not apart.any():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from .compare import EQUAL, REFUSED, Row
+from .compare import EQUAL, REFUSED, ROUNDED, Row
 
 BEGIN, END = "<!-- tables: make zoo -->", "<!-- end of tables -->"
 
@@ -48,7 +48,7 @@ def _table(rows: list[Row]) -> str:
     lines = ["| entry | how | outcome | captured by | staged | step |", "|---|---|---|---|---|---|"]
     for row in rows:
         outcome = row.outcome if row.outcome != REFUSED else f"refused: {_short(row.detail)}"
-        captured = _captured(row.captured) if row.outcome == EQUAL else ""
+        captured = _captured(row.captured) if row.outcome in (EQUAL, ROUNDED) else ""
         numbers = (f"{row.staged:,}", f"{row.ratio:.1f}×") if row.outcome == EQUAL and row.ratio else ("", "")
         lines.append(f"| {row.name} | {row.how} | {outcome} | {captured} | {numbers[0]} | {numbers[1]} |")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """The compiled loops of an exchange: all streams of one call at once, without the GIL.
 
-A *lane* is the connection to one peer, with a stream each way. What it needs is a row of words (``LANE_*``). A stream carries
+A *lane* is the connection to one peer, with a stream each way. What it needs is a row of words (``layout``). A stream carries
 *pieces*: a header of ``HEADER`` bytes and at most ``piece`` bytes of a message. The receiver owns the slots of a stream, as
 many as ``depth``; piece ``n`` goes to slot ``n % depth``. Two notification records count: ``arrived`` at the receiver,
 ``credited`` at the sender (pieces that were taken out of their slots).
@@ -16,219 +16,128 @@ many as ``depth``; piece ``n`` goes to slot ``n % depth``. Two notification reco
    bell's sleepers, then looks at all records again, then sleeps.
 
 Sums are made piece by piece when a piece of every peer has arrived: in the order of the ranks, so they have the same bits
-everywhere and always. The call can be entered again after any return: what was done stands in the words.
+everywhere and always. The call can be entered again after any return: what was done stands in the words. Those of a call, of a
+plan and of a table of sources are private to the thread that moves the streams.
 """
 
 from __future__ import annotations
 
-from ..words.atomics import (
-    FOLD_BYTES,
-    FUTEX_WAIT,
-    fence,
-    fetch_add,
-    fold,
-    futex,
-    load_acquire,
-    memcpy,
-    now,
-    pause,
-    sched_yield,
-    store_release,
-)
+from ..words.atomics import FUTEX_WAIT, fence, fetch_add, futex, load_acquire, memcpy, now, pause, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.completions import asleep, awake, poll
-from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, WR_BELLS, WR_RECORD, enter
-from ..words.signals import signal
+from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS
 from ..words.symbols import i64, inline
-
-OK, TIMEOUT, CHANGED, MISMATCH, CLOSED = 0, -1, -2, -3, -4
-"""What ``exchange`` returns; for the last two ``CALL_LANE`` says which lane."""
-
-HEADER = 64
-"""Bytes in front of a piece: four words, see ``HEAD_*``."""
-HEAD_SEQUENCE, HEAD_CODE, HEAD_BYTES, HEAD_COUNT = 0, 1, 2, 3
-
-# The words of a call, int64 each; the rows of its lanes follow.
-CALL_LANES, CALL_PIECE, CALL_DEPTH, CALL_BELL, CALL_BUDGET = 0, 1, 2, 3, 4
-CALL_SEQUENCE, CALL_CODE, CALL_COUNT = 5, 6, 7
-CALL_FOLD, CALL_OWN, CALL_RESULT, CALL_RANK, CALL_BYTES, CALL_FOLDED, CALL_SOURCES, CALL_SCRATCH, CALL_WHOLE = (
-    8,
-    9,
-    10,
-    11,
-    12,
-    13,
-    14,
-    15,
-    16,
-)
-CALL_LANE, CALL_KICK, CALL_SEEN = 17, 18, 19
-CALL_WORDS = 24
-
-LANE_NOTIFY, LANE_CREDIT, LANE_OUT, LANE_IN, LANE_ARRIVED, LANE_CREDITED, LANE_SENT, LANE_TAKEN = 0, 1, 2, 3, 4, 5, 6, 7
-LANE_FROM, LANE_FROM_BYTES, LANE_PUSHED, LANE_PUSH = 8, 9, 10, 11
-LANE_TO, LANE_TO_BYTES, LANE_PULLED, LANE_PULL, LANE_RANK = 12, 13, 14, 15, 16
-LANE_WORDS = 20
+from . import layout as w
+from .pieces import add_up, arrived, push, take
+from .reduction import sum_step
 
 _PAUSES = 64
 _CROWDED_NS = 50_000
+_PATIENT_NS = 100_000
+"""How long a thread spins whose caller computes meanwhile."""
 
 
 @compiled(i64(i64, i64, i64, i64, i64, i64))
-def fold_all(code: int, dst: int, sources: int, count: int, nbytes: int, scratch: int) -> int:
-    """``dst = s0 OP s1 OP ...``, from left to right, over ``count`` >= 2 addresses in the table ``sources``. ``dst`` may be
-    one of them. ``scratch``: two times ``FOLD_BYTES``."""
-    at = 0
-    while nbytes - at >= FOLD_BYTES:
-        left = load_acquire(sources) + at
-        for number in range(1, count - 1):
-            fold(code, scratch, left, load_acquire(sources + 8 * number) + at)
-            left = scratch
-        fold(code, dst + at, left, load_acquire(sources + 8 * (count - 1)) + at)
-        at += FOLD_BYTES
-    if nbytes > at:
-        memcpy(scratch, load_acquire(sources) + at, nbytes - at)
-        for number in range(1, count):
-            memcpy(scratch + FOLD_BYTES, load_acquire(sources + 8 * number) + at, nbytes - at)
-            fold(code, scratch, scratch, scratch + FOLD_BYTES)
-        memcpy(dst + at, scratch, nbytes - at)
-    return 0
-
-
-@inline
-def _push(call: int, lane: int) -> int:
-    """Write the next piece of a lane, if there is one and room for it: 1 if it was written, else 0; -1: the lane is closed."""
-    done, sent = load_acquire(lane + 8 * LANE_PUSHED), load_acquire(lane + 8 * LANE_SENT)
-    if done >= load_acquire(lane + 8 * LANE_PUSH):
-        return 0
-    depth, piece = load_acquire(call + 8 * CALL_DEPTH), load_acquire(call + 8 * CALL_PIECE)
-    if sent - load_acquire(load_acquire(lane + 8 * LANE_CREDITED)) >= depth:
-        return 0
-    block = load_acquire(lane + 8 * LANE_NOTIFY)
-    inflight = enter(block)
-    if inflight == 0:
-        return -1
-    slot = load_acquire(lane + 8 * LANE_OUT) + (sent % depth) * (HEADER + piece)
-    total = load_acquire(lane + 8 * LANE_FROM_BYTES)
-    store_release(slot + 8 * HEAD_SEQUENCE, load_acquire(call + 8 * CALL_SEQUENCE))
-    store_release(slot + 8 * HEAD_CODE, load_acquire(call + 8 * CALL_CODE))
-    store_release(slot + 8 * HEAD_BYTES, total)
-    store_release(slot + 8 * HEAD_COUNT, load_acquire(call + 8 * CALL_COUNT))
-    memcpy(slot + HEADER, load_acquire(lane + 8 * LANE_FROM) + done * piece, min(piece, total - done * piece))
-    signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
-    fetch_add(inflight, -1)
-    store_release(lane + 8 * LANE_SENT, sent + 1)
-    store_release(lane + 8 * LANE_PUSHED, done + 1)
-    return 1
-
-
-@inline
-def _arrived(call: int, lane: int) -> int:
-    """The address of the next piece of a lane, 0 if it has not come; -1 if it is not of this call."""
-    taken = load_acquire(lane + 8 * LANE_TAKEN)
-    if load_acquire(load_acquire(lane + 8 * LANE_ARRIVED)) <= taken:
-        return 0
-    slot = load_acquire(lane + 8 * LANE_IN) + (taken % load_acquire(call + 8 * CALL_DEPTH)) * (
-        HEADER + load_acquire(call + 8 * CALL_PIECE)
-    )
-    if (
-        load_acquire(slot + 8 * HEAD_SEQUENCE) != load_acquire(call + 8 * CALL_SEQUENCE)
-        or load_acquire(slot + 8 * HEAD_CODE) != load_acquire(call + 8 * CALL_CODE)
-        or load_acquire(slot + 8 * HEAD_BYTES) != load_acquire(lane + 8 * LANE_TO_BYTES)
-        or load_acquire(slot + 8 * HEAD_COUNT) != load_acquire(call + 8 * CALL_COUNT)
-    ):
-        return -1
-    return slot
-
-
-@inline
-def _take(lane: int) -> int:
-    """The next piece of a lane has been read: give the slot back."""
-    store_release(lane + 8 * LANE_TAKEN, load_acquire(lane + 8 * LANE_TAKEN) + 1)
-    store_release(lane + 8 * LANE_PULLED, load_acquire(lane + 8 * LANE_PULLED) + 1)
-    block = load_acquire(lane + 8 * LANE_CREDIT)
-    inflight = enter(block)
-    if inflight != 0:  # else the peer has left: it needs no credit
-        signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
-        fetch_add(inflight, -1)
+def begin(call: int, plan: int, sequence: int, source: int, target: int, patient: int) -> int:
+    """Set the words of a call as its plan has them. What is sent lies at ``source``, what comes goes to ``target``."""
+    store_release(call + 8 * w.CALL_SEQUENCE, sequence)
+    store_release(call + 8 * w.CALL_CODE, load_acquire(plan + 8 * w.PLAN_CODE))
+    store_release(call + 8 * w.CALL_COUNT, load_acquire(plan + 8 * w.PLAN_COUNT))
+    store_release(call + 8 * w.CALL_FOLD, load_acquire(plan + 8 * w.PLAN_FOLD))
+    store_release(call + 8 * w.CALL_OWN, source + load_acquire(plan + 8 * w.PLAN_OWN))
+    store_release(call + 8 * w.CALL_RESULT, target + load_acquire(plan + 8 * w.PLAN_RESULT))
+    store_release(call + 8 * w.CALL_BYTES, load_acquire(plan + 8 * w.PLAN_BYTES))
+    store_release(call + 8 * w.CALL_FOLDED, 0)
+    store_release(call + 8 * w.CALL_WHOLE, load_acquire(plan + 8 * w.PLAN_WHOLE))
+    store_release(call + 8 * w.CALL_PART, load_acquire(plan + 8 * w.PLAN_PART))
+    store_release(call + 8 * w.CALL_CHUNK, load_acquire(plan + 8 * w.PLAN_CHUNK))
+    store_release(call + 8 * w.CALL_CHUNKS, load_acquire(plan + 8 * w.PLAN_CHUNKS))
+    store_release(call + 8 * w.CALL_PAST, load_acquire(plan + 8 * w.PLAN_PAST))
+    store_release(call + 8 * w.CALL_PATIENT, patient)
+    for number in range(load_acquire(call + 8 * w.CALL_LANES)):
+        lane, side = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number), plan + 8 * (w.PLAN_WORDS + w.PLAN_LANE_WORDS * number)
+        store_release(lane + 8 * w.LANE_FROM, source + load_acquire(side + 8 * w.PLAN_FROM))
+        store_release(lane + 8 * w.LANE_FROM_BYTES, load_acquire(side + 8 * w.PLAN_FROM_BYTES))
+        store_release(lane + 8 * w.LANE_PUSHED, 0)
+        store_release(lane + 8 * w.LANE_PUSH, load_acquire(side + 8 * w.PLAN_PUSH))
+        store_release(lane + 8 * w.LANE_TO, target + load_acquire(side + 8 * w.PLAN_TO))
+        store_release(lane + 8 * w.LANE_TO_BYTES, load_acquire(side + 8 * w.PLAN_TO_BYTES))
+        store_release(lane + 8 * w.LANE_PULLED, 0)
+        store_release(lane + 8 * w.LANE_PULL, load_acquire(side + 8 * w.PLAN_PULL))
     return 0
 
 
 @inline
 def _pull(call: int, lane: int) -> int:
     """Copy the next piece of a lane to its place, if it has come: 1 if so, else 0; -1: it is not of this call."""
-    done = load_acquire(lane + 8 * LANE_PULLED)
-    if done >= load_acquire(lane + 8 * LANE_PULL):
+    done = load_acquire(lane + 8 * w.LANE_PULLED)
+    if done >= load_acquire(lane + 8 * w.LANE_PULL):
         return 0
-    slot = _arrived(call, lane)
+    slot = arrived(call, lane)
     if slot <= 0:
         return slot
-    at = done * load_acquire(call + 8 * CALL_PIECE)
-    nbytes = min(load_acquire(call + 8 * CALL_PIECE), load_acquire(lane + 8 * LANE_TO_BYTES) - at)
-    memcpy(load_acquire(lane + 8 * LANE_TO) + at, slot + HEADER, nbytes)
-    _take(lane)
+    at = done * load_acquire(call + 8 * w.CALL_PIECE)
+    nbytes = min(load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_TO_BYTES) - at)
+    memcpy(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
+    take(lane)
     return 1
 
 
 @inline
 def _add_up(call: int) -> int:
     """Make the sum of the next piece, if that of every peer has come: 1 if so, else 0; -1: one is not of this call."""
-    count, lanes = load_acquire(call + 8 * CALL_LANES), call + 8 * CALL_WORDS
-    done, sources = load_acquire(call + 8 * CALL_FOLDED), load_acquire(call + 8 * CALL_SOURCES)
-    if done >= load_acquire(lanes + 8 * LANE_PULL):
+    count, lanes = load_acquire(call + 8 * w.CALL_LANES), call + 8 * w.CALL_WORDS
+    done, sources = load_acquire(call + 8 * w.CALL_FOLDED), load_acquire(call + 8 * w.CALL_TABLE) + 16
+    if done >= load_acquire(lanes + 8 * w.LANE_PULL):
         return 0
     here = 1
     for number in range(count):
-        lane = lanes + 8 * LANE_WORDS * number
-        slot = _arrived(call, lane)
+        lane = lanes + 8 * w.LANE_WORDS * number
+        slot = arrived(call, lane)
         if slot < 0:
-            store_release(call + 8 * CALL_LANE, number)
+            store_release(call + 8 * w.CALL_LANE, number)
             return -1
         # What is summed in place must have been sent to everybody before.
-        if slot == 0 or (load_acquire(call + 8 * CALL_WHOLE) != 0 and load_acquire(lane + 8 * LANE_PUSHED) <= done):
+        if slot == 0 or (load_acquire(call + 8 * w.CALL_WHOLE) != 0 and load_acquire(lane + 8 * w.LANE_PUSHED) <= done):
             here = 0
-        store_release(sources + 8 * load_acquire(lane + 8 * LANE_RANK), slot + HEADER)
+        store_release(sources + 8 * load_acquire(lane + 8 * w.LANE_RANK), slot + w.HEADER)
     if here == 0:
         return 0
-    at = done * load_acquire(call + 8 * CALL_PIECE)
-    nbytes = min(load_acquire(call + 8 * CALL_PIECE), load_acquire(call + 8 * CALL_BYTES) - at)
-    store_release(sources + 8 * load_acquire(call + 8 * CALL_RANK), load_acquire(call + 8 * CALL_OWN) + at)
-    fold_all(
-        load_acquire(call + 8 * CALL_FOLD),
-        load_acquire(call + 8 * CALL_RESULT) + at,
-        sources,
-        count + 1,
-        nbytes,
-        load_acquire(call + 8 * CALL_SCRATCH),
-    )
+    at = done * load_acquire(call + 8 * w.CALL_PIECE)
+    nbytes = min(load_acquire(call + 8 * w.CALL_PIECE), load_acquire(call + 8 * w.CALL_BYTES) - at)
+    store_release(sources + 8 * load_acquire(call + 8 * w.CALL_RANK), load_acquire(call + 8 * w.CALL_OWN) + at)
+    add_up(call, load_acquire(call + 8 * w.CALL_RESULT) + at, nbytes)
     for number in range(count):
-        _take(lanes + 8 * LANE_WORDS * number)
-    store_release(call + 8 * CALL_FOLDED, done + 1)
+        take(lanes + 8 * w.LANE_WORDS * number)
+    store_release(call + 8 * w.CALL_FOLDED, done + 1)
     return 1
 
 
 @inline
 def _step(call: int, port: int) -> int:
-    """Do what can be done: the number of pieces, or 0; ``OK - 1`` and less: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
+    """Do what can be done: the number of pieces, or 0; ``w.OK - 1`` and less: ``MISMATCH``, ``CLOSED``. ``1 << 40``: all is
     done."""
     if port != 0:
         poll(port)
-    count, moved, left = load_acquire(call + 8 * CALL_LANES), 0, 0
-    folds = load_acquire(call + 8 * CALL_FOLD) >= 0
+    if load_acquire(call + 8 * w.CALL_CHUNKS) > 0:
+        summed = sum_step(call)
+        return summed if summed >= 0 else w.MISMATCH if summed == -2 else w.CLOSED
+    count, moved, left = load_acquire(call + 8 * w.CALL_LANES), 0, 0
+    folds = load_acquire(call + 8 * w.CALL_FOLD) >= 0
     for number in range(count):
-        lane = call + 8 * (CALL_WORDS + LANE_WORDS * number)
-        pushed = _push(call, lane)
+        lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
+        pushed = push(call, lane)
         pulled = 0 if folds else _pull(call, lane)
         if pushed < 0 or pulled < 0:
-            store_release(call + 8 * CALL_LANE, number)
-            return MISMATCH if pulled < 0 else CLOSED
+            store_release(call + 8 * w.CALL_LANE, number)
+            return w.MISMATCH if pulled < 0 else w.CLOSED
         moved += pushed + pulled
-        left += load_acquire(lane + 8 * LANE_PUSH) - load_acquire(lane + 8 * LANE_PUSHED)
-        left += load_acquire(lane + 8 * LANE_PULL) - load_acquire(lane + 8 * LANE_PULLED)
+        left += load_acquire(lane + 8 * w.LANE_PUSH) - load_acquire(lane + 8 * w.LANE_PUSHED)
+        left += load_acquire(lane + 8 * w.LANE_PULL) - load_acquire(lane + 8 * w.LANE_PULLED)
     if folds and left > 0:
         added = _add_up(call)
         if added < 0:
-            return MISMATCH
+            return w.MISMATCH
         moved += added
         left -= added * count
     return 1 << 40 if left == 0 else moved
@@ -238,17 +147,17 @@ def _step(call: int, port: int) -> int:
 def counted(call: int) -> int:
     """The sum of all records of a call: it changes with every arrival and every credit."""
     total = 0
-    for number in range(load_acquire(call + 8 * CALL_LANES)):
-        lane = call + 8 * (CALL_WORDS + LANE_WORDS * number)
-        total += load_acquire(load_acquire(lane + 8 * LANE_ARRIVED)) + load_acquire(load_acquire(lane + 8 * LANE_CREDITED))
-    kick = load_acquire(call + 8 * CALL_KICK)
+    for number in range(load_acquire(call + 8 * w.CALL_LANES)):
+        lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
+        total += load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) + load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED))
+    kick = load_acquire(call + 8 * w.CALL_KICK)
     return total + (load_acquire(kick) if kick != 0 else 0)
 
 
 @compiled(i64(i64, i64, i64, i64))
 def sleep(call: int, seen: int, slice_ns: int, port: int) -> int:
     """Sleep until a record has changed since ``counted`` gave ``seen``, at most ``slice_ns``."""
-    bell = load_acquire(call + 8 * CALL_BELL)
+    bell = load_acquire(call + 8 * w.CALL_BELL)
     rings = load_acquire(bell)
     fetch_add(bell + 8, 1)
     fence()
@@ -269,25 +178,25 @@ def rest(call: int, slice_ns: int, port: int) -> int:
     while True:
         if port != 0:
             poll(port)
-        for number in range(load_acquire(call + 8 * CALL_LANES)):
-            lane = call + 8 * (CALL_WORDS + LANE_WORDS * number)
-            if load_acquire(load_acquire(lane + 8 * LANE_ARRIVED)) > load_acquire(lane + 8 * LANE_TAKEN):
-                return OK
+        for number in range(load_acquire(call + 8 * w.CALL_LANES)):
+            lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
+            if load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) > load_acquire(lane + 8 * w.LANE_TAKEN):
+                return w.OK
         if counted(call) != seen:
-            return OK
+            return w.OK
         at = now()
         if at - start >= slice_ns:
-            return TIMEOUT
+            return w.TIMEOUT
         quiet += 1
         if quiet < _PAUSES:
             pause()
             continue
-        if at - start < load_acquire(load_acquire(call + 8 * CALL_BUDGET)):
+        if at - start < load_acquire(load_acquire(call + 8 * w.CALL_BUDGET)):
             sched_yield()
             if now() - at < _CROWDED_NS:
                 continue
         sleep(call, seen, slice_ns - (at - start), port)
-        store_release(load_acquire(call + 8 * CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
 
 
 @compiled(i64(i64, i64, i64))
@@ -302,17 +211,17 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
         if moved < 0:
             return moved
         if moved == 1 << 40:
-            return OK
-        if load_acquire(call + 8 * CALL_KICK) != 0 and load_acquire(load_acquire(call + 8 * CALL_KICK)) != load_acquire(
-            call + 8 * CALL_SEEN
+            return w.OK
+        if load_acquire(call + 8 * w.CALL_KICK) != 0 and load_acquire(load_acquire(call + 8 * w.CALL_KICK)) != load_acquire(
+            call + 8 * w.CALL_SEEN
         ):
-            return CHANGED
+            return w.CHANGED
         if moved > 0:
             quiet = 0
             if slice_ns <= 0:
                 continue
             if now() - start > slice_ns:
-                return TIMEOUT
+                return w.TIMEOUT
             continue
         quiet += 1
         if quiet < _PAUSES:
@@ -322,11 +231,14 @@ def exchange(call: int, slice_ns: int, port: int) -> int:
         if quiet == _PAUSES:
             before = at
         if at - start >= slice_ns:
-            return TIMEOUT
-        if at - before < load_acquire(load_acquire(call + 8 * CALL_BUDGET)):
+            return w.TIMEOUT
+        budget = load_acquire(load_acquire(call + 8 * w.CALL_BUDGET))
+        if load_acquire(call + 8 * w.CALL_PATIENT) != 0:
+            budget = min(budget, _PATIENT_NS)
+        if at - before < budget:
             sched_yield()
             if now() - at < _CROWDED_NS:
                 continue
         sleep(call, seen, min(slice_ns, slice_ns - (at - start)), port)
-        store_release(load_acquire(call + 8 * CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
+        store_release(load_acquire(call + 8 * w.CALL_BUDGET), SPIN_MAX_NS if now() - at < SPIN_MAX_NS else SPIN_MIN_NS)
         quiet = _PAUSES - 1

@@ -10,7 +10,7 @@ from ..device import Device
 from ..region import RemoteRegion
 from ..shm.transfer import ShmTransfer
 from ..words import kernels as words
-from .kernels import HEADER
+from .layout import HEADER
 
 NOTICE_BYTES = 1024
 _ARRIVED, _CREDITED, _NOTICED = range(3)

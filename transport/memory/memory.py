@@ -20,7 +20,7 @@ from ..errors import ArenaFull, RdmaError
 from ..peers.guard import hint_for
 from ..peers.identity import Identity, uid_of
 from ..region import Region, local_bytes
-from ..words.records import BELL_BYTES, BELLS
+from ..words.signals import BELL_BYTES, BELLS
 from .arena import READ, Arena, Pool, Segment
 from .mapping import address_of, anonymous, memfd
 

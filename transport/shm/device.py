@@ -35,7 +35,7 @@ from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
 from ..words import kernels
-from ..words.records import BELL_BYTES, BELLS
+from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
 from .inbox import INBOX_BYTES, Inboxes
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..memory.mapping import address_of
 from ..words import kernels
-from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 
 _RECORDS_AT = 4096
 INBOX_BYTES = _RECORDS_AT + MAX_NOTIFY * RECORD_BYTES

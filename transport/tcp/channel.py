@@ -23,7 +23,7 @@ from ..memory.mapping import anonymous
 from ..peers.heartbeat import Heart
 from ..peers.questions import ANSWER_TIMEOUT_S
 from ..region import RemoteRegion
-from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from .access import Access
 from .outbox import Outbox
 from .posts import Posts

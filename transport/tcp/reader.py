@@ -13,7 +13,7 @@ from ..errors import PeerLost, RdmaError
 from ..peers.heartbeat import goodbye
 from ..tls.stream import failure
 from ..words import kernels
-from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from .access import Access
 from .outbox import Outbox
 from .posts import Posts

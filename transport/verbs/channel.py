@@ -28,7 +28,7 @@ from ..peers.heartbeat import goodbye
 from ..peers.questions import Questions
 from ..region import RemoteRegion
 from ..words import completions, kernels
-from ..words.records import MAX_NOTIFY, RECORD_BYTES
+from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from . import control
 from .control import ControlStream, Message, Setup
 from .gpu import FlushedExpectation
@@ -96,7 +96,8 @@ class VerbsChannel(Channel):
         """The posts that wait for a GPU (``gpu/behind``)."""
         self._end_lock = threading.Lock()
         self._released = False
-        self._silence = 0.0
+        self._silence, self.heard = 0.0, 0
+        """How many looks have found that something came (``look``)."""
 
     # -- copies
 
@@ -190,6 +191,7 @@ class VerbsChannel(Channel):
 
     def look(self, seconds: float) -> float:
         """How long (s) nothing came, as far as looks tell; this one counts for ``seconds`` (service thread)."""
+        self.heard += self.stream.heard
         self._silence = 0.0 if self.stream.heard else self._silence + seconds
         self.stream.heard = False
         return self._silence

@@ -20,7 +20,7 @@ from ..words import completions, kernels
 from .channel import VerbsChannel
 
 _TICK_NS = 500_000_000
-_SETTLE_S, _RETRY_S, _JOIN_S = 3.0, 0.05, 5.0
+_SETTLE_S, _RETRY_S, _JOIN_S = 15.0, 0.05, 5.0
 
 
 class Watch:
@@ -108,10 +108,11 @@ class Watch:
                 channel.lost(error)
 
     def _settle(self, channel: VerbsChannel, error: RdmaError) -> None:
-        """A process that ends takes its memory from the adapter before its end is heard: that is no refusal. So wait a moment
-        for the control stream, which tells the two apart."""
-        limit = time.monotonic() + _SETTLE_S
-        while channel.error is None and time.monotonic() < limit:
+        """A process that ends takes its memory from the adapter before its end is heard, on a busy host long before: that is no
+        refusal. So wait for the control stream to tell the two apart: it ends, or beats go on. What one look finds may be older
+        than the refusal."""
+        limit, alive = time.monotonic() + _SETTLE_S, channel.heard + 2
+        while channel.error is None and channel.heard < alive and time.monotonic() < limit:
             time.sleep(0.005)
         channel.lost(error)
 

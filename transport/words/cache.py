@@ -1,7 +1,7 @@
 """Where machine code is kept between processes: wherever there is a place that nobody else can write to.
 
 What lies there is code that the next process runs. So a directory is used only if no other user can have put anything there.
-The places, in order: ``NUMBA_CACHE_DIR`` if that is set, else ``__pycache__`` beside the source, else the user's cache
+The places, in order: ``RDMARPC_CACHE_DIR`` if that is set, else ``__pycache__`` beside the source, else the user's cache
 directory; a private directory below the temporary one; none. A place that cannot be read or written (a full disk, a damaged
 file) sends us on to the next.
 
@@ -71,7 +71,7 @@ def _next(error: Exception) -> None:
     if _place == _PRIVATE:
         log.info("compiled kernels are kept in the temporary directory: %s", reason)
     else:
-        hint = "NUMBA_CACHE_DIR may name a directory for them"
+        hint = "RDMARPC_CACHE_DIR may name a directory for them"
         log.warning("every process compiles its kernels anew, which takes seconds: %s; %s", reason, hint)
 
 
@@ -129,7 +129,7 @@ def _usual(source: str) -> Path:
     """``OSError`` if there is none, or one where another user may have written."""
     beside = Path(source).absolute().parent
     own = f"{beside.name}-{hashlib.sha256(str(beside).encode()).hexdigest()[:16]}"
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    chosen = os.environ.get("RDMARPC_CACHE_DIR")
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rdmarpc"
     for place in [Path(chosen) / own] if chosen else [beside / "__pycache__", users / own]:
         if not _writable(place):

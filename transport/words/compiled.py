@@ -1,8 +1,8 @@
 """``compiled``: a function of integers as machine code, which runs without the GIL.
 
-The code is made once (``compiler``, which imports numba: seconds) and kept on disk (``cache``) under a digest of all that it is
-made from: the function, the kernels and constants that it uses, how operations are emitted, the versions of what compiles it,
-and the processor. A process that finds it there imports no compiler.
+The code is made once (``compiler``: some 20 ms a kernel) and kept on disk (``cache``) under a digest of all that it is made
+from: the function, the kernels and constants that it uses, how all is translated, the version of LLVM, and the processor. A
+process that finds it there imports no compiler.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _loaded(kernel: Kernel) -> int:
     where = function.__module__, function.__code__.co_filename, _environment()
     code = cache.find(*where, kernel.name, kernel.digest)
     if code is None:
-        from .compiler import object_code  # imports numba
+        from .compiler import object_code
 
         code = object_code(kernel, kernels)
         cache.keep(*where, kernel.name, cache.Entry(kernel.digest, code))
@@ -70,9 +70,9 @@ def _loaded(kernel: Kernel) -> int:
 @once
 def _environment() -> str:
     """What all code depends on, in short: the processor, and all that compiles."""
-    parts = (machine.processor(), sys.implementation.cache_tag, version("llvmlite"), version("numba"))
+    parts = (machine.processor(), sys.implementation.cache_tag, sys.flags.optimize, version("llvmlite"))
     found = hashlib.sha256(repr(parts).encode())
-    for name in ("compiler.py", "instructions.py", "machine.py"):
+    for name in ("compiler.py", "translation.py", "instructions.py", "machine.py"):
         found.update(Path(__file__).with_name(name).read_bytes())
     return found.hexdigest()[:16]
 

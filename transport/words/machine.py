@@ -39,8 +39,9 @@ _definitions: list[_MethodDef] = []
 
 
 def processor() -> tuple[str, str]:
-    """The processor that code is made for, and its features. ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` may name others."""
-    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    """The processor that code is made for, and its features. ``RDMARPC_CPU_NAME`` and ``RDMARPC_CPU_FEATURES`` may
+    name others."""
+    name, features = os.environ.get("RDMARPC_CPU_NAME"), os.environ.get("RDMARPC_CPU_FEATURES")
     if features is None:
         features = llvm.get_host_cpu_features().flatten()
     return name or llvm.get_host_cpu_name(), features
@@ -61,6 +62,12 @@ def _engine() -> llvm.ExecutionEngine:
     for kind, name in ERRORS.items():
         llvm.add_symbol(name, id(kind))
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+
+
+def has_symbol(name: str) -> bool:
+    """Whether code may call a function of this name."""
+    engine = _engine()  # from then on LLVM looks into this process
+    return bool(llvm.address_of_symbol(name) or engine.get_function_address(name))
 
 
 def address_of(code: bytes, symbol: str) -> int:

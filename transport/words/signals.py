@@ -1,11 +1,19 @@
-"""Counting a notification, and waking the threads that sleep for it: the last step of every sender's and every receiver's
-kernel. ``kernels`` has the words and their invariants."""
+"""How notifications lie in shared memory: a record for each number of a channel, and the bells that wake the waiters; and the
+last step of every sender's and every receiver's kernel: to count one, and to wake. ``kernels`` has the words and their
+invariants."""
 
 from __future__ import annotations
 
 from .atomics import FUTEX_WAKE, WAKE_ALL, fence, fetch_add, futex, load_acquire
 from .compiled import compiled
 from .symbols import i64
+
+MAX_NOTIFY = 1 << 16
+"""A notification is a number below this."""
+RECORD_BYTES = 16
+BELLS = 64
+"""The number of bells of a process. Number 0 is no bell: its cache line holds the heartbeat."""
+BELL_BYTES = 64
 
 
 @compiled(i64(i64))

@@ -26,7 +26,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Signature:
-    """The names of numba's types: of the result, and of the arguments."""
+    """The names of the types of the result, and of the arguments."""
 
     result: str
     arguments: tuple[str, ...]
@@ -62,6 +62,11 @@ class Kernel:
     @property
     def symbol(self) -> str:
         return f"rdmarpc.{self.name}.{self.digest.hex()[:16]}"
+
+    @property
+    def native(self) -> str:
+        """The symbol that other kernels call."""
+        return f"{self.symbol}.native"
 
 
 operations: set[Callable[..., Any]] = set()

@@ -6,14 +6,14 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 
-def _rank(rank: int, main: Callable[[int], Any], world: int, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+def _rank(rank: int, main: Callable[[int], Any], out: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     found = main(rank)
@@ -28,8 +28,23 @@ def free_port() -> int:
 
 
 def start(main: Callable[[int], Any], world: int) -> None:
-    """``main(rank)`` in ``world`` processes; what it returns at rank 0 goes to the file that the command line names."""
-    mp.spawn(_rank, args=(main, world, free_port(), sys.argv[1]), nprocs=world)
+    """``main(rank)`` in ``world`` processes, whose environment is torchrun's from their start; what it returns at rank 0 goes
+    to the file that the command line names."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    processes = []
+    for rank in range(world):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        processes.append(mp.get_context("spawn").Process(target=_rank, args=(rank, main, sys.argv[1])))
+        processes[-1].start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in connection.wait(running):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                for other in running.values():
+                    other.kill()
+                sys.exit(1)
 
 
 def implementation() -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rdmarpc.graph.caller.pipeline import Part
+from rdmarpc.graph.schedules.rounds import Rounds
 from rdmarpc.graph.wire.header import MicroBatch
 from rdmarpc.graph.work.command import STEP, TO_NONE, TO_ZERO, Command
 from rdmarpc.graph.work.remote_update import numbers_of
@@ -111,13 +112,16 @@ def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
 class Pipe:
     """A chain of levels, the first and the last at the caller, with ``slots`` on every edge; what can happen next is drawn."""
 
-    def __init__(self, owners: list[int], count: int, slots: int, draw: random.Random) -> None:
+    def __init__(self, owners: list[int], count: int, slots: int, draw: random.Random, rounds: Rounds | None = None) -> None:
         self.owners, self.count, self.slots, self.draw = owners, count, slots, draw
         self.levels = len(owners)
         self.agendas = {owner: Agenda() for owner in owners}
         mine = {owner: [level for level, at in enumerate(owners) if at == owner] for owner in owners}
-        self.duties = [SimpleNamespace(at=mine[o].index(level), level=level, backward=True) for level, o in enumerate(owners)]
-        self.batches = {owner: Batch(1, count, self.levels, len(mine[owner])) for owner in owners}
+        self.duties = [
+            SimpleNamespace(at=mine[o].index(level), level=level, backward=True, segment=SimpleNamespace(number=level))
+            for level, o in enumerate(owners)
+        ]
+        self.batches = {owner: Batch(1, count, self.levels, len(mine[owner]), rounds) for owner in owners}
         # By (from level, to level): micro-batches that wait for a slot, that lie in one unseen, that hold one.
         pairs = [(a, a + 1) for a in range(self.levels - 1)] + [(a + 1, a) for a in range(self.levels - 1)]
         self.waiting: dict[tuple[int, int], list[int]] = {pair: [] for pair in pairs}
@@ -151,6 +155,10 @@ class Pipe:
         if task is None:
             return False
         self.batches[owner].ran(task)
+        self.end(task)
+        return True
+
+    def end(self, task: Any) -> None:
         level, index = task.duty.level, task.run.micro.number
         self.log[level].append((task.backward, index))
         if not task.backward:
@@ -158,12 +166,11 @@ class Pipe:
                 self.send((level, level + 1), index)
             else:
                 self.add(level, index, True)
-            return True
+            return
         if level > 0:
             self.send((level, level - 1), index)
         self.free((level + 1, level), index)
         self.free((level - 1, level), index)
-        return True
 
     def happen(self) -> bool:
         """One thing that can; ``False`` if nothing can."""
@@ -200,3 +207,51 @@ def test_no_order_of_events_blocks_or_breaks_1f1b(workers, count, slots, seed):
             flight += -1 if back else 1
             most = max(most, flight)
         assert most <= max(1, pipe.levels - level)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 9), st.integers(1, 3), st.booleans(), st.integers(0, 1 << 32))
+def test_no_order_of_events_blocks_interleaved_stages(workers, count, batches, slots, caller_too, seed):
+    ring = [*range(workers)] if caller_too else [*range(1, workers + 1)]
+    owners = [*ring * count, 0] if caller_too else [0, *ring * count, 0]
+    rounds = Rounds(workers, count, {at + (not caller_too): at for at in range(workers * count)})
+    pipe = Pipe(owners, batches, slots, random.Random(seed), rounds)
+    while pipe.happen():
+        pass
+    for level, log in enumerate(pipe.log):
+        for backward in (False, True):
+            assert [index for back, index in log if back == backward] == list(range(batches)), (level, log)
+
+
+def test_interleaved_stages_take_the_time_of_the_table():
+    """Narayanan et al. 2021: every stage takes 1 forward and 2 backward, and bubbles are those of one round."""
+    for workers, count, batches in ((2, 2, 8), (3, 2, 6), (4, 2, 8), (4, 4, 16)):
+        rounds = Rounds(workers, count, {at: at for at in range(workers * count)})
+        owners = [at % workers for at in range(workers * count)]
+        assert length(owners, batches, rounds) == (batches * count + workers - 1) * 3
+        assert length(owners, batches, None) > (batches * count + workers - 1) * 3
+
+
+def length(owners: list[int], count: int, rounds: Rounds | None) -> int:
+    """When the last task ends where forwards take 1 and backwards 2, and nothing else takes time."""
+    pipe = Pipe(owners, count, count, random.Random(0), rounds)
+    for index in range(count):
+        pipe.add(0, index, False)
+    busy: dict[int, tuple[int, Any]] = dict.fromkeys(owners, (0, None))
+    now = done = 0
+    while done < 2 * count * len(owners):
+        for owner, (until, task) in busy.items():
+            if task is not None and until == now:
+                busy[owner], done = (now, None), done + 1
+                pipe.end(task)
+        for unseen, pair in ((pipe.landed[pair], pair) for pair in pipe.landed):
+            while unseen:
+                pipe.add(pair[1], unseen.pop(0), pair[1] < pair[0])
+        for owner, (_, running) in busy.items():
+            task = pipe.agendas[owner].next(0) if running is None else None
+            if task is not None:
+                pipe.batches[owner].ran(task)
+                busy[owner] = (now + (2 if task.backward else 1), task)
+        now += 1
+        assert now < 1000
+    return now - 1

@@ -46,7 +46,7 @@ def test_a_method_of_another_package_is_found_by_its_name(other_package: None) -
 
 
 def test_what_cannot_be_had_says_so(other_package: None) -> None:
-    assert names() == ["'auto'", "'fx'", "'export'", "'eager'", "'mine' (of others)", "'broken' (of others)"]
+    assert names() == ["'auto'", "'fx'", "'export'", "'eager'", "'here'", "'mine' (of others)", "'broken' (of others)"]
     with pytest.raises(ValueError, match=r"one of 'auto', .*, 'mine' \(of others\), .*, got 'yours'"):
         methods_of("yours")
     with pytest.raises(NotSupported, match=r"'broken' of others cannot be loaded(.|\n)*other_captures:gone"):

@@ -142,6 +142,7 @@ def gathered(rank):
     everything = rpc.api._all_gather({"rank": rank, "tensor": torch.full((3,), rank)})
     assert {name: int(found["tensor"].sum()) for name, found in everything.items()} == {"worker0": 0, "worker1": 3}
     rpc.api._barrier(["worker0", "worker1"])
+    rpc.api._barrier(set())  # torch: all workers
     assert rpc.api._all_gather(rank, [f"worker{rank}"]) == {f"worker{rank}": rank}
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"timed out in _all_gather after 0\.20 seconds(.|\n)*worker1"):

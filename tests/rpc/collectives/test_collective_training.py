@@ -136,9 +136,16 @@ def _seldom(meeting: Meeting) -> None:
         assert sorted(sources) == [1, 2] and came[0] == sources[-1]
     else:
         dist.send(torch.full((5,), float(rank)), 0)
-    with pytest.raises(ValueError, match="only implemented for GLOO"):
-        dist.monitored_barrier()  # torch asks for gloo's name; the group has it
-    dist.group.WORLD.monitored_barrier()
+    dist.monitored_barrier()
+    part = dist.split_group(split_ranks=[[2, 0]])
+    assert (part is None) == (rank == 1)
+    if part is not None:
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=part)
+        assert total.item() == 2.0 and (part.rank(), part.size()) == ([0, 2].index(rank), 2)
+    for bad in ([], [[0], [0, 1]], [[3]]):
+        with pytest.raises(ValueError, match="split_ranks"):
+            dist.split_group(split_ranks=bad)
     several = [torch.full((n,), rank + 1.0) for n in (3, 50_000)]
     with dist._coalescing_manager(async_ops=True) as calls:
         for each in several:
@@ -159,8 +166,9 @@ def _seldom(meeting: Meeting) -> None:
     if rank == 1:
         meeting.hear("named")
     else:
-        name, seconds, text = caught(lambda: late.monitored_barrier(timedelta(seconds=0.5)))
+        name, seconds, text = caught(lambda: dist.monitored_barrier(late, timedelta(seconds=0.5)))
         assert "rank 1" in text and seconds < 5, (name, text)
+        assert ("Rank 1 failed to pass monitoredBarrier in 500 ms" in text) == (rank == 0), text
         meeting.say(f"named/{rank}")
         if rank == 0:
             meeting.hear("named/2")

@@ -279,7 +279,7 @@ assert "torch" not in sys.modules
 import torch.distributed as dist
 assert "rdmarpc" in dist.Backend.backend_list and "rdmarpc.collectives.backend" not in sys.modules
 assert dist.distributed_c10d.__spec__.loader is dist.distributed_c10d.__loader__
-assert not any(type(finder).__module__ == "rdmarpc.collectives.register" for finder in sys.meta_path)
+assert not any(getattr(finder, "name", "") == "torch.distributed.distributed_c10d" for finder in sys.meta_path)
 dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
 x = dist.distributed_c10d.torch.ones(3)
 dist.all_reduce(x)
@@ -289,3 +289,20 @@ assert x.tolist() == [1.0] * 3
 
 def test_imported_before_torch():
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=60)
+
+
+HELD = """
+import faulthandler, torch, rdmarpc
+import torch.distributed as dist
+faulthandler.dump_traceback_later(80, exit=True)
+dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 3))
+with net.join(divide_by_initial_world_size=False):  # C++ alone holds the call that counts the ranks
+    for _ in range(3):
+        net(torch.ones(2, 2)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_call_that_only_cpp_holds():
+    subprocess.run([sys.executable, "-c", HELD], check=True, timeout=100)

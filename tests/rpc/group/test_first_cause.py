@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import suppress
 from functools import partial
+from multiprocessing import util
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def in_main(meeting):
     rpc.rpc_sync("worker1", abs, (-1,))
     meeting.say(f"waits/{meeting.rank}")
     rpc.rpc_sync("worker1", never, (meeting.rank,))
+
+
+def at_exit(meeting):
+    """As a library does that registers ``shutdown`` with ``atexit``, which comes last in a child that was spawned."""
+    util._run_finalizers(0)
+    rpc.shutdown()  # connects for the first time
+
+
+def test_shutdown_may_come_last(tmp_path):
+    codes, outs = _run(tmp_path, at_exit, "shm", size=2)
+    assert (codes, outs) == ([0, 0], ["", ""])
 
 
 def while_others_shut_down(meeting):

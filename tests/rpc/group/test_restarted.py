@@ -81,15 +81,23 @@ def test_missing_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         meeting.begin("worker0", RpcBackendOptions())
 
 
+LAUNCHER = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "--max-restarts=2",
+    "--monitor-interval=0.1",
+)
+
+
 def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-        "--monitor-interval=0.1",
-    )
-    done = programs.run(*launcher, "examples/elastic.py", str(tmp_path))
+    done = programs.run(*LAUNCHER, "examples/elastic.py", str(tmp_path))
     assert done.returncode == 0 and "goes on from step 8" in done.stdout, done.stdout
     assert "all 20 losses are those of one process: True" in done.stdout, done.stdout
+
+
+def test_ddp_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    done = programs.run(*LAUNCHER, "examples/elastic_ddp.py", str(tmp_path))
+    assert done.returncode == 0 and done.stdout.count("goes on from step 8") == 2, done.stdout
+    assert done.stdout.count("all parameters are those of one process: True") == 2, done.stdout

@@ -10,6 +10,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from rdmarpc.cli import run
+
 PROGRAM = Path(__file__).with_name("stood_in_program.py")
 
 
@@ -41,14 +45,30 @@ def test_every_way_to_start_a_process(tmp_path: Path) -> None:
     assert python("-m", "rdmarpc", "run", "-c", seen, PYTHONPATH=str(tmp_path)) == "yes False False\n"
 
 
+def test_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not Python's, which the program's interpreter would print; what comes after ``--`` is the program's."""
+    for option in ("-h", "--help"):
+        with pytest.raises(SystemExit) as ended:
+            run.main([option])
+        assert ended.value.code == 0 and capsys.readouterr().out == run.USAGE
+    with pytest.raises(SystemExit, match="usage: rdmarpc run"):
+        run.main([])
+
+
 def test_our_modules_are_loaded_by_the_first_use() -> None:
     code = """
         import sys, torch
         import torch.nn.parallel
         torch.distributed.rpc.is_available()
+        from torch.distributed.optim import ZeroRedundancyOptimizer
         assert "rdmarpc.api" not in sys.modules
+        optimizers = torch.distributed.optim
+        assert "DistributedOptimizer" not in vars(optimizers) and not hasattr(optimizers, "Nothing")
         torch.distributed.rpc.RRef
         assert "rdmarpc.api" in sys.modules
+        from torch.distributed.optim import *
+        import rdmarpc.optim
+        assert DistributedOptimizer is rdmarpc.optim.DistributedOptimizer is optimizers.optimizer.DistributedOptimizer
     """
     python("-m", "rdmarpc", "run", "-c", textwrap.dedent(code))
 

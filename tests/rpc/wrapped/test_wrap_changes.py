@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_wrap import assert_same_state, batches, both, drive
+from test_wrap import batches, both, drive
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from torch.utils.checkpoint import checkpoint
+from twins import assert_same_state, train_both
 
 import rdmarpc as rpc
 from rdmarpc import wrap
@@ -84,17 +84,7 @@ DATA = batches(3, 6, 20)
 
 
 def compare(model: nn.Module, twin: nn.Module, steps: int = 2) -> None:
-    """Train both for a few steps."""
-    mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(twin.parameters(), 0.1)
-    for number, (x, y) in enumerate(DATA[:steps]):
-        losses = []
-        for network, optimizer in ((model, mine), (twin, theirs)):
-            optimizer.zero_grad()
-            losses.append(F.cross_entropy(network(x), y))
-            losses[-1].backward()
-            optimizer.step()
-        assert losses[0].item() == losses[1].item(), f"step {number}"
-    assert_same_state(model, twin)
+    train_both(model, twin, DATA[:steps])
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
@@ -369,8 +359,6 @@ def the_object() -> None:
         compare(plain, again)
     assert copy.deepcopy(model.part).count == twin.part.count
     compare(model, twin)
-    with pytest.raises(rpc.NotSupported, match="activation checkpointing"):
-        checkpoint(model, x, use_reentrant=False)
     handle = nn.modules.module.register_module_forward_hook(lambda *found: None)
     with pytest.raises(rpc.NotSupported, match="hooks for all modules"):
         model(x)

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_wrap import batches, drive
 from torch import nn
+from twins import train_both
 
 import rdmarpc as rpc
 from rdmarpc import wrap
@@ -27,24 +27,9 @@ class Two(nn.Module):
         return self.c(torch.relu(self.b(self.a(x))) * self.gain)
 
 
-def same(model: nn.Module, twin: nn.Module, strict: bool = True) -> None:
-    assert list(model.state_dict()) == list(twin.state_dict())
+def same(model: nn.Module, twin: nn.Module) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in twin.named_parameters()]
-    mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(twin.parameters(), 0.1)
-    for x, y in DATA:
-        losses = []
-        for network, optimizer in ((model, mine), (twin, theirs)):
-            optimizer.zero_grad()
-            losses.append(F.cross_entropy(network(x), y))
-            losses[-1].backward()
-            optimizer.step()
-        assert losses[0].item() == losses[1].item()
-    theirs_now = twin.state_dict()
-    assert all(torch.equal(value, theirs_now[key]) for key, value in model.state_dict().items())
-
-
-def how_it_is(module: nn.Module) -> str:
-    return f"{type(module).__name__} {module._compiled_call_impl is not None}"
+    train_both(model, twin, DATA)
 
 
 def compiled() -> None:

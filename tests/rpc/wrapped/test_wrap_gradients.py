@@ -314,7 +314,7 @@ def refusals() -> None:
         remote.add_(torch.zeros(3, 3))
     first = loss()
     first.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(rpc.NotSupported, match="second time"):
         first.backward()
 
 

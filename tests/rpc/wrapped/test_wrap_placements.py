@@ -122,7 +122,7 @@ def language() -> None:
 
 
 class Dropping(nn.Module):
-    """Dropout inside a cut module: as a module at one worker, and as a function where its input is."""
+    """Dropout inside a cut module: as a module that stays here, and as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,22 +133,18 @@ class Dropping(nn.Module):
         return self.body["b"](F.dropout(x, 0.3, self.training))
 
 
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-
-
 def dropout() -> None:
-    model, twin = both(Dropping, {"body": "worker1", "body.b": "worker2"})
-    rpc.rpc_sync("worker1", seed, (5,))
-    seed(5)
+    model, twin = both(Dropping, {"body": "worker1", "body.drop": "worker0", "body.b": "worker2"})
     for x, _ in batches(3, 8, 20):
-        kept = torch.get_rng_state()
+        before = torch.get_rng_state()
         ours = model(x)
-        assert torch.equal(torch.get_rng_state(), kept)  # drawn where the dropout is
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
         theirs = twin(x)
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs) and torch.equal(torch.get_rng_state(), after)
         ours.sum().backward()
         theirs.sum().backward()
+    assert model.counters()["draws_elsewhere"] == 0
     for network in (model, twin):
         network.eval()
     assert torch.equal(model(x), twin(x))

@@ -1,16 +1,19 @@
-"""Payloads with gaps, expanded ones, strides that no memory order has: bits as in one process, and nothing is staged on shm."""
+"""Payloads with gaps, expanded ones, strides that no memory order has: bits as in one process, and nothing is staged."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from test_wrap import assert_same_state, drive
+from group import may_stage
+from test_wrap import DEVICES, assert_same_state, drive
 from torch import nn
 
 import rdmarpc as rpc
+from rdmarpc.ground import here
 
 
 class Unet(nn.Module):
@@ -143,12 +146,43 @@ def train(make: Any, placement: dict[str, str], **options: Any) -> tuple[Any, li
     return model, seen
 
 
+class Comb(nn.Module):
+    """Single elements, far from each other: more of them than are sent one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.GELU()
+
+    def forward(self, x):
+        return self.part(x.repeat(1, 1, 8, 8).reshape(-1, 64)[:, 3]).reshape(len(x), -1).sum(1)
+
+
 def nothing_is_staged() -> None:
-    for make, placement in CASES:
+    """From the third step on, on devices that map slots or send from any memory; what is staged before is named."""
+    for make, placement in CASES[2::3] if may_stage() else CASES:  # fewer in the guest, which is slow
         model, seen = train(make, placement)
-        assert staged(seen[2:]) == {}, (placement, staged(seen[2:]))
-        assert staged(seen[:3]).pop("bytes_staged", 0) == sum(staged(seen[:3], "bytes_staged[").values())
+        if not may_stage():
+            assert staged(seen[2:]) == {}, (placement, staged(seen[2:]))
+        found = staged(seen)
+        total = found.pop("bytes_staged", 0)
+        assert total == sum(found.values()), (placement, found)
+        lines = [line for line in model.placement_table().splitlines() if "bytes staged so far (" in line]
+        assert bool(lines) == bool(total), (placement, lines)
         model.close()
+
+
+def combed() -> None:
+    model, seen = train(Comb, {"part": "worker1"})
+    later = staged(seen[2:])
+    if here.current().device.name.startswith("shm"):
+        assert later == {}
+    else:
+        once = 2 * 3072 * 4  # in two steps
+        assert later["bytes_staged[getitem]"] >= once  # over verbs the gradient of that name is staged too
+        assert may_stage() or later["bytes_staged"] == later["bytes_staged[getitem]"] == once
+        why = "memory that the adapter does not know" if may_stage() else "short runs between wide gaps"
+        assert why in model.placement_table()
+    model.close()
 
 
 def staged(seen: list[dict[str, int]], start: str = "bytes_staged") -> dict[str, int]:
@@ -157,20 +191,13 @@ def staged(seen: list[dict[str, int]], start: str = "bytes_staged") -> dict[str,
     return {key: value for key, value in found.items() if value}
 
 
-def test_nothing_is_staged_on_shm():
-    drive(nothing_is_staged, 2)
+def every() -> int:
+    """Returns how many bytes both workers have written."""
+    nothing_is_staged()
+    combed()
+    return sum(rpc.rpc_sync(f"worker{rank}", rpc.counters)["bytes_direct"] for rank in range(2))
 
 
-def named() -> None:
-    some = 0
-    for make, placement in CASES[::2]:
-        model, seen = train(make, placement)
-        found = staged(seen)
-        some += found.get("bytes_staged", 0)
-        assert found.pop("bytes_staged", 0) == sum(found.values())
-        model.close()
-    assert some
-
-
-def test_what_is_staged_on_tcp_is_named():
-    drive(named, 2, transport="tcp")
+@pytest.mark.parametrize("device", DEVICES)
+def test_gaps_are_not_staged(device):
+    drive(every, 2, transport=device, timeout=90.0)

@@ -285,6 +285,129 @@ def refusals() -> None:
     model.close()
 
 
+class Once(nn.Module):
+    """Sets something in the steps ``when`` (by its own count, which it keeps in every step if ``counts``), as configurations
+    are completed by a first forward."""
+
+    def __init__(self, when: tuple[int, ...], counts: bool) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {"kind": None, "gain": 1.0}
+        self.when, self.counts, self.step = when, counts, 0
+        self.body, self.head = nn.Linear(20, 20), nn.Linear(20, 4)
+
+    def forward(self, x):
+        if self.config["kind"] is None:
+            self.config["kind"] = "first"
+            x = x * 2
+        if self.step in self.when:
+            self.config["gain"] *= 1.5
+        if self.counts:
+            self.step += 1
+        return self.head(torch.tanh(self.body(x))) * self.config["gain"]
+
+
+def once() -> None:
+    for when, counts, how in (((), False, "fx"), ((2, 4), False, "fx"), ((2,), True, "eager")):
+        model, twin = both(lambda when=when, counts=counts: Once(when, counts), {"head": "worker1"})
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin)]
+        for step, (x, _) in enumerate(batches(6, 6, 20)):
+            results = []
+            for net, optimizer in zip((model, twin), optimizers):
+                if not counts:
+                    net.step = step
+                results.append(net(x))
+                loss_of(results[-1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            same(*results)
+            if counts or not step or step in when:
+                assert model.captured.startswith("eager"), model.captured
+                assert "config" in model.captured or "step" in model.captured
+            else:
+                assert model.captured.startswith("fx"), model.captured
+        assert model.config == twin.config
+        assert_same_state(model, twin)
+        assert model.captured.startswith(how)
+        model.close()
+
+
+class Refers(nn.Module):
+    """A layer, or its hook, has a reference to another layer that is not in it."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Linear(20, 20), nn.Tanh()), nn.Linear(20, 20)
+        refers = Refers.Hook(self)
+        if hooked:
+            self.one[0].register_forward_hook(refers)
+        else:
+            self.one[0].other = refers
+
+    class Hook:
+        def __init__(self, net: nn.Module) -> None:
+            self.net = net
+
+        def __call__(self, module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+            return result + self.net.two(args[0])
+
+    def forward(self, x):
+        return self.one(x) + self.two(x)
+
+
+class Lends(nn.Module):
+    """Calls a layer with a weight that it computes, of the input or not."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input, self.one, self.two = of_input, nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x):
+        weight = self.one.weight * x.mean() if self.of_input else torch.eye(20)
+        return self.one(x) + torch.func.functional_call(self.two, {"weight": weight}, (x,))
+
+
+class Picks(nn.Module):
+    """Decides by values how many rows its layer gives."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            x = x[x.sum(1) > 0] if x.sum() > 0 else x[x.sum(1) < 0]
+            return super().forward(x), int(x.sum() > 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = self.Layer(20, 20), nn.Linear(20, 4)
+
+    def forward(self, x):
+        x, sign = self.layer(x)
+        return self.head(x) * (1 + sign)
+
+
+def references() -> None:
+    for hooked, place, text in (
+        (True, "one", "refers to 'the model'"),
+        (True, "two", "calls 'two', which is not in that part"),
+    ):
+        with pytest.raises(rpc.NotSupported, match=text):
+            model, _ = both(lambda hooked=hooked: Refers(hooked), {place: "worker1"})
+            model(torch.ones(2, 20))
+    for make, place, capture in (
+        (lambda: Lends(True), "two", "auto"),
+        (lambda: Lends(False), "two", "auto"),
+        (Picks, "layer", "eager"),
+    ):
+        model, twin = both(make, {place: "worker1"}, capture=capture)
+        for x, _ in batches(3, 6, 20):
+            results = [net(x) for net in (model, twin)]
+            same(*results)
+            for result in results:
+                loss_of(result).backward()
+        for mine, other in zip(model.parameters(), twin.parameters()):
+            assert (mine.grad is None) == (other.grad is None)
+            assert other.grad is None or torch.equal(mine.grad, other.grad)
+        model.close()
+
+
 class Rows(nn.Module):
     """A remote LSTM over packed sequences."""
 
@@ -307,12 +430,12 @@ def packed() -> None:
 
 
 def everything() -> None:
-    for body in (results, arguments, constants, caches, packed, refusals):
+    for body in (results, arguments, constants, caches, once, references, packed, refusals):
         body()
 
 
 def test_values_keep_their_type():
-    drive(everything, 3, timeout=120.0)
+    drive(everything, 3, timeout=180.0)
 
 
 def test_numbers_are_told_apart():

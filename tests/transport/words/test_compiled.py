@@ -20,7 +20,7 @@ from forks import forks
 import rdmarpc.transport
 from rdmarpc.transport.words import atomics, cache, compiled, kernels
 
-_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols")
+_SOURCES = ("atomics", "cache", "compiled", "compiler", "instructions", "machine", "signals", "symbols", "translation")
 _NOBODY = pwd.getpwnam("nobody").pw_uid
 _TINY = 1000  # bytes: less than any file of the cache
 
@@ -38,7 +38,7 @@ def _import(folder, user, limit, pipe):
     """In a process of its own, as ``user``: import the kernels, use one, and say what was said and where they came from."""
     try:
         os.environ.update(HOME=f"{folder}/home", XDG_CACHE_HOME=f"{folder}/home/.cache")
-        os.environ.pop("NUMBA_CACHE_DIR", None)
+        os.environ.pop("RDMARPC_CACHE_DIR", None)
         tempfile.tempdir = f"{folder}/tmp"
         os.chdir("/")
         os.setgroups([])
@@ -112,7 +112,7 @@ def test_nothing_can_be_kept(place, limit):
         (place / "tmp").chmod(0o755)
     said, _ = _run(place, limit=limit)
     assert sum(level == "WARNING" for level, _ in said) == 1, said
-    assert "NUMBA_CACHE_DIR" in said[-1][1]
+    assert "RDMARPC_CACHE_DIR" in said[-1][1]
     assert not _kept(place)
 
 
@@ -235,7 +235,8 @@ def test_what_a_kernel_takes():
 
 def test_no_compiler_is_imported():
     """Once everything is on disk."""
-    program = "import sys, rdmarpc; print([name for name in ('numba', 'scipy') if name in sys.modules])"
+    compilers = ("numba", "scipy", "rdmarpc.transport.words.compiler", "rdmarpc.transport.words.translation")
+    program = f"import sys, rdmarpc, rdmarpc.api; print([name for name in {compilers} if name in sys.modules])"
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n", done.stderr

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept
-from ..transport.exchange.kernels import CLOSED, MISMATCH, OK
-from ..transport.exchange.streams import NOTHING, Fold, Head, Span
-from .meeting import Members
-from .signature import Signature
+from ..transport.exchange.layout import CLOSED, MISMATCH, OK
+from ..transport.exchange.streams import NOTHING, Fold, Plan, Span, Streams
+from .meeting import LEFT, Ranks, has_left, look
+from .signature import Signature, code_of
 
 _SLICE_NS, _END_S = 20_000_000, 5.0
-ERROR, LEFT = "E", "L"
-"""The first letter of a notice: the group has failed, or its sender has left it."""
-GRACE_S = 0.05
-"""A member may leave because another was lost, and be the first to know: the news of a loss goes before that of a leaving."""
 _MEND = "every rank has to make the same calls in the same order, with the same types and sizes"
 
 
@@ -27,10 +23,23 @@ class Mismatch(RdmaError):
     """Two ranks call different things."""
 
 
+_PLANS = 512
+"""So many signatures are remembered; then all are forgotten."""
+
+
+class _Aside(threading.local):
+    """Whether this thread runs calls for threads that compute meanwhile."""
+
+    on = False
+
+
+aside = _Aside()
+
+
 class Engine:
     """Used by one thread at a time, but for ``fail`` and ``error``."""
 
-    def __init__(self, members: Members, timeout: float) -> None:
+    def __init__(self, members: Ranks, timeout: float) -> None:
         self.members, self.rank, self.size, self.timeout = members, members.rank, members.size, timeout
         self.streams = members.streams
         self.error: BaseException | None = None
@@ -38,28 +47,54 @@ class Engine:
         self._moves = threading.Lock()
         """Held while the streams move."""
         self.sequence = 0
+        self._plans: dict[Hashable, Plan] = {}
+        self.planned = 0
+        """Calls for which a plan was made: the first of each signature."""
         self.signature = Signature("barrier")
         self.since = 0.0
         """When the call under way began (``time.monotonic``); 0: there is none."""
         self.limit = timeout
+
+    @property
+    def folds(self) -> bool:
+        """Whether kernels add up while they receive."""
+        return self.streams is None or self.streams.folds
 
     def begin(self, signature: Signature, timeout: float) -> None:
         """Begin the next call. Raises the error of a group that has failed."""
         self.check()
         self.sequence += 1
         self.signature, self.limit, self.since = signature, timeout or self.timeout, time.monotonic()
-        self._code = signature.code
+        self._code = code_of(signature)
 
     def end(self) -> None:
         self.since = 0.0
 
+    def plan(self, key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
+        """The plan of a signature, made by its first call. ``key``: all that the plan is made from."""
+        found = self._plans.get(key)
+        if found is None:
+            assert self.streams is not None
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[key] = make(self.streams)
+            self.planned += 1
+        return found
+
     def exchange(self, outs: Mapping[int, Span], ins: Mapping[int, Span] = NOTHING, fold: Fold | None = None) -> None:
-        """Send and receive, as ``Streams.begin`` has it, until all is done. Raises what ended it; then the group has failed."""
+        """Send and receive by a plan that is not kept, until all is done. Raises what ended it; then the group has failed."""
+        self.check()
+        assert self.streams is not None
+        self.run(self.streams.plan(self._code, self.signature.elements, outs, ins, fold))
+
+    def run(self, plan: Plan, source: int = 0, target: int = 0) -> None:
+        """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``exchange``."""
         with self._moves:
-            self.check()
             streams = self.streams
+            if self.error is not None or streams is None:
+                self.check()
             assert streams is not None
-            streams.begin(Head(self.sequence, self._code, self.signature.elements), outs, ins, fold)
+            streams.begin(plan, self.sequence, source, target, patient=aside.on)
             while (status := streams.advance(_SLICE_NS)) != OK:
                 if status == MISMATCH:
                     raise self._mismatch(streams.at_fault())
@@ -68,10 +103,8 @@ class Engine:
     def _look(self, closed: bool) -> None:
         """The exchange has not moved for a while: raise the reason, if there is one."""
         self.check()
-        if self._gone() is not None:
-            time.sleep(GRACE_S)
-            if (gone := self._gone()) is not None:
-                raise gone
+        assert self.streams is not None
+        look(self.streams.lanes, self._gone, f" during {self.signature}")
         if closed:
             time.sleep(0.001)  # the reason is on its way
         if time.monotonic() - self.since > self.limit:
@@ -81,20 +114,13 @@ class Engine:
             )
 
     def _gone(self) -> PeerLost | None:
-        """Raise that a member was lost, or what it says went wrong. What to raise if a member has left that is needed."""
+        """What to raise if a member has left that is needed."""
         streams = self.streams
         assert streams is not None
-        gone: PeerLost | None = None
         for rank, lane in streams.lanes.items():
-            notice, lost = lane.notice(), lane.channel.error
-            if notice.startswith(ERROR):
-                raise RdmaError(notice[1:])
-            if notice.startswith(LEFT) or (lost is not None and lost.status == "CLOSED"):
-                if gone is None and streams.needs(rank):
-                    gone = PeerLost(f"rank {rank} has left the group, and {self.signature} needs it", peer=lane.channel.peer)
-            elif lost is not None:
-                raise PeerLost(f"rank {rank} was lost during {self.signature}: {lost.message}", peer=lane.channel.peer)
-        return gone
+            if has_left(lane) and streams.needs(rank):
+                return PeerLost(f"rank {rank} has left the group, and {self.signature} needs it", peer=lane.channel.peer)
+        return None
 
     def _mismatch(self, rank: int) -> Mismatch:
         streams = self.streams
@@ -138,10 +164,7 @@ class Engine:
             return
         self.error = kept(error)
         self.since = 0.0
-        message = error.message if isinstance(error, RdmaError) else f"{type(error).__name__}: {error}"
-        if not message.startswith("rank "):
-            message = f"rank {self.rank}: {message}"
-        self.members.tell(f"{ERROR}{message}")
+        self.members.tell_failure(error)
 
     def close(self) -> None:
         """Leave the group. A call under way in another thread ends first: the loops use memory of the device."""

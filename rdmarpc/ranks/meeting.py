@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..group.job_secret import INSECURE, USERS, Claim, agree, claim
+from ..group.lives import Lives, restarted_by_launcher
 from ..options import RpcBackendOptions
 from ..transport import PeerLost, RdmaError, TransferTimeout
 from ..transport.exchange.lane import Lane
@@ -19,8 +22,14 @@ from ..transport.exchange.streams import Streams, streams
 from . import domain as domains
 from .domain import Domain
 
+_made = itertools.count()
 _PIECES, _LEAST, _MOST = 1 << 20, 16 << 10, 128 << 10
-DEPTH = 4
+_SLOTS, _FEWEST, _DEEPEST = 8 << 20, 4, 32
+"""Bytes of a rank's slots for one kind of lanes, and how many a lane has. Many: then a rank whose core is taken from it for a
+while holds up nobody."""
+ERROR, LEFT = "E", "L"
+"""The first letter of a notice: the group has failed, or its sender has left it."""
+_GRACE_S = 0.05
 _LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
 
 
@@ -42,50 +51,67 @@ class Member:
 class Meeting:
     """The members of one group at its store. ``timeout`` in seconds."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, options: RpcBackendOptions) -> None:
+        self.rank, self.size, self.timeout, self.options = rank, size, timeout, options
         self._store = store
 
     def all(self, kind: str, mine: str) -> list[bytes]:
         """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
         self._store.set(f"{kind}/{self.rank}", mine)
         keys = [f"{kind}/{rank}" for rank in range(self.size)]
+        found: list[bytes] = []
+
+        def told() -> bool:
+            if self._store.check(keys):
+                found.extend(bytes(self._store.get(key)) for key in keys)
+            return bool(found)
+
+        self._until(told, lambda: [f"rank {rank}" for rank, key in enumerate(keys) if not self._store.check([key])])
+        return found
+
+    def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
         try:
-            while not self._store.check(keys):
+            while not ready():
                 if time.monotonic() > deadline:
-                    missing = [f"rank {rank}" for rank, key in enumerate(keys) if not self._store.check([key])]
-                    raise TransferTimeout(f"no sign of {', '.join(missing)} within {self.timeout:g} s")
+                    raise TransferTimeout(f"no sign of {', '.join(missing())} within {self.timeout:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK_S)
-            return [bytes(self._store.get(key)) for key in keys]
         except dist.DistError as error:
             raise PeerLost("the group's store ended before every rank had joined", hint=str(error).partition("\n")[0]) from None
 
     def domain(self) -> Domain:
-        """The domain of this process. Members agree on what they prove themselves with. Raises ``AuthenticationError``."""
-        mine, secret = claim(f"rank {self.rank}", self.rank, RpcBackendOptions())
+        """The domain of this process. Ranks agree on what they prove themselves with. Raises ``AuthenticationError``."""
+        mine, secret = claim(f"rank {self.rank} of group {next(_made)}", self.rank, self.options)
+        if restarted_by_launcher():  # the store has what the workers of earlier lives told
+            lives = Lives(self._store, self.size, mine)
+            self._until(lives.agreed, lambda: lives.missing)
+            self._store = dist.PrefixStore(str(lives.number), self._store)
         claims = [Claim.load(text) for text in self.all("claim", mine.dump())]
         agreed = agree(claims)
         if agreed == INSECURE:
             if self.rank == 0:
                 self._store.set("secret", secrets.token_hex(32))
             secret = bytes(self._store.get("secret"))
-        kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", "shm" if len({each.host for each in claims}) == 1 else "auto")
-        return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind))
+        kind = self.options.transport
+        if kind == "auto" and len({each.host for each in claims}) == 1:
+            kind = "shm"
+        kind = os.environ.get("RDMARPC_COLLECTIVES_DEVICE", kind)
+        return domains.enter(lambda: Domain(b"" if agreed == USERS else secret, kind, self.options))
 
     def lanes(self, domain: Domain, kinds: int) -> list[dict[int, Lane]]:
         """``kinds`` lanes to every other member, open."""
         me = Member(domain.token, domain.device.address, os.getpid())
         members = [Member.load(text) for text in self.all("member", me.dump())]
         piece = max(_LEAST, min(_MOST, (_PIECES // max(self.size - 1, 1)) // 4096 * 4096))
+        depth = max(_FEWEST, min(_DEEPEST, _SLOTS // max(self.size - 1, 1) // piece))
         made: list[dict[int, Lane]] = [{} for _ in range(kinds)]
         for rank, member in enumerate(members):
             if rank == self.rank:
                 continue
             channel = domain.channel(member.token, member.address, f"rank {rank}", self.timeout)
             for lanes in made:
-                lanes[rank] = Lane(domain.device, channel, piece, DEPTH, domain.bell)
+                lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
         told = [json.loads(text) for text in self.all("lanes", json.dumps(offers))]
         for rank in made[0]:
@@ -94,10 +120,38 @@ class Meeting:
         return made
 
 
-class Members:
+def look(lanes: Mapping[int, Lane], gone: Callable[[], PeerLost | None], during: str = "") -> None:
+    """Raise that a member was lost, or what it says went wrong; then what ``gone`` gives, if a member has left that is needed.
+    A member may leave because another was lost, and be the first to know: so a leaving is looked at twice."""
+    _check(lanes, during)
+    if gone() is not None:
+        time.sleep(_GRACE_S)
+        _check(lanes, during)
+        if (error := gone()) is not None:
+            raise error
+
+
+def _check(lanes: Mapping[int, Lane], during: str) -> None:
+    for rank, lane in lanes.items():
+        notice, lost = lane.notice(), lane.channel.error
+        if notice.startswith(ERROR):
+            kind, _, text = notice[1:].partition(":")
+            raise next((each for each in RdmaError.__subclasses__() if each.__name__ == kind), RdmaError)(text)
+        if lost is not None and lost.status != "CLOSED" and not notice.startswith(LEFT):
+            raise PeerLost(f"rank {rank} was lost{during}: {lost.message}", peer=lane.channel.peer)
+
+
+def has_left(lane: Lane) -> bool:
+    """Of a member that was not lost: whether it has left the group."""
+    return lane.notice().startswith(LEFT) or lane.channel.error is not None
+
+
+class Ranks:
     """A group's members as this one reaches them: lanes for collectives, and lanes for pairs."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, options: RpcBackendOptions | None = None
+    ) -> None:
         self.rank, self.size = rank, size
         self.domain: Domain | None = None
         self.lanes: list[dict[int, Lane]] = [{}, {}]
@@ -105,7 +159,7 @@ class Members:
         self._told = False
         if size == 1:
             return
-        meeting = Meeting(store, rank, size, timeout)
+        meeting = Meeting(store, rank, size, timeout, options or RpcBackendOptions())
         self.domain = meeting.domain()
         try:
             self.lanes = meeting.lanes(self.domain, 2)
@@ -123,8 +177,16 @@ class Members:
                 with contextlib.suppress(RdmaError):
                     lane.tell(text)
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave at every member why the group has failed: they raise an error of the same class."""
+        known = isinstance(error, RdmaError)
+        message = error.message if isinstance(error, RdmaError) else f"{type(error).__name__}: {error}"
+        if not message.startswith("rank "):
+            message = f"rank {self.rank}: {message}"
+        self.tell(f"{ERROR}{type(error).__name__ if known else RdmaError.__name__}:{message}")
+
     def close(self, farewell: str) -> None:
-        """Leave the group. Members that were told why it failed are told nothing else. Idempotent."""
+        """Leave the group. Ranks that were told why it failed are told nothing else. Idempotent."""
         domain, self.domain = self.domain, None
         if domain is None:
             return

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..options import RpcBackendOptions
 from ..transport import Channel, Device, PeerLost, TransferTimeout, open_device
 
 _CONNECT_S = 20.0
@@ -18,13 +19,21 @@ class Domain:
     """One a process. Thread-safe. Two members have one channel, whatever groups they share; the one whose token is smaller
     opens it."""
 
-    def __init__(self, secret: bytes, kind: str) -> None:
+    def __init__(self, secret: bytes, kind: str, options: RpcBackendOptions) -> None:
         """``secret``: empty for that of this user on this host."""
         self.token = secrets.token_hex(8)
         self.secret, self.kind = secret, kind
         self._channels: dict[str, Channel] = {}
         self._changed = threading.Condition()
-        self.device: Device = open_device(kind, secret=secret, on_connect=self._arrived)
+        self.device: Device = open_device(
+            kind,
+            require=options.require,
+            tls=options.tls,
+            secret=secret,
+            arena_limit=options.arena_limit,
+            on_connect=self._arrived,
+            peer_timeout=options.peer_timeout,
+        )
         self.device.pin()
         self.bell = self.device.memory.take_bell()
         """Number of the bell that all news of groups ring."""

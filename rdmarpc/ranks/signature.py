@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,3 +73,9 @@ class Signature(NamedTuple):
         if self.root >= 0:
             parts.append(f"root {self.root}")
         return f"{self.operation}({', '.join(parts)})"
+
+
+@lru_cache(1024)
+def code_of(signature: Signature) -> int:
+    """As ``Signature.code``, remembered."""
+    return signature.code

@@ -1,0 +1,131 @@
+"""Federated learning over a slow link: FedAvg and FedSGD, ten clients, a model of 25 million parameters, 10 and 1 Gb/s.
+
+    python -m experiments.federated
+    python -m experiments.federated quick=true    # everything in conf/federated.yaml can be overridden
+
+The server is in a network namespace of its own, behind a link of that rate in each direction. Local steps are sleeps; what goes
+to the server and back is real, and every mean is checked. The run's folder receives federated.json.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from .harness.findings import Findings, available_gib, print_findings, ratio, text, times
+
+CONF = str(Path(__file__).parent / "conf")
+COPIES = 7
+"""Memory that a turn may need, in models for each client: its own, its result, what it must be, and as much at the server."""
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="federated")
+def main(cfg: DictConfig) -> None:
+    """All turns, then the table and the file. Fails where rdmarpc does."""
+    job = checked(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    findings = Findings("Federated learning", "ms")
+    try:
+        failed = run(job, folder, findings)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    judge(findings, job)
+    found = findings.write(folder, "federated", job)
+    print_findings(found)
+    print(f"federated.json is in {folder}")
+    if failed:
+        raise SystemExit(f"error: {failed}")
+
+
+def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
+    """All turns. Returns why rdmarpc failed, if it did."""
+    from .federation import namespaces, worker
+    from .peers.libraries import TITLES
+    from .peers.turns import missing, turn
+
+    needs = COPIES * job["clients"] * 4 * job["parameters"] / 2**30
+    if (has := available_gib()) < needs:
+        findings.left_out(f"{job['clients']} clients", f"they may need {needs:.1f} GiB of memory, {has:.1f} GiB are available")
+        return ""
+    os.environ["RDMARPC_SECRET"] = secrets.token_hex(32)  # workers of several namespaces are as workers of several hosts
+    drive = f"{__package__}.federation.worker:drive"
+    common = job | {"device": "tcp", "drive": drive, "servers": 1, "calls": 1, "threads": job["clients"] + 2}
+    out: set[tuple[str, float]] = set()
+    failed = ""
+    for number in range(job["turns"]):
+        for gbits, library in ((gbits, library) for gbits in job["gbits"] for library in job["libraries"]):
+            if (library, gbits) in out:
+                continue
+            title = f"{TITLES[library]} at {rate(gbits)}"
+            print(f"turn {number + 1} of {job['turns']}: {title}", flush=True)
+            reason = missing(library, "tcp") or (namespaces.leave() if gbits else "")
+            if not reason:
+                given = common | {"library": library, "gbits": gbits, "functions": ["averaged"]}
+                reason = turn(given, folder, partial(findings.keep, f"{library} {gbits:g}"), worker.main)
+                failed = failed or (f"{title}: {reason}" if reason and library == "rdmarpc" else "")
+            if reason:
+                out.add((library, gbits))
+                findings.left_out(title, reason)
+    return failed
+
+
+def rate(gbits: float) -> str:
+    return f"{gbits:g} Gb/s" if gbits else "loopback"
+
+
+def judge(findings: Findings, job: dict[str, Any]) -> None:
+    """The table, and the targets."""
+    from .federation.worker import METHODS
+    from .peers.libraries import TITLES
+
+    libraries = job["libraries"]
+    others = [each for each in libraries if each != "rdmarpc"] if "rdmarpc" in libraries else []
+    rows = []
+    for gbits in job["gbits"]:
+        for method, title in METHODS.items():
+            ms = {each: findings.median(method, job["clients"], f"{each} {gbits:g}") for each in libraries}
+            # The server's link carries the model of every client in each direction, both at once at best.
+            exchanges = job["local_steps"] if method == "fedsgd" else 1
+            wire = exchanges * 32e-6 * job["parameters"] * job["clients"] / gbits if gbits else 0.0
+            least = job["local_steps"] * job["compute_ms"] + wire
+            cells = [text(ms[each], "{:,.0f}") for each in libraries]
+            ratios = [times(ratio(ms[each], ms["rdmarpc"])) for each in others]
+            rows.append([rate(gbits), title, f"{least:,.0f}", *cells, *ratios])
+            for other in others:
+                name = f"{title} at {rate(gbits)}: times faster than {TITLES[other]}"
+                findings.target(name, ratio(ms[other], ms["rdmarpc"]), "≥", 1)
+    findings.table(
+        f"{job['local_steps']} local steps of {job['clients']} clients, {job['parameters']:,} parameters, ms",
+        ["link", "method", "least", *(TITLES[each] for each in libraries), *(f"times {TITLES[each]}" for each in others)],
+        rows,
+        "FedSGD exchanges after every step, FedAvg after the last. A local step is a sleep. least: the sleeps, and the time"
+        " that all models of an exchange need through the server's link in one direction. All processes share this machine.",
+    )
+
+
+def checked(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
+    from .peers.libraries import TITLES
+
+    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    if job["quick"]:
+        job |= {"parameters": min(job["parameters"], 1_000_000), "clients": min(job["clients"], 2), "turns": 1, "rounds": 1}
+    if not job["libraries"] or not set(job["libraries"]) <= set(TITLES):
+        raise SystemExit(f"error: libraries={job['libraries']} must be some of {', '.join(TITLES)}")
+    if not job["gbits"] or min(job["gbits"]) < 0:
+        raise SystemExit(f"error: gbits={job['gbits']} must be rates in Gb/s; 0 is loopback without a limit")
+    for name in ("parameters", "clients", "local_steps", "rounds", "turns"):
+        if job[name] < 1:
+            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    return job
+
+
+if __name__ == "__main__":
+    main()

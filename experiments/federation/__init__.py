@@ -1,0 +1,1 @@
+"""Clients behind a slow link: network namespaces, and rounds of federated learning."""

@@ -1,0 +1,132 @@
+"""The grid of the PyTorch RPC paper: calls that are under way at the same time, of 40 KB to 400 MB, that return their argument
+or run 200 operations on it; over rdmarpc, torch RPC and gRPC, by turns.
+
+    python -m experiments.grid
+    python -m experiments.grid quick=true devices=[shm]    # everything in conf/grid.yaml can be overridden
+
+Each turn has new processes, so no idle library is there while another is measured. The first batch of every cell does not
+count; its results are compared with what they must be. The run's folder receives grid.json and grid.png.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from .harness.findings import Findings, available_gib, print_findings, size_text
+
+CONF = str(Path(__file__).parent / "conf")
+DEVICES = ("shm", "tcp", "verbs")
+QUICK_ROUNDS = 1
+
+# Workers import this module too; what only the launcher needs is imported where it is needed.
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="grid")
+def main(cfg: DictConfig) -> None:
+    """All rounds, then the tables, the file and the picture. Fails where rdmarpc does."""
+    from .in_flight.picture import draw_grid
+    from .in_flight.tables import judge
+
+    job = checked(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    findings = Findings("Many calls at once", "ms")
+    try:
+        failed = run(job, folder, findings)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    judge(findings, job)
+    found = findings.write(folder, "grid", job)
+    draw_grid(findings, job, folder / "grid.png")
+    print_findings(found)
+    print(f"grid.json and grid.png are in {folder}")
+    if failed:
+        raise SystemExit(f"error: {failed}")
+
+
+def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
+    """All turns. Returns why rdmarpc failed, if it did; other libraries that fail are left out from then on."""
+    from .peers.libraries import TITLES
+    from .peers.turns import missing, turn
+
+    out: set[tuple[str, str]] = set()
+    failed = ""
+    for part, number, rounds in turns(job, findings):
+        names = " and ".join(map(size_text, part["sizes"]))
+        local(part, findings)
+        for device, library in ((device, library) for device in job["devices"] for library in job["libraries"]):
+            if (device, library) in out:
+                continue
+            title = f"{TITLES[library]} over {device}"
+            print(f"{names}, round {number} of {rounds}: {title}", flush=True)
+            reason = missing(library, device)
+            if not reason:
+                given = part | {"library": library, "device": device}
+                reason = turn(given, folder, partial(findings.keep, f"{library} {device}"))
+                if reason and library == "rdmarpc":
+                    failed = f"{title}: {reason}"
+            if reason:
+                out.add((device, library))
+                findings.left_out(title, reason)
+    return failed
+
+
+def turns(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """(what all libraries' turns of this round measure, number of the round, number of rounds): the small sizes together, then
+    each large one, if there is memory for it."""
+    common = job | {"clients": 1, "servers": 1, "drive": f"{__package__}.in_flight.client:drive"}
+    small = [size for size in job["sizes"] if size < job["large"]]
+    scripts = [f"{name}_script" for name in job["functions"]] if job["script"] else []
+    for number in range(job["rounds"] if small else 0):
+        yield common | {"sizes": small, "functions": job["functions"] + scripts}, number + 1, job["rounds"]
+    for size in job["sizes"]:
+        for number in range(job["rounds_large"] if size >= job["large"] else 0):
+            if (has := available_gib()) < job["large_gib"]:
+                why = f"a turn may need large_gib={job['large_gib']:g} of memory, {has:.1f} GiB are available"
+                findings.left_out(size_text(size), why)
+                break
+            yield common | {"sizes": [size]}, number + 1, job["rounds_large"]
+
+
+def local(part: dict[str, Any], findings: Findings) -> None:
+    """The same functions in this process."""
+    import torch
+
+    from .in_flight.client import local_ms, under_way
+
+    torch.set_num_threads(1)  # as workers have it
+    for size in part["sizes"]:
+        for name in part["functions"]:
+            findings.add(f"{name} total", size, "local", local_ms(size, name, under_way(size, part)))
+
+
+def checked(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
+    from .peers.functions import FUNCTIONS
+    from .peers.libraries import TITLES
+
+    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    if job["quick"]:
+        job["sizes"] = [size for size in job["sizes"] if size < job["large"]]
+        job |= {"rounds": min(job["rounds"], QUICK_ROUNDS), "script": False}
+    for name, known in (("devices", DEVICES), ("libraries", tuple(TITLES)), ("functions", tuple(FUNCTIONS))):
+        if not job[name] or not set(job[name]) <= set(known):
+            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(known)}")
+    if not job["sizes"] or min(job["sizes"]) < 4:
+        raise SystemExit(f"error: sizes={job['sizes']} must be numbers of bytes of float32 tensors")
+    for name in ("calls", "calls_large", "batches", "rounds", "rounds_large", "threads"):
+        if job[name] < 1:
+            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    if max(job["calls"], job["calls_large"]) > job["threads"]:
+        raise SystemExit(f"error: calls={job['calls']} at once need as many threads, not {job['threads']}")
+    return job
+
+
+if __name__ == "__main__":
+    main()

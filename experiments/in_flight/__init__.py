@@ -1,0 +1,1 @@
+"""Many calls under way at once: the grid of the PyTorch RPC paper."""

@@ -1,0 +1,186 @@
+"""One report of many experiments: ``report.md`` for people, ``results.json`` for programs, and the pictures beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..harness.findings import spread, target_text
+from .catalogue import PAPERS, Experiment
+from .programs import OUTPUT
+
+MOST_LINES = 120
+"""So much of a program's own output is shown where it has no tables in the common form."""
+
+
+@dataclass
+class Entry:
+    """One experiment in the report. ``place``: its folder, if it has finished; ``reason``: why it has not."""
+
+    experiment: Experiment
+    place: Path | None = None
+    reason: str = ""
+    failed: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
+    """The end of what it wrote, if it failed."""
+    again: bool = False
+    """Finished earlier, and not run again."""
+
+
+def write(folder: Path, entries: list[Entry], surroundings: dict[str, Any], quick: bool, interrupted: bool) -> dict[str, Any]:
+    """Both files and the pictures; returns what ``results.json`` holds."""
+    results = [_result(folder, entry) for entry in entries]
+    whole = {"quick": quick, "interrupted": interrupted, **surroundings, "experiments": results}
+    (folder / "results.json").write_text(json.dumps(whole, indent=2) + "\n")
+    (folder / "report.md").write_text("\n".join(_lines(whole)) + "\n")
+    return whole
+
+
+def _result(folder: Path, entry: Entry) -> dict[str, Any]:
+    """An experiment's own JSON in the common form, whichever of the programs wrote it."""
+    experiment = entry.experiment
+    result: dict[str, Any] = {
+        "name": experiment.name, "paper": experiment.paper, "title": experiment.title, "about": experiment.about,
+        "state": "finished" if entry.place else "failed" if entry.failed else "left out",
+        "reason": entry.reason, "again": entry.again, **entry.record,
+        "tables": [], "targets": [], "left_out": [], "samples": [], "pictures": [], "output": entry.output,
+    }  # fmt: skip
+    if entry.place is None:
+        return result
+    samples: list[dict[str, Any]] = []
+    for path in sorted(entry.place.glob("*.json")):
+        found = json.loads(path.read_text())
+        if path.name == "run.json" or not isinstance(found, dict) or not ({"samples", "records", "config"} & set(found)):
+            continue
+        result["tables"] += found.get("tables", [])
+        result["left_out"] += found.get("left_out", []) + [_failure(each) for each in found.get("failed", [])]
+        result["targets"] += [target(each) for each in found.get("targets", [])]
+        rows = [row for row in found.get("rows", []) if "targets" not in found and isinstance(row.get("met"), dict)]
+        result["targets"] += [each for row in rows for each in _targets_of(row)]
+        result["samples"] += [each for row in rows for each in _spreads_of(row)]
+        samples += found.get("samples") or found.get("records") or []
+        result["config"], result["versions"] = found.get("config"), found.get("versions")
+        result["details"] = found if path.name == "result.json" else None
+    result["samples"] += [_sample(each) for each in samples]
+    for picture in sorted(entry.place.glob("*.png")):
+        name = f"{experiment.name}_{picture.name.removeprefix(experiment.name + '_')}"
+        shutil.copyfile(picture, folder / name)
+        result["pictures"].append(name)
+    if not result["tables"]:
+        result["output"] = "\n".join((entry.place / OUTPUT).read_text(errors="replace").splitlines()[-MOST_LINES:])
+    return result
+
+
+def target(found: dict[str, Any]) -> dict[str, Any]:
+    """A target in the common form."""
+    if "relation" in found:
+        return found
+    asked = found.get("target", found.get("asked"))
+    relation = found["asked"][0] if isinstance(found.get("asked"), str) else "≤" if "most" in str(found.get("what")) else "≥"
+    name = found.get("name") or " ".join(str(found[each]) for each in ("model", "what") if each in found)
+    measured = found.get("value", found.get("measured"))
+    return {"name": name, "measured": measured, "relation": relation, "asked": asked, "met": found.get("met")}
+
+
+def _targets_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a row of ``experiments.collectives``, which keeps its targets with what was measured."""
+    title = f"{row['case']}, {row['bytes']:,} bytes, {row['ranks']} ranks"
+    texts = {"us": ("microseconds", "rdmarpc_us", "≤"), "gloo": ("times faster than gloo", "times_faster_than_gloo", "≥")}
+    texts["floor"] = ("times the floor", "times_floor", "≤")
+    return [
+        {"name": f"{title}: {texts[key][0]}", "measured": row[texts[key][1]], "relation": texts[key][2], "asked": asked}
+        | {"met": row["met"][key]}
+        for key, asked in row["target"].items()
+    ]
+
+
+def _spreads_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a row of ``experiments.collectives``: microseconds."""
+    case = f"{row['case']}, {row['ranks']} ranks"
+    return [
+        {"case": case, "size": row["bytes"], "what": what, "unit": "us", "n": each["calls"]}
+        | {name: each[f"{name}_us"] for name in ("median", "p10", "p90")}
+        for what, each in row.items()
+        if isinstance(each, dict) and "median_us" in each
+    ]
+
+
+def _failure(found: dict[str, Any]) -> dict[str, str]:
+    return {"what": f"{found.get('part', '')} of {found.get('what', '')}", "why": str(found.get("reason", ""))}
+
+
+def _sample(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, **spread(found["samples"])} if found.get("samples") else found
+
+
+def _lines(whole: dict[str, Any]) -> list[str]:
+    machine = whole["machine"]
+    results = whole["experiments"]
+    finished = [each for each in results if each["state"] == "finished"]
+    targets = [target for each in finished for target in each["targets"]]
+    met = sum(target["met"] is True for target in targets)
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name != "cores")
+    lines = [
+        "# The experiments of the papers",
+        "",
+        f"{len(finished)} of {len(results)} experiments; {met} of {len(targets)} targets met."
+        + (" **Quick run: few samples and small sizes; no figure here is a result.**" if whole["quick"] else "")
+        + (" **Interrupted: the same command goes on from here.**" if whole["interrupted"] else ""),
+        "",
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB,"
+        f" GPUs: {', '.join(machine['gpus']) or 'none'}; {packages}. Commit {whole['commit']}.",
+        "",
+        "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it.",
+        "",
+        "| experiment | state | targets | minutes |",
+        "|---|---|---|---|",
+        *map(_row, results),
+    ]
+    missed = [(each["name"], target) for each in finished for target in each["targets"] if target["met"] is False]
+    lines += ["", "## Targets missed", "", *([f"* {name}: {target_text(t)}" for name, t in missed] or ["None."])]
+    failed = [f"* {each['name']}: {each['reason']}" for each in results if each["state"] == "failed"]
+    lines += ["", "## What failed", "", *(failed or ["Nothing."])]
+    for each in results:
+        if each["state"] == "failed":
+            lines += ["", f"The end of the output of {each['name']}:", "", "```", each["output"], "```"]
+    left = [f"* {each['name']}: {each['reason']}" for each in results if each["state"] == "left out"]
+    left += [f"* {each['name']}: {part['what']}: {part['why']}" for each in finished for part in each["left_out"]]
+    lines += ["", "## What was left out", "", *(left or ["Nothing."])]
+    for paper, title in PAPERS.items():
+        chapter = [each for each in finished if each["paper"] == paper]
+        if chapter:
+            lines += ["", f"## {title}", *(line for each in chapter for line in _section(each))]
+    return lines
+
+
+def _row(result: dict[str, Any]) -> str:
+    state = result["state"] + (" earlier" if result["again"] else "")
+    met = sum(target["met"] is True for target in result["targets"])
+    said = f"{met} of {len(result['targets'])} met" if result["targets"] else "-"
+    minutes = f"{result['seconds'] / 60:.1f}" if "seconds" in result else "-"
+    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} |"
+
+
+def _section(result: dict[str, Any]) -> list[str]:
+    lines = ["", f"### {result['name']}: {result['title']}", "", result["about"]]
+    lines += ["", f"`{' '.join(['python', *result['command'][1:]])}`, ended {result['ended']}"]
+    for table in result["tables"]:
+        lines += ["", f"**{table['title']}**", "", "| " + " | ".join(map(_cell, table["columns"])) + " |"]
+        lines += ["|" + "---|" * len(table["columns"])]
+        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in table["rows"]]
+        lines += ["", table["note"]] if table["note"] else []
+    for picture in result["pictures"]:
+        lines += ["", f"![{result['title']}]({picture})"]
+    if result["output"]:
+        lines += ["", "```", result["output"], "```"]
+    if result["targets"]:
+        lines += ["", *(f"* {target_text(target)}" for target in result["targets"])]
+    return lines
+
+
+def _cell(value: str) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,1 @@
+"""Orders of micro-batches, ours and those of torch.distributed.pipelining (``schedules``)."""

@@ -1,0 +1,73 @@
+"""The models of the experiment: chains of equal layers, as many a worker as there are rounds of interleaved stages."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+ROUNDS = 2
+"""Layers a worker: all in one stage, or each a stage of its own."""
+
+
+class Asleep(torch.autograd.Function):
+    """Stands for a computation that needs no core: seconds forward, and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_s = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0], None, None
+
+
+class Layer(nn.Module):
+    """A linear layer and a tanh; where ``forward_s`` is not 0 it sleeps too."""
+
+    def __init__(self, width: int, forward_s: float = 0.0, backward_s: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.forward_s, self.backward_s = nn.Linear(width, width), forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.forward_s and not isinstance(x, FakeTensor):
+            x = Asleep.apply(x, self.forward_s, self.backward_s)
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """``samples``: of a micro-batch. ``forward_ms``, ``backward_ms``: what a layer sleeps for one; 0: it only computes."""
+
+    width: int
+    samples: int
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+
+    def layers(self, workers: int) -> list[Layer]:
+        """The same ones in every process."""
+        torch.manual_seed(0)
+        return [Layer(self.width, self.forward_ms / 1e3, self.backward_ms / 1e3) for _ in range(ROUNDS * workers)]
+
+    def batch(self, chunks: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets."""
+        drawn = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(chunks * self.samples, self.width, generator=drawn) for _ in range(2))
+        return x, y
+
+    def theory_ms(self, workers: int, chunks: int, rounds: int) -> float | None:
+        """How long a batch takes where only layers take time: the pipeline fills and drains over one round of stages. ``None``
+        if layers do not sleep."""
+        layer = self.forward_ms + self.backward_ms
+        return (ROUNDS * chunks + (workers - 1) * ROUNDS / rounds) * layer if layer else None
+
+
+def chunks(job: dict[str, Any]) -> int:
+    """Micro-batches of a batch."""
+    return int(job["chunks_a_worker"] * job["count"])

@@ -1,0 +1,71 @@
+"""What the experiment found: a row for each number of workers, model and schedule."""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .layers import ROUNDS, Case, chunks
+
+BOTH = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+"""Our schedule -> that of torch.distributed.pipelining it stands beside."""
+
+
+def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str, Any]]:
+    """``records`` have a number of ``workers`` and a ``library`` too. Times are milliseconds of a batch: the median of the
+    rounds, the fastest and the slowest one. ``theory``: how long the schedule takes where nothing but layers takes time;
+    ``bubble``: the part of the time in which a worker runs no layer. Both only where layers sleep."""
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        case, workers = Case(**job["cases"][record["case"]]), record["workers"]
+        count = chunks(job | {"count": workers})
+        theory = case.theory_ms(workers, count, ROUNDS if "nterleaved" in record["what"] else 1)
+        busy = ROUNDS * count * (case.forward_ms + case.backward_ms)
+        rows.append(
+            {
+                "workers": workers,
+                "case": record["case"],
+                "library": record["library"],
+                "schedule": record["what"],
+                "chunks": count,
+                "ms": record["median"],
+                "best_ms": min(record["samples"]),
+                "worst_ms": max(record["samples"]),
+                "theory_ms": theory,
+                "bubble": 1 - busy / record["median"] if theory else None,
+                "theory_bubble": 1 - busy / theory if theory else None,
+            }
+        )
+    rows.sort(key=lambda row: (row["workers"], list(job["cases"]).index(row["case"]), row["library"]))
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """On standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    table = Table(title="a batch in micro-batches, forward and backward: ms", box=SIMPLE_HEAD)
+    for column in ("workers", "layers", "library", "schedule"):
+        table.add_column(column, no_wrap=True)
+    for column in ("micro-batches", "median", "best", "worst", "theory", "bubble", "in theory"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        emulated = row["theory_ms"] is not None
+        table.add_row(
+            str(row["workers"]),
+            row["case"],
+            row["library"],
+            row["schedule"],
+            str(row["chunks"]),
+            *(f"{row[key]:.2f}" for key in ("ms", "best_ms", "worst_ms")),
+            f"{row['theory_ms']:.1f}" if emulated else "-",
+            f"{row['bubble']:.1%}" if emulated else "-",
+            f"{row['theory_bubble']:.1%}" if emulated else "-",
+        )
+    console.print(table)
+    console.print(
+        " layers that sleep stand for computation on cores of its own; theory: of the schedule, where nothing else takes time\n"
+        " bubble: time in which a worker runs no layer"
+    )

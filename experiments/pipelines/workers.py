@@ -1,0 +1,149 @@
+"""The workers of the experiment: ours, and those of torch.distributed.pipelining as its tutorial writes them. Rank 0 leads: it
+has the first stage, whose last backward ends the batch."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..harness.measure import Samples, per_iteration
+from ..harness.processes import Launcher
+from .layers import ROUNDS, Case, chunks
+
+TIMEOUT_S = 120.0
+OURS = ("1f1b", "interleaved")
+THEIRS = ("GPipe", "1F1B", "Interleaved1F1B")
+
+Step = Callable[[], None]
+
+
+def turns(job: dict[str, Any], launcher: Launcher, steps: dict[tuple[str, str], Step]) -> None:
+    """Rounds of all cases; in each, the schedules take turns, and between two cases the other library has its own. Tells
+    ("measured", records): milliseconds."""
+    samples = Samples()
+    for _ in range(job["rounds"]):
+        for name, case in job["cases"].items():
+            launcher.wait_for_turn()
+            for (where, schedule), step in steps.items():
+                if where == name:
+                    samples.add(name, case["width"], schedule, per_iteration(step, job["steps"]) / 1e3)
+    launcher.tell(("measured", samples.records()))
+
+
+def alone(layers: list[Any], x: Tensor, y: Tensor, count: int) -> float:
+    """The loss of one process."""
+    with torch.no_grad():
+        return sum(F.mse_loss(nn.Sequential(*layers)(a), b).item() for a, b in zip(x.chunk(count), y.chunk(count))) / count
+
+
+# -- ours
+
+
+def ours(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """A worker from its first line to its last."""
+    import rdmarpc as rpc
+
+    options = rpc.RpcBackendOptions(transport=job["device"], init_method=f"file://{job['meeting_place']}/ours")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["count"], rpc_backend_options=options)
+    if rank == 0:
+        steps = {
+            (name, schedule): our_step(rpc, Case(**case), job, schedule)
+            for name, case in job["cases"].items()
+            for schedule in OURS
+        }
+        turns(job, launcher, steps)
+    rpc.shutdown()
+
+
+def our_step(rpc: Any, case: Case, job: dict[str, Any], schedule: str) -> Step:
+    """The model is wrapped, and has run once, with the loss and gradients of one process, bit for bit."""
+    count, workers = chunks(job), job["count"]
+    layers, (x, y) = case.layers(workers), case.batch(count)
+    of = [at % workers if schedule == "interleaved" else at // ROUNDS for at in range(len(layers))]
+    twin = nn.Sequential(*copy.deepcopy(layers))
+    placement = {str(at): f"worker{worker}" for at, worker in enumerate(of)}
+    model = rpc.wrap(nn.Sequential(*layers), placement, depth=2 * workers, timeout=TIMEOUT_S)
+
+    def step() -> None:
+        model.zero_grad()
+        model.forward_backward(F.mse_loss, x, target=y, chunks=count, schedule=schedule)
+
+    loss = model.forward_backward(F.mse_loss, x, target=y, chunks=count, schedule=schedule)
+    total: Any = 0.0
+    for a, b in zip(x.chunk(count), y.chunk(count)):
+        some = F.mse_loss(twin(a), b) * (len(a) / len(x))
+        some.backward()
+        total = total + some.detach()
+    assert torch.equal(loss, total), (loss, total)
+    step()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    torch.optim.SGD(twin.parameters(), 1.0).step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[key]), f"{schedule}: {key} is not that of one process"
+    return step
+
+
+# -- torch.distributed.pipelining over gloo
+
+
+def theirs(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """A worker from its first line to its last. All ranks take the same steps."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{job['meeting_place']}/theirs", rank=rank, world_size=job["count"])
+    steps = {
+        (name, schedule): their_step(rank, Case(**case), job, schedule)
+        for name, case in job["cases"].items()
+        for schedule in THEIRS
+    }
+    if rank == 0:
+        turns(job, launcher, steps)
+    else:
+        for _ in range(job["rounds"]):
+            for name in job["cases"]:
+                for (where, _), step in steps.items():
+                    for _ in range((1 + job["steps"]) * (where == name)):  # one that does not count
+                        step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def their_step(rank: int, case: Case, job: dict[str, Any], schedule: str) -> Step:
+    """The schedule has run once, with the loss of one process up to rounding."""
+    from torch.distributed import pipelining
+
+    count, workers = chunks(job), job["count"]
+    layers, (x, y) = case.layers(workers), case.batch(count)
+
+    def stage(at: int, parts: list[Any], of: int) -> Any:
+        return pipelining.PipelineStage(nn.Sequential(*parts), at, of, torch.device("cpu"))
+
+    runs: Any
+    if schedule == "Interleaved1F1B":
+        mine = range(rank, len(layers), workers)
+        parts = [layers[at] for at in mine]
+        stages = [stage(at, [layers[at]], len(layers)) for at in mine]
+        runs = pipelining.ScheduleInterleaved1F1B(stages, count, F.mse_loss)
+    else:
+        parts = layers[ROUNDS * rank : ROUNDS * (rank + 1)]
+        kind = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}[schedule]
+        runs = kind(stage(rank, parts, workers), count, F.mse_loss)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    first, last = rank == 0, rank == workers - 1
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        losses.clear()
+        given = (x,) if first else ()
+        runs.step(*given, **({"target": y, "losses": losses} if last else {}), return_outputs=False)
+
+    step()
+    if last:
+        expected = alone(layers, x, y, count)
+        assert abs(sum(loss.item() for loss in losses) / count - expected) < 1e-5 * expected, (schedule, losses, expected)
+    return step

@@ -1,0 +1,1 @@
+"""The four programs over torch RPC."""

@@ -1,0 +1,1 @@
+"""More workers than there are cores: emulated computation, and a simulated continuation to many hosts."""

@@ -1,0 +1,69 @@
+"""A worker: its computation is a sleep of the paper's time, then its gradients go to every server and weights come back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..peers.libraries import Client
+from ..peers.turns import Figure
+
+WARM_UP = 2
+
+
+def shares(tensors: list[int], servers: int) -> list[int]:
+    """How many numbers each server keeps, when tensors are dealt out round-robin, as in the paper."""
+    return [sum(tensors[server::servers]) for server in range(servers)]
+
+
+def drive(client: Client, job: dict[str, Any]) -> list[Figure]:
+    """All workers' steps; client 0 answers for all of them: milliseconds a mini-batch with its computation ("step", the median
+    over the workers of each one's mean), and of an exchange alone while nobody computes, with a tensor and with 4 bytes."""
+    place, rank = Path(job["meeting_place"]), job["rank"]
+    parts = [torch.ones(count) for count in shares(job["tensors"], job["servers"]) if count]
+    compute_s = job["compute_ms"] / 1e3
+
+    def exchange() -> None:
+        calls = [client.start("swapped", part, None, server) for server, part in enumerate(parts)]
+        for call, part in zip(calls, parts):
+            if len(client.finish(call).view(-1)) != len(part):
+                raise RuntimeError("weights of another size came back")
+
+    for _ in range(WARM_UP):
+        exchange()
+    _meet(place, "warm", job)
+    start = time.perf_counter()
+    for _ in range(job["steps"]):
+        time.sleep(compute_s)
+        exchange()
+    (place / f".step{rank}").write_text(json.dumps(1e3 * (time.perf_counter() - start) / job["steps"]))
+    _meet(place, "done", job)
+    if rank:
+        return []
+    steps = sorted(json.loads((place / f".step{each}").read_text()) for each in range(job["clients"]))
+    figures: list[Figure] = [("step", job["clients"], steps[len(steps) // 2])]
+    if job["clients"] == 1:
+        tiny = torch.ones(1)
+        for case, run in (("exchange", exchange), ("latency", lambda: client.finish(client.start("identity", tiny)))):
+            figures.append((case, 1, min(_ms(run) for _ in range(5))))
+    return figures
+
+
+def _ms(run: Any) -> float:
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _meet(place: Path, name: str, job: dict[str, Any]) -> None:
+    """Wait for all workers."""
+    (place / f"{name}{job['rank']}").touch()
+    deadline = time.monotonic() + job["timeout_s"]
+    while not all((place / f"{name}{rank}").exists() for rank in range(job["clients"])):
+        if time.monotonic() > deadline:
+            raise RuntimeError("not every worker came")
+        time.sleep(0.002)

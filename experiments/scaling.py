@@ -1,0 +1,140 @@
+"""More workers: mini-batches a second of 1 to 8 workers that train one model with parameter servers, and a simulation beyond.
+
+    python -m experiments.scaling
+    python -m experiments.scaling quick=true    # everything in conf/scaling.yaml can be overridden
+
+The computation is emulated: each worker sleeps for as long as the paper's GPUs computed, because a machine with two cores
+cannot compute for eight. The communication is real, of all workers at once, in processes of their own. What is beyond eight
+workers is simulated, by arithmetic over the measured latency and bandwidth. The run's folder receives scaling.json and
+scaling.png.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from .harness.findings import Findings, print_findings, ratio, text
+from .scaled.published import COMPUTE_MS
+
+CONF = str(Path(__file__).parent / "conf")
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="scaling")
+def main(cfg: DictConfig) -> None:
+    """All turns, then the tables, the file and the picture. Fails where rdmarpc does."""
+    from .scaled.picture import draw_scaling
+
+    job = checked(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    findings = Findings("More workers", "ms")
+    try:
+        failed = run(job, folder, findings)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    simulated = judge(findings, job)
+    found = findings.write(folder, "scaling", job)
+    draw_scaling(findings, simulated, job, folder / "scaling.png")
+    print_findings(found)
+    print(f"scaling.json and scaling.png are in {folder}")
+    if failed:
+        raise SystemExit(f"error: {failed}")
+
+
+def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
+    """All turns. Returns why rdmarpc failed, if it did; other libraries that fail are left out from then on."""
+    from .peers.libraries import TITLES
+    from .peers.turns import missing, turn
+
+    drive = f"{__package__}.scaled.worker:drive"
+    out: set[str] = set()
+    failed = ""
+    for number in range(job["rounds"]):
+        for count in job["workers"]:
+            servers = min(job["servers"], count)
+            for library in (each for each in job["libraries"] if each not in out):
+                title = f"{TITLES[library]}, {count} workers and {servers} servers"
+                print(f"round {number + 1} of {job['rounds']}: {title}", flush=True)
+                given = job | {"library": library, "drive": drive, "clients": count, "servers": servers, "calls": 1}
+                given |= {"threads": 16, "functions": ["swapped", "identity"]}
+                reason = missing(library, job["device"]) or turn(given, folder, partial(findings.keep, library))
+                if reason:
+                    out.add(library)
+                    findings.left_out(f"{title}, and more", reason)
+                    failed = f"{title}: {reason}" if library == "rdmarpc" else failed
+    return failed
+
+
+def judge(findings: Findings, job: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """The tables, and the target. Returns the simulated speed-ups of each library, by hosts."""
+    from .peers.libraries import TITLES
+    from .scaled import simulated
+
+    compute, libraries = job["compute_ms"], job["libraries"]
+    rows = []
+    for count in job["workers"]:
+        steps = [findings.median("step", count, library) for library in libraries]
+        ups = [None if step is None else count * compute / step for step in steps]
+        rows.append([str(count), str(min(job["servers"], count)), *map(text, steps), *map(text, ups)])
+    heads = [*(f"{TITLES[each]}, ms" for each in libraries), *(f"{TITLES[each]}, speed-up" for each in libraries)]
+    findings.table(
+        f"Measured: a mini-batch of {job['net']} over {job['device']}, emulated computation of {compute:g} ms",
+        ["workers", "servers", *heads],
+        rows,
+        "speed-up: mini-batches a second of all workers, by those of one that computes alone and exchanges nothing. The"
+        " computation is a sleep; the communication of all workers shares this machine's cores and memory.",
+    )
+    found: dict[str, dict[int, float]] = {}
+    for library in libraries:
+        exchange, latency = findings.median("exchange", 1, library), findings.median("latency", 1, library)
+        if exchange is not None and latency is not None:
+            rate = simulated.bandwidth(job["tensors"], exchange, latency)
+            found[library] = {n: simulated.speed_up(n, job["tensors"], compute, latency, rate) for n in job["hosts"]}
+    if found:
+        rows = [[str(n), *(text(found[each][n], "{:,.1f}") for each in found)] for n in job["hosts"]]
+        note = (
+            "Arithmetic, not a measurement: one worker and one server a host, tensors dealt out round-robin, links that do not"
+            " disturb each other, with the latency and bandwidth that were measured between one worker and one server here."
+        )
+        findings.table("Simulated: speed-up of more hosts", ["hosts", *(TITLES[each] for each in found)], rows, note)
+    if "rdmarpc" in libraries and "torch_rpc" in libraries:
+        for count in job["workers"]:
+            ours, theirs = (findings.median("step", count, each) for each in ("rdmarpc", "torch_rpc"))
+            findings.target(f"{count} workers: a mini-batch, times faster than torch RPC", ratio(theirs, ours), "≥", 1)
+    return found
+
+
+def checked(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
+    from .exchange.models import MODELS
+    from .peers.libraries import TITLES
+
+    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    if job["quick"]:
+        job |= {"rounds": 1, "net": "GRU", "steps": min(job["steps"], 5)}
+        job["workers"] = [count for count in job["workers"] if count <= 2]
+    if job["net"] not in COMPUTE_MS:
+        raise SystemExit(f"error: net={job['net']} must be one of {', '.join(COMPUTE_MS)}")
+    if not job["libraries"] or not set(job["libraries"]) <= set(TITLES):
+        raise SystemExit(f"error: libraries={job['libraries']} must be some of {', '.join(TITLES)}")
+    if not job["workers"] or min(job["workers"]) < 1 or min(job["hosts"], default=1) < 1:
+        raise SystemExit(f"error: workers={job['workers']} and hosts={job['hosts']} must be numbers of at least 1")
+    for name in ("servers", "steps", "rounds"):
+        if job[name] < 1:
+            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    job["compute_ms"] = COMPUTE_MS[job["net"]] if job["compute_ms"] is None else job["compute_ms"]
+    import torch
+
+    with torch.device("meta"):
+        net = MODELS[job["net"]].make()
+    job["tensors"] = [parameter.numel() for parameter in net.parameters()]
+    return job
+
+
+if __name__ == "__main__":
+    main()

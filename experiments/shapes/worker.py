@@ -1,0 +1,64 @@
+"""A process of one of the programs: it joins the group of one library, runs its part and leaves."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from ..harness.processes import Launcher
+from ..peers.libraries import TENSORPIPE
+
+TIMEOUT_S = 120.0
+
+
+def join(rank: int, job: dict[str, Any], name: str) -> Any:
+    """Be the worker ``name`` of ``job["processes"]`` workers. Returns the library's module."""
+    common = {
+        "init_method": f"file://{job['meeting_place']}/store",
+        "num_worker_threads": max(16, 2 * job["processes"]),
+        "rpc_timeout": TIMEOUT_S,
+    }
+    if job["library"] == "rdmarpc":
+        rpc = importlib.import_module("rdmarpc")
+        options = rpc.RpcBackendOptions(transport=job["device"], **common)
+    else:
+        rpc = importlib.import_module("torch.distributed.rpc")
+        options = rpc.TensorPipeRpcBackendOptions(**TENSORPIPE[job["device"]], **common)
+    rpc.init_rpc(name, rank=rank, world_size=job["processes"], rpc_backend_options=options)
+    return rpc
+
+
+def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """Rank 0 tells ("found", figures, results): {name: samples} and {name: bytes}."""
+    logging.captureWarnings(True)  # torch warns of its own deprecated parts
+    warnings.simplefilter("ignore")
+    program: Any = importlib.import_module(f".{job['program']}", __package__)
+    program.rpc = join(rank, job, program.name_of(rank, job))
+    found = program.run(rank, job)
+    program.rpc.shutdown()
+    if rank == 0:
+        launcher.tell(("found", *found))
+
+
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """What can be compared bit for bit in another process."""
+    return {name: tensor.detach().contiguous().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+class Stopwatch:
+    """Milliseconds between calls of ``lap``."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self._begin = time.perf_counter()
+
+    def start(self) -> None:
+        self._begin = time.perf_counter()
+
+    def lap(self) -> None:
+        self.samples.append(1e3 * (time.perf_counter() - self._begin))

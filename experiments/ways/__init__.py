@@ -1,0 +1,1 @@
+"""One tensor a step from a producer to a light consumer, in five ways."""

@@ -1,0 +1,45 @@
+"""The picture of message sizes: time against bytes, a panel for each device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from ..harness.findings import Findings
+from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
+
+LOOKS = {
+    "grpc": (QUIET, "-"),
+    "torch_rpc": (VERMILLION, "-"),
+    "rdmarpc": (SKY, "-"),
+    "sender_copy": (BLUE, "--"),
+    "zero_copy": (BLUE, "-"),
+}
+
+
+def draw_sizes(findings: Findings, job: dict[str, Any], titles: dict[str, str], path: Path) -> None:
+    """Log-log lines, with the tenth to ninetieth percentile of rounds around them."""
+    spreads = {(each["what"], each["size"]): each for each in findings.as_dict({})["samples"]}
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, len(job["devices"]), figsize=(8 * len(job["devices"]), 6), squeeze=False, sharey=True)
+        for axes, device in zip(panels[0], job["devices"]):
+            for way in job["ways"]:
+                found = [spreads[f"{way} {device}", size] for size in job["sizes"] if (f"{way} {device}", size) in spreads]
+                colour, style = LOOKS[way]
+                sizes = [each["size"] for each in found]
+                axes.plot(sizes, [each["median"] for each in found], style, marker="o", color=colour, label=titles[way])
+                axes.fill_between(
+                    sizes, [each["p10"] for each in found], [each["p90"] for each in found], color=colour, alpha=0.15
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("bytes of a tensor")
+            axes.set_title(device, loc="left")
+            axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+        panels[0][0].set_ylabel("microseconds a step (median)")
+        panels[0][0].legend(frameon=False, fontsize=11)
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        plt.close(figure)

@@ -1,0 +1,1 @@
+"""In which order workers take the micro-batches of a batch."""

@@ -1,0 +1,229 @@
+"""Copies of all remote parts of a model in this process, kept as their owners have them.
+
+Invariants:
+1. A parameter's copy is one leaf for the life of the model: graphs of several forwards meet in it, as in one process. It is
+   written only where the owner's value is another one, and then in place: a graph that needs the old value says so.
+2. A gradient that reaches a copy goes to its owner at once and is added to what is there; the copy keeps none.
+3. What a forward changes in a part (buffers, attributes) goes to its owner before anything else happens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..graph.guards.kept import Kept, plain
+from ..graph.work.access import INTERNAL
+from ..parts.parameter import Owners, RemoteParameter
+from ..parts.placing import join
+from ..parts.remote_part import RemotePart
+from ..parts.stand_in import Shell
+from ..transport import NotSupported
+from .aside import aside
+from .mixing import Mixing
+
+_MISSING = object()
+
+
+class Replica:
+    """``top`` is the stand-in of the whole model. One thread at a time."""
+
+    def __init__(self, owners: Owners, top: nn.Module) -> None:
+        self.parts: dict[str, nn.Module] = {}
+        """Every module that lies elsewhere in a whole part, by path."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        """What cut modules have elsewhere, by path."""
+        self.mixing = Mixing(top)
+        self._owners, self._top = owners, top
+        self._leaves: dict[int, nn.Parameter] = {}
+        self._by_path: dict[str, RemoteParameter] = {}
+        self._workers: dict[str, str] = {}
+        self._epoch: Any = None
+        self._before: dict[str, dict[str, tuple[Any, Any]]] = {}
+
+    def leaf(self, parameter: RemoteParameter) -> nn.Parameter:
+        """The copy of a parameter, with the owner's present value."""
+        self.refresh()
+        return self._leaves[id(parameter)]
+
+    @property
+    def current(self) -> bool:
+        """Whether nothing was sent since the copies were made, so what they hold is what the owners have."""
+        return self._epoch is not None and self._epoch == self._owners.caller.control.epoch()
+
+    def part(self, path: str) -> nn.Module | None:
+        """The copy of a module, while it is what its owner has."""
+        return self.parts.get(path) if self.current else None
+
+    def refresh(self) -> None:
+        """Fetch what the owners have, if it may be something else now."""
+        with aside():
+            self._owners.values.flush()
+            if not self.current:
+                self._fetch()
+            self._flag()
+
+    def _fetch(self) -> None:
+        memo: dict[int, Any] = {}
+        self._owners.fetch_parts(memo)
+        self.parts, self.tensors, self._workers = {}, {}, {}
+        for module in self._top.modules():
+            if isinstance(module, RemotePart):
+                place = module._place
+                self.parts[place.path], self._workers[place.path] = memo[id(module)], place.worker
+            elif isinstance(module, Shell):
+                away = module._away
+                own = {**module._parameters, **module._buffers}
+                found = {**memo[id(away)], **{name: memo[id(t)] for name, t in own.items() if t is not None}}
+                self.tensors.update({join(away.path, name): tensor for name, tensor in found.items()})
+                self._workers[away.path] = away.worker
+        new = {id(p): memo[id(p)] for p in self._top.parameters() if isinstance(p, RemoteParameter)}
+        for parameter in self._top.parameters():
+            if isinstance(parameter, RemoteParameter):
+                self._take(parameter, new[id(parameter)])
+        self._put_leaves(new)
+        self._epoch = self._owners.caller.control.epoch()
+        self.remember()
+
+    def _take(self, parameter: RemoteParameter, value: nn.Parameter) -> None:
+        """What the owner has now, into the leaf."""
+        leaf = self._leaves.get(id(parameter))
+        if leaf is None or leaf.shape != value.shape or leaf.dtype != value.dtype:
+            leaf = self._leaves[id(parameter)] = value
+            leaf.grad = None
+            leaf.requires_grad_(True)  # for the hook, which stays when it is frozen
+            leaf.register_post_accumulate_grad_hook(_giver(parameter, self.mixing))
+            self.mixing.used = True
+        elif not _same(leaf, value):
+            with torch.no_grad():
+                leaf.copy_(value)
+
+    def _put_leaves(self, new: dict[int, nn.Parameter]) -> None:
+        """In the place of the parameters that came."""
+        leaves = {id(value): self._leaves[key] for key, value in new.items()}
+        for module in self.parts.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = leaves.get(id(parameter), parameter)
+        self.tensors = {path: leaves.get(id(tensor), tensor) for path, tensor in self.tensors.items()}
+
+    def _flag(self) -> None:
+        """The present flags."""
+        for module in self._top.modules():
+            if isinstance(module, RemotePart):
+                self.parts[module._place.path].training = module.training
+        for parameter in self._top.parameters():
+            if isinstance(parameter, RemoteParameter):
+                with torch._C.DisableTorchFunctionSubclass():
+                    wanted = parameter.requires_grad
+                self._leaves[id(parameter)].requires_grad_(wanted)
+
+    # -- what a forward changes
+
+    def remember(self) -> None:
+        """What the parts hold now is what their owners have."""
+        self._before = {path: {n: (v, _mark(v)) for n, v in _own(module).items()} for path, module in self.parts.items()}
+        self._before[""] = {path: (tensor, _mark(tensor)) for path, tensor in self.tensors.items()}
+        self._versions = {key: leaf._version for key, leaf in self._leaves.items()}
+
+    def give_back(self) -> None:
+        """Send what a forward has changed. ``NotSupported`` for what cannot travel."""
+        with aside():
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for parameter in self._top.parameters():
+            if isinstance(parameter, RemoteParameter) and self._leaves[id(parameter)]._version != self._versions[id(parameter)]:
+                raise parameter._refuse("the forward writes into it", "write into it between steps")
+        changed: list[tuple[str, str, Any]] = []
+        seen: set[int] = set()
+        for path, module in self.parts.items():
+            if id(module) not in seen:
+                seen.add(id(module))
+                changed += self._changes(path, _own(module), self._before[path])
+        for path, tensor in self.tensors.items():
+            if _moved(tensor, self._before[""][path][1]):
+                above, _, name = path.rpartition(".")
+                changed.append((above, name, tensor))
+        if changed:
+            self._send(changed)
+            self._epoch = self._owners.caller.control.epoch()
+            self.remember()
+
+    @staticmethod
+    def _changes(path: str, now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> list[tuple[str, str, Any]]:
+        found = []
+        for name, value in now.items():
+            old, mark = before.get(name, (_MISSING, None))
+            same = value is old or (plain(value) and type(value) is type(old) and value == old)
+            if not same or _moved(value, mark):
+                found.append((path, name, value))
+        if gone := before.keys() - now.keys():
+            raise NotSupported(f"the forward deletes attribute {min(gone)!r} of {path!r}, which lives at another worker")
+        return found
+
+    def _send(self, changed: list[tuple[str, str, Any]]) -> None:
+        found: dict[str, dict[tuple[str, str], Any]] = {}
+        for path, name, value in changed:
+            value = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            found.setdefault(self._workers[path], {})[path, name] = value
+        for worker, attributes in found.items():
+            self._owners.settings.give(worker, attributes)
+
+
+def _giver(parameter: RemoteParameter, mixing: Mixing) -> Callable[[torch.Tensor], None]:
+    """What adds a gradient that has reached the copy to the one at the owner."""
+
+    def give(leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided or grad.requires_grad:
+            why = f"a gradient is {grad.layout}" if grad.layout is not torch.strided else "create_graph=True in backward()"
+            raise parameter._refuse(f"{why}; it cannot be sent there", "torch.autograd.grad gives gradients that have a graph")
+        mixing.given(parameter)
+        with aside():
+            there = parameter.grad
+            if there is None:
+                parameter.grad = grad
+            else:
+                there.add_(grad)
+
+    return give
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Buffers, and attributes of its own."""
+    attributes = {name: value for name, value in vars(module).items() if name not in INTERNAL}
+    return {**module._buffers, **attributes}
+
+
+def _mark(value: Any) -> Any:
+    """By which a change inside of a value is seen."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # batch norm writes behind the version counter
+    return None if plain(value) else Kept(value)
+
+
+def _moved(value: Any, mark: Any) -> bool:
+    if isinstance(mark, Kept):
+        return not mark.holds()
+    return isinstance(mark, torch.Tensor) and not _same(value.detach(), mark)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, as far as it shows: a NaN is like a NaN, the zeros differ."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided:
+        return False
+    with torch.no_grad():
+        if one.dtype.is_complex:
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        if not one.is_floating_point():
+            return torch.equal(one, other)
+        alike = (one == other) & (torch.signbit(one) == torch.signbit(other)) | (one.isnan() & other.isnan())
+        return bool(alike.all())

@@ -1,0 +1,241 @@
+"""The runner of all experiments and its report, with programs that take no time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from rdmarpc.experiments import paper
+from rdmarpc.experiments.harness.findings import Findings, spread
+from rdmarpc.experiments.paper_runs import catalogue, here, programs, report
+from rdmarpc.experiments.paper_runs.catalogue import EXPERIMENTS, Experiment, chosen
+
+PROGRAM = """
+import json, pathlib, sys, time
+arguments = dict(each.split("=", 1) for each in sys.argv[1:])
+folder = pathlib.Path(arguments["hydra.run.dir"])
+with open(arguments["log"], "a") as log:
+    log.write("begun\\n")
+print("so far so good", flush=True)
+time.sleep(float(arguments.get("sleep", 0)))
+if "fail" in arguments:
+    raise SystemExit("error: it has no heart")
+samples = [{"case": "call", "size": 4, "what": "rdmarpc", "samples": [1.0, 2.0, 30.0]}]
+target = {"name": "fast", "value": 2.0, "asked": "≥ 3", "target": 3.0, "met": False}
+(folder / "own.json").write_text(json.dumps({"config": {}, "records": samples, "targets": [target]}))
+(folder / "own.png").write_bytes(b"picture")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs experiments of the program above, and returns what results.json holds."""
+    (tmp_path / "own.py").write_text(PROGRAM)
+    monkeypatch.setattr(here, "why_not", lambda experiment, *rest: "there is no GPU" if experiment.gpu else "")
+    monkeypatch.setattr(
+        programs, "python", lambda module, arguments: [sys.executable, "-S", str(tmp_path / "own.py"), *arguments]
+    )
+
+    def start(experiments: list[Experiment], surroundings: dict[str, Any] | None = None, **job: Any) -> dict[str, Any]:
+        monkeypatch.setattr(paper, "chosen", lambda only: experiments)
+        folder = tmp_path / "report"
+        folder.mkdir(exist_ok=True)
+        whole = {"only": None, "quick": False, "minutes": 60, "kept": str(tmp_path / "kept")} | job
+        given = here.surroundings() | (surroundings or {})
+        entries = list(paper.run_all(whole, given, Console(file=(tmp_path / "said").open("a"))))
+        return report.write(folder, entries, given, whole["quick"], False)
+
+    return start
+
+
+def made(name: str, tmp_path: Path, *overrides: str, **fields: Any) -> Experiment:
+    values: dict[str, Any] = {"minutes": 0.1, "quick_minutes": 0.1} | fields
+    return Experiment(name, "rdma", "A title", "About it.", overrides=[f"log={tmp_path}/log", *overrides], **values)
+
+
+def begun(tmp_path: Path) -> int:
+    return (tmp_path / "log").read_text().count("begun")
+
+
+def test_what_is_finished_is_not_run_again(run: Any, tmp_path: Path) -> None:
+    experiment = made("own", tmp_path)
+    assert [each["again"] for each in run([experiment])["experiments"]] == [False]
+    assert [each["again"] for each in run([experiment])["experiments"]] == [True]
+    assert begun(tmp_path) == 1
+    run([made("own", tmp_path, "another=config")])
+    run([experiment], {"commit": "another"})
+    run([experiment], {"sources": "changed and not committed"})
+    run([experiment], {"machine": here.surroundings()["machine"] | {"packages": {"grpcio": "99"}}})
+    assert begun(tmp_path) == 5
+
+
+def test_the_report_reads_from_top_to_bottom(run: Any, tmp_path: Path) -> None:
+    experiments = [
+        made("own", tmp_path),
+        made("broken", tmp_path, "fail=1"),
+        made("gpus", tmp_path, gpu=True),
+        made("long", tmp_path, minutes=61),
+        made("late", tmp_path, "sleep=60", minutes=0.002),
+    ]
+    whole = run(experiments)
+    states = {each["name"]: (each["state"], each["reason"]) for each in whole["experiments"]}
+    assert states["own"] == ("finished", "")
+    assert states["broken"] == ("failed", "error: it has no heart")
+    assert states["gpus"] == ("left out", "there is no GPU")
+    assert states["long"][0] == "left out" and "no time: it takes about 3660 s" in states["long"][1]
+    assert states["late"][0] == "failed" and "did not end within" in states["late"][1]
+    [sample] = whole["experiments"][0]["samples"]
+    assert (sample["n"], sample["median"], round(sample["p10"], 6), round(sample["p90"], 6)) == (3, 2.0, 1.2, 24.4)
+    assert json.loads((tmp_path / "report/results.json").read_text()) == whole
+    assert {"commit", "machine"} <= set(whole) and "torch" in whole["machine"]["packages"]
+
+    text = (tmp_path / "report/report.md").read_text()
+    parts = [
+        "1 of 5 experiments; 0 of 1 targets met",
+        "own: missed: fast: 2, asked ≥ 3",
+        "* broken: error: it has no heart",
+        "* gpus: there is no GPU",
+        "### own: A title",
+        "![A title](own_own.png)",
+    ]
+    assert [text.find(part) for part in parts] == sorted(text.find(part) for part in parts) and all(p in text for p in parts)
+    assert "so far so good" in text[text.index("### own") :], "a program without tables is shown by its output"
+    assert (tmp_path / "report/own_own.png").read_bytes() == b"picture"
+    assert not list((tmp_path / "kept").glob(".running-*")), "nothing stays of what failed"
+
+
+def test_an_interruption_ends_the_program_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """As a user sees it: Ctrl-C in the middle, a report of what there is, and no process left."""
+    (tmp_path / "own.py").write_text(PROGRAM)
+    driver = f"""
+import signal, sys
+sys.path.insert(0, {str(here.ROOT)!r})
+from experiments import paper
+from experiments.paper_runs import here, programs
+from experiments.paper_runs.catalogue import Experiment
+log = "log={tmp_path}/log"
+first = Experiment("first", "rdma", "", "", 9, 9, overrides=[log])
+second = Experiment("second", "rdma", "", "", 9, 9, overrides=[log, "sleep=60"])
+paper.chosen = lambda only: [first, second]
+here.why_not = lambda *given: ""
+machine = {{"cpu": "", "cores": 2, "memory_gib": 1, "gpus": [], "packages": {{}}}}
+here.surroundings = lambda: {{"commit": "c", "machine": machine}}
+programs.python = lambda module, arguments: [sys.executable, "-S", "{tmp_path}/own.py", *arguments]
+sys.argv = ["paper", "kept={tmp_path}/kept", "hydra.run.dir={tmp_path}/report"]
+paper.main()
+"""
+    command = [sys.executable, "-c", driver]
+    ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731  as nohup and some CI systems have it
+    with (tmp_path / "said").open("w") as said:
+        running = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=ignoring, cwd=here.ROOT)
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "log").exists() and begun(tmp_path) == 2):
+        assert time.monotonic() < deadline and running.poll() is None, (tmp_path / "said").read_text()
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(30) == 130, (tmp_path / "said").read_text()
+    assert "the same command goes on from here" in (tmp_path / "said").read_text()
+    assert "**Interrupted" in (tmp_path / "report/report.md").read_text()
+    assert sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()) == ["first"]
+    mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(path)]
+    assert not mine or all(path.parent.name == str(os.getpid()) for path in mine)
+    first, second = json.loads((tmp_path / "report/results.json").read_text())["experiments"]
+    assert (first["name"], first["state"]) == ("first", "finished")
+    assert (second["name"], second["state"], second["reason"]) == ("second", "left out", "interrupted before it had finished")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    for name in (f"{platform.node()}-{gone.pid}-abc", f"{platform.node()}-{os.getpid()}-abc", "elsewhere-1-abc"):
+        (tmp_path / f".running-{name}").mkdir()
+    programs.remove_abandoned(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f".running-{platform.node()}-{os.getpid()}-abc", ".running-elsewhere-1-abc"}
+
+
+def test_names_choose_papers_and_experiments() -> None:
+    assert chosen(None) == list(EXPERIMENTS)
+    assert {each.paper for each in EXPERIMENTS} == set(catalogue.PAPERS)
+    assert all(each.paper == "rdma" for each in chosen("rdma"))
+    assert [each.name for each in chosen(["train", "grid"])] == ["grid", "train"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("only=nips", "only=nips is none of mlsys"), ("minutes=0", "minutes=0"), ("kept=/dev/null/x", "kept=/dev/null/x")],
+)
+def test_bad_config_is_a_clear_error(override: str, says: str, tmp_path: Path) -> None:
+    with initialize_config_dir(paper.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
+        paper.checked(compose("paper", [f"kept={tmp_path}", override]))
+
+
+@pytest.mark.parametrize("experiment", [each for each in EXPERIMENTS if Path(paper.CONF, f"{each.name}.yaml").exists()])
+def test_the_catalogue_knows_its_experiments(experiment: Experiment) -> None:
+    """Their configs take what a full and a quick run override."""
+    assert here.why_not(experiment, "rdmarpc.experiments", True) in ("", "there is no GPU") or experiment.packages
+    with initialize_config_dir(paper.CONF, version_base="1.3"):
+        for quick in (False, True):
+            compose(experiment.name, experiment.arguments(quick))
+
+
+def test_why_an_experiment_cannot_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = "rdmarpc.experiments"
+    assert here.why_not(made("train", tmp_path), package, False) == ""
+    assert "does not have it" in here.why_not(made("nothing", tmp_path), package, False)
+    assert "nosuchpackage is missing" in here.why_not(made("train", tmp_path, packages=["nosuchpackage"]), package, False)
+    assert "it needs 1e+09 GiB" in here.why_not(made("train", tmp_path, gib=1e9), package, False)
+    monkeypatch.setattr(here, "gpus", list)
+    assert here.why_not(made("train", tmp_path, gpu=True), package, True) == "there is no GPU"
+
+
+def test_findings() -> None:
+    found = Findings("title", "ms")
+    for value in range(1, 12):
+        found.add("call", 4, "rdmarpc", float(value))
+    found.target("one", found.median("call", 4, "rdmarpc"), "≥", 6)
+    found.target("two", None, "≤", 1)
+    found.left_out("a", "b")
+    found.left_out("a", "b")
+    plain = found.as_dict({"rounds": 1})
+    assert [each["met"] for each in plain["targets"]] == [True, None] and len(plain["left_out"]) == 1
+    assert spread([float(v) for v in range(1, 12)]) == {"n": 11, "median": 6.0, "p10": 2.0, "p90": 10.0}
+    assert report.target(plain["targets"][0])["met"]
+
+
+def test_rows_that_keep_their_own_targets(tmp_path: Path) -> None:
+    """As ``experiments.collectives`` writes them."""
+    median = {"median_us": 20.0, "p10_us": 19.0, "p90_us": 30.0, "calls": 7}
+    row = {"ranks": 2, "case": "all_reduce", "bytes": 4, "rdmarpc": median, "rdmarpc_us": 20.0, "times_faster_than_gloo": 11.0}
+    row |= {"times_floor": None, "target": {"us": 15, "gloo": 10}, "met": {"us": False, "gloo": True}}
+    (tmp_path / "collectives.json").write_text(json.dumps({"rows": [row], "config": {}}))
+    (tmp_path / "output.txt").write_text("a table")
+    (tmp_path / "report").mkdir()
+    entry = report.Entry(made("collectives", tmp_path), tmp_path, record={"seconds": 1, "command": ["python"], "ended": ""})
+    whole = report.write(tmp_path / "report", [entry], here.surroundings(), False, False)
+    [result] = whole["experiments"]
+    assert [(each["name"], each["relation"], each["met"]) for each in result["targets"]] == [
+        ("all_reduce, 4 bytes, 2 ranks: microseconds", "≤", False),
+        ("all_reduce, 4 bytes, 2 ranks: times faster than gloo", "≥", True),
+    ]
+    [sample] = result["samples"]
+    assert (sample["n"], sample["median"], sample["p90"]) == (7, 20.0, 30.0)

@@ -1,0 +1,47 @@
+"""The shapes of PyTorch's RPC benchmarks as a user starts them, in small; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import programs
+import pytest
+
+from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.shapes.runs import Turns, checked
+
+SMALL = {
+    "parameter_server": ["rows=50", "width=8", "layers=2", "batch=4", "bag=3", "steps=2", "cases=['sparse buckets']"],
+    "reinforcement": ["observers=[2]", "state=6", "hidden=8", "layers=1", "actions=3", "steps=4", "cases=['in batches']"],
+}
+FIGURES = {"parameter_server": {"step": 2}, "reinforcement": {"latency": 8, "actions": 1}}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_both_libraries_leave_the_same(name: str, tmp_path: Path) -> None:
+    more = ["episodes=1"] if name == "reinforcement" else []
+    done = programs.run("-m", f"experiments.{name}", *SMALL[name], *more, "rounds=1", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0 and "left the same bits" in done.stdout, done.stdout
+    assert not list(tmp_path.glob(".meeting-*"))
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    [case] = found["config"]["cases"]
+    counts = {(each["case"], each["size"], each["what"]): each["n"] for each in found["samples"]}
+    libraries = ("rdmarpc", "torch_rpc")
+    assert counts == {(f"{case}: {what}", 3, each): n for what, n in FIGURES[name].items() for each in libraries}
+    assert not found["left_out"] and [row[0] for row in found["tables"][0]["rows"]] == [case]
+
+
+def test_other_results_end_the_program(tmp_path: Path) -> None:
+    job = {"cases": ["a"], "libraries": ["rdmarpc", "torch_rpc"], "device": "shm", "rounds": 1}
+    turns = Turns(job, tmp_path, Findings("", "ms"))
+    for library, loss in (("rdmarpc", b"1"), ("torch_rpc", b"2")):
+        told = "found", {"step": [1.0]}, {"losses": loss, "model": b""}
+        turns._take(job | {"case": "a", "processes": 2, "library": library}, told)
+    with pytest.raises(SystemExit, match="a, 2 processes: losses, of torch RPC and rdmarpc"):
+        turns.finish()
+    with pytest.raises(SystemExit, match="must be some of"):
+        checked(job | {"quick": False, "cases": ["b"]}, ("a",))
+    with pytest.raises(SystemExit, match="rounds=0"):
+        checked(job | {"quick": False, "rounds": 0}, ("a",))

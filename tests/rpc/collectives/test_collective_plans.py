@@ -1,0 +1,79 @@
+"""Plans of signatures, and large sums: what is made once, and the same bits whoever is slow."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from group import Meeting, results, run_group
+from test_collective_failures import join
+
+
+def _calls(size: int) -> list[Any]:
+    """Calls over tensors that stay, of every operation that has a plan."""
+    small, large, other = torch.ones(10), torch.ones(300_000), torch.ones(size, 50_000)
+    out = torch.empty_like(other)
+    return [
+        dist.barrier,
+        lambda: dist.all_reduce(small),
+        lambda: dist.all_reduce(large),
+        lambda: dist.broadcast(large, 1),
+        lambda: dist.all_to_all_single(out, other),
+        lambda: dist.all_gather_into_tensor(out, other[0]),
+        lambda: dist.reduce_scatter_tensor(out[0], other),
+    ]
+
+
+def _planned(meeting: Meeting) -> None:
+    """The first call of a signature makes a plan; later ones register nothing, and tell nobody anything."""
+    join(meeting, 3, "planned")
+    group: Any = dist.group.WORLD
+    calls = _calls(3)
+    for call in calls:
+        call()
+    before = group.engine.planned, group.members.domain.device.counters()
+    assert before[0] == len(calls)
+    for _ in range(3):
+        for call in calls:
+            call()
+    after = group.engine.planned, group.members.domain.device.counters()
+    assert after[0] == before[0], "a plan was made again"
+    for name in ("posts", "registrations", "segments", "bytes_staged"):
+        assert after[1].get(name) == before[1].get(name), f"{name}: {before[1].get(name)}, then {after[1].get(name)}"
+    _slow(meeting.rank, 3)
+    dist.destroy_process_group()
+
+
+def _slow(rank: int, size: int) -> None:
+    """Sums that cross every border of pieces, chunks and slots, while ranks come late, compute between their calls, and have
+    several calls under way. Bits are those of sums from the lowest rank to the highest."""
+    plan, delays = random.Random(5), random.Random(rank)
+    edges = [1, 15, 16_383, 16_384, 16_385, 49_152, 3 * 16_384 * 3 + 1, 700_001, 3_500_003]
+    for turn in range(14):
+        count = edges[turn] if turn < len(edges) else plan.randrange(1, 400_000)
+        kind = plan.choice([torch.float32, torch.float64, torch.bfloat16, torch.int32])
+        several = plan.randrange(1, 4) if count < 500_000 else 1
+        given = []
+        for number in range(several):
+            torch.manual_seed(1000 * turn + number)
+            given.append([(100 * torch.randn(count)).to(kind) for _ in range(size)])
+        works = []
+        mine = [parts[rank].clone() for parts in given]
+        for each in mine:
+            if delays.random() < 0.4:
+                time.sleep(delays.random() * 0.01)
+            works.append(dist.all_reduce(each, async_op=True))
+        for work in works:
+            work.wait()
+        for each, parts in zip(mine, given, strict=True):
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            assert torch.equal(each, total), f"turn {turn}: {count} of {kind}"
+
+
+def test_plans_are_made_once_and_sums_have_one_order():
+    results(run_group(_planned, 3, dynamic=True))

@@ -1,0 +1,128 @@
+"""The pieces of a stream: what one end writes into the slots of the other, and what it finds in its own.
+
+The words of a call and of its lanes, and the invariants, are those of ``kernels``."""
+
+from __future__ import annotations
+
+from ..words.atomics import (
+    FOLD_BYTES,
+    fetch_add,
+    fold,
+    load_acquire,
+    memcpy,
+    store_release,
+)
+from ..words.atomics import call as call_c
+from ..words.compiled import compiled, compiled_callback
+from ..words.kernels import WR_BELLS, WR_RECORD, enter
+from ..words.signals import signal
+from ..words.symbols import i64, inline
+from . import layout as w
+
+
+@compiled_callback(i64(i64, i64, i64, i64))
+def folder(code: int, table: int, nbytes: int, count: int) -> int:
+    """``dst = s0 OP s1 OP ...``, from left to right, over ``count`` >= 2 sources. ``table``: addresses of ``dst``, which may be
+    a source, of scratch (two times ``FOLD_BYTES``), and of the sources. Called by its address, so that the code, with a case
+    for each type and operation, is compiled once, not into every kernel that adds up."""
+    dst, scratch, sources = load_acquire(table), load_acquire(table + 8), table + 16
+    at = 0
+    while nbytes - at >= FOLD_BYTES:
+        left = load_acquire(sources) + at
+        for number in range(1, count - 1):
+            fold(code, scratch, left, load_acquire(sources + 8 * number) + at)
+            left = scratch
+        fold(code, dst + at, left, load_acquire(sources + 8 * (count - 1)) + at)
+        at += FOLD_BYTES
+    if nbytes > at:
+        memcpy(scratch, load_acquire(sources) + at, nbytes - at)
+        for number in range(1, count):
+            memcpy(scratch + FOLD_BYTES, load_acquire(sources + 8 * number) + at, nbytes - at)
+            fold(code, scratch, scratch, scratch + FOLD_BYTES)
+        memcpy(dst + at, scratch, nbytes - at)
+    return 0
+
+
+@compiled(i64(i64, i64, i64, i64, i64))
+def fold_table(function: int, code: int, table: int, nbytes: int, count: int) -> int:
+    """``folder``, for Python."""
+    return call_c(function, code, table, nbytes, count)
+
+
+@inline
+def add_up(call: int, result: int, nbytes: int) -> int:
+    """Add up the sources in the table of a call."""
+    table = load_acquire(call + 8 * w.CALL_TABLE)
+    store_release(table, result)
+    return call_c(
+        load_acquire(call + 8 * w.CALL_FOLDER),
+        load_acquire(call + 8 * w.CALL_FOLD),
+        table,
+        nbytes,
+        load_acquire(call + 8 * w.CALL_LANES) + 1,
+    )
+
+
+@inline
+def write(call: int, lane: int, source: int, nbytes: int) -> int:
+    """Write a piece into the next slot of a lane, which is free: 1; -1: the lane is closed."""
+    block, sent = load_acquire(lane + 8 * w.LANE_NOTIFY), load_acquire(lane + 8 * w.LANE_SENT)
+    inflight = enter(block)
+    if inflight == 0:
+        return -1
+    stride = w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
+    slot = load_acquire(lane + 8 * w.LANE_OUT) + (sent % load_acquire(call + 8 * w.CALL_DEPTH)) * stride
+    store_release(slot + 8 * w.HEAD_SEQUENCE, load_acquire(call + 8 * w.CALL_SEQUENCE))
+    store_release(slot + 8 * w.HEAD_CODE, load_acquire(call + 8 * w.CALL_CODE))
+    store_release(slot + 8 * w.HEAD_BYTES, load_acquire(lane + 8 * w.LANE_FROM_BYTES))
+    store_release(slot + 8 * w.HEAD_COUNT, load_acquire(call + 8 * w.CALL_COUNT))
+    memcpy(slot + w.HEADER, source, nbytes)
+    signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
+    fetch_add(inflight, -1)
+    store_release(lane + 8 * w.LANE_SENT, sent + 1)
+    store_release(lane + 8 * w.LANE_PUSHED, load_acquire(lane + 8 * w.LANE_PUSHED) + 1)
+    return 1
+
+
+@inline
+def push(call: int, lane: int) -> int:
+    """Write the next piece of a lane, if there is one and room for it: 1 if it was written, else 0; -1: the lane is closed."""
+    done, sent = load_acquire(lane + 8 * w.LANE_PUSHED), load_acquire(lane + 8 * w.LANE_SENT)
+    if done >= load_acquire(lane + 8 * w.LANE_PUSH):
+        return 0
+    if sent - load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED)) >= load_acquire(call + 8 * w.CALL_DEPTH):
+        return 0
+    piece, total = load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_FROM_BYTES)
+    return write(call, lane, load_acquire(lane + 8 * w.LANE_FROM) + done * piece, min(piece, total - done * piece))
+
+
+@inline
+def arrived(call: int, lane: int) -> int:
+    """The address of the next piece of a lane, 0 if it has not come; -1 if it is not of this call."""
+    taken = load_acquire(lane + 8 * w.LANE_TAKEN)
+    if load_acquire(load_acquire(lane + 8 * w.LANE_ARRIVED)) <= taken:
+        return 0
+    slot = load_acquire(lane + 8 * w.LANE_IN) + (taken % load_acquire(call + 8 * w.CALL_DEPTH)) * (
+        w.HEADER + load_acquire(call + 8 * w.CALL_PIECE)
+    )
+    if (
+        load_acquire(slot + 8 * w.HEAD_SEQUENCE) != load_acquire(call + 8 * w.CALL_SEQUENCE)
+        or load_acquire(slot + 8 * w.HEAD_CODE) != load_acquire(call + 8 * w.CALL_CODE)
+        or load_acquire(slot + 8 * w.HEAD_BYTES) != load_acquire(lane + 8 * w.LANE_TO_BYTES)
+        or load_acquire(slot + 8 * w.HEAD_COUNT) != load_acquire(call + 8 * w.CALL_COUNT)
+    ):
+        return -1
+    return slot
+
+
+@inline
+def take(lane: int) -> int:
+    """The next piece of a lane has been read: give the slot back."""
+    store_release(lane + 8 * w.LANE_TAKEN, load_acquire(lane + 8 * w.LANE_TAKEN) + 1)
+    store_release(lane + 8 * w.LANE_PULLED, load_acquire(lane + 8 * w.LANE_PULLED) + 1)
+    block = load_acquire(lane + 8 * w.LANE_CREDIT)
+    inflight = enter(block)
+    if inflight != 0:  # else the peer has left: it needs no credit
+        signal(load_acquire(block + 8 * WR_RECORD), load_acquire(block + 8 * WR_BELLS))
+        fetch_add(inflight, -1)
+    return 0
