@@ -149,12 +149,11 @@ class TcpChannel(Channel):
                 return False
             self.error = kept(error)
             whole = self.outbox.end()
-            callbacks = self._posts.end(self.error)
             self.reader.end()
             if whole and goodbye is not None:
                 with contextlib.suppress(OSError):
                     self.outbox.send([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
-        self._posts.release()
+            callbacks = self._posts.end(self.error)
         for callback in callbacks:
             callback()
         return True

@@ -114,10 +114,10 @@ class Posts:
                     callbacks.append(work.callback)
                 if work.error is None and work.imm is not None:
                     self.notify(work.imm)
-        if (came := seq - self.answered) > 0:
-            self.answered = seq
-            kernels.add(self.answers, came - 1)
-            kernels.signal(self.answers, self._bells)
+            if (came := seq - self.answered) > 0:  # with the lock: what is not pending any more is done
+                self.answered = seq
+                kernels.add(self.answers, came - 1)
+                kernels.signal(self.answers, self._bells)
         for callback in callbacks:
             callback()
 
@@ -139,17 +139,14 @@ class Posts:
             return True
 
     def end(self, error: RdmaError) -> list[Callable[[], None]]:
-        """End all posts: those without an answer fail with ``error`` as soon as ``release`` is called. Returns the callbacks to
-        call after that."""
+        """End all posts: those without an answer fail with ``error``, and every wait returns, now and later. Call it with the
+        outbox's lock held. Returns the callbacks to call without it."""
         self.error = error
         callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
         self._pending.clear()
-        return callbacks
-
-    def release(self) -> None:
-        """Have every wait return, now and later."""
         kernels.add(self.answers, _ENDED - 1)
         kernels.signal(self.answers, self._bells)
+        return callbacks
 
 
 class TcpWork(Work):

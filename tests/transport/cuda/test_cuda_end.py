@@ -32,13 +32,14 @@ def wait_for_loss(state: State) -> float:
 
 
 def lanes(state: State, wanted: int) -> int:
-    """How many side streams there are; waits some seconds for so many."""
+    """How many side streams there are; waits some seconds for so many, and for the end of all mappings where none is wanted."""
     from rdmarpc.transport.cuda import lane
 
+    imports = state.channel.peer_gpus.imports  # type: ignore[attr-defined]
     deadline = time.monotonic() + 4.0
-    while len(lane._lanes) != wanted and time.monotonic() < deadline:
+    while len(lane._lanes) != wanted or not (wanted or imports.close()):
+        assert time.monotonic() < deadline, f"{len(lane._lanes)} lanes, or a mapping, were left"
         time.sleep(0.02)
-    assert wanted or state.channel.peer_gpus.imports.close(), "a mapping was left"  # type: ignore[attr-defined]
     return len(lane._lanes)
 
 
@@ -63,6 +64,10 @@ def copy_until_lost(state: State, remote: bytes) -> int:
     raise AssertionError("nobody was lost")
 
 
+def hear_copies(state: State, count: int) -> None:
+    state.channel.expect(1, count).wait(T)
+
+
 def hear_of_loss(state: State) -> None:
     with pytest.raises(PeerLost):
         state.channel.expect(1, 1 << 40).wait(T)
@@ -75,7 +80,7 @@ def test_a_peer_is_killed_in_the_middle_of_copies(start: Callable[..., Two]) -> 
     remote = two.landing(500_000, "gpu")
     two.here.call(write, remote, "gpu", C, None)  # it takes a GPU some seconds to begin
     two.here.start(copy_until_lost, remote)
-    time.sleep(0.15)
+    two.there.call(hear_copies, 4)  # of two turns
     two.there.kill()
     assert two.here.finish() > 0
     assert two.here.call(lanes, 0) == 0

@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from halt import halt
-from transport_peer import C, Pair, Peer, S, accept, make, works
+from transport_peer import C, Pair, Peer, S, accept, filled, make, works
 
 from rdmarpc import transport
 from rdmarpc.transport import (
@@ -22,8 +23,10 @@ from rdmarpc.transport import (
     RemoteAccessError,
     RemoteRegion,
     TransferTimeout,
+    Work,
 )
 from rdmarpc.transport.peers.address import routed_address, split_place
+from rdmarpc.transport.tcp import posts
 
 T = 10.0
 Open = Callable[..., Device]
@@ -199,6 +202,38 @@ def test_a_region_closed_during_a_copy_out_of_it(pair: Pair) -> None:
     except RemoteAccessError:
         pass
     assert pair.ab.error is None
+
+
+@pytest.mark.parametrize("end", ["answer", "abort"])
+def test_what_is_not_pending_any_more_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """``then`` comes between the moments when a post is taken off the list and when it counts as done."""
+    add = posts.kernels.add
+
+    def late(word: int, value: int) -> None:
+        time.sleep(0.1)
+        add(word, value)
+
+    monkeypatch.setattr(posts, "kernels", SimpleNamespace(add=late, load=posts.kernels.load, signal=posts.kernels.signal))
+    remote = pair.remote(filled(pair.b, 1 << 10, S))
+    ending = threading.Thread(target=pair.ab.abort)
+    seen: list[bool] = []
+    with pair.ba.reader.lock:  # type: ignore[attr-defined]
+        work = pair.ab.memcpy(filled(pair.a, 1 << 10, 0), remote)
+        if end == "abort":
+            ending.start()
+            look_then(pair, work, seen)
+    if end == "answer":
+        look_then(pair, work, seen)
+        ending.start()
+    ending.join(T)
+    assert seen == [True]
+
+
+def look_then(pair: Pair, work: Work, seen: list[bool]) -> None:
+    deadline = time.monotonic() + T
+    while pair.ab._posts.waiting and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    work.then(lambda: seen.append(work.done()))
 
 
 def test_a_put_that_is_refused_ends_the_channel(pair: Pair) -> None:
