@@ -5,8 +5,9 @@
     python -m experiments.bench all_to_all=32           # 32 workers that all call each other, as well
     python -m experiments.bench pair=false start=0      # distributed autograd only
     python -m experiments.bench --json                  # JSON on standard output instead of a table
+    python -m experiments.bench --compare OLD.json      # and what has changed since that run beyond the spread
 
-The run's folder receives bench.json and, from the two workers, bench.png.
+The run's folder receives bench.json, with the commit and the machine, and, from the two workers, bench.png.
 """
 
 import json
@@ -20,8 +21,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from .harness import compare
+from .harness.findings import machine
 from .harness.processes import Group, WorkerFailed, run_job
-from .harness.versions import versions
+from .harness.versions import commit, versions
 
 if TYPE_CHECKING:
     from .latency.report import BenchDisplay
@@ -40,6 +43,7 @@ def app(cfg: DictConfig) -> None:
     from .latency.rows import summary
 
     job = checked(cfg)
+    earlier = compared(job["compare"])
     folder = Path(HydraConfig.get().runtime.output_dir)
     display = BenchDisplay()
     try:
@@ -50,7 +54,9 @@ def app(cfg: DictConfig) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
-    bench = summary(display.records, job) | {"config": job, "versions": versions()}
+    bench = summary(display.records, job) | {"config": job, "versions": versions(), "machine": machine(), "commit": commit()}
+    if earlier is not None:
+        bench["changes"] = compare.compare(earlier, bench)
     (folder / "bench.json").write_text(json.dumps(bench, indent=2) + "\n")
     if job["pair"]:
         from .latency.picture import draw_bench
@@ -61,6 +67,8 @@ def app(cfg: DictConfig) -> None:
         print()
     else:
         print_tables(bench)
+        if earlier is not None:
+            compare.print_changes(bench["changes"], job["compare"])
         print(f"{'bench.json and bench.png are' if job['pair'] else 'bench.json is'} in {folder}")
 
 
@@ -121,9 +129,30 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     return job
 
 
+def compared(path: str) -> dict[str, Any] | None:
+    """The earlier run to compare with, read before anything is measured; ends the program if it cannot be."""
+    try:
+        return compare.load(Path(path)) if path else None
+    except ValueError as error:
+        raise SystemExit(f"error: compare: {error}") from None
+
+
+def flags(arguments: list[str]) -> list[str]:
+    """The ordinary flags `--json` and `--compare OLD.json` as hydra's overrides."""
+    found, left = [], iter(arguments)
+    for argument in left:
+        if argument == "--json":
+            found.append("json=true")
+        elif argument == "--compare":
+            found.append(f"compare='{next(left, '')}'")
+        else:
+            found.append(argument)
+    return found
+
+
 def main() -> None:
-    """The app with the ordinary flag `--json` besides hydra's `json=true`."""
-    sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
+    """The app with the ordinary flags besides hydra's overrides."""
+    sys.argv[1:] = flags(sys.argv[1:])
     app()
 
 

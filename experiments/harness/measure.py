@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .findings import Key, spread
+
 LARGE = 1 << 20
 """Bytes from which on a tensor fills a good part of a core's own cache, and its bandwidth is of interest."""
-
-Key = tuple[str, int, str]
-"""Case, size in bytes (or calls in flight), and what was measured: "floor", "rdmarpc" or "torch_rpc"."""
 
 
 class Samples:
@@ -30,9 +29,9 @@ class Samples:
         self._values[case, size, what].append(value)
 
     def records(self) -> list[dict[str, Any]]:
-        """As plain values, one record for each key."""
+        """As plain values, one record for each key, with its spread over the rounds."""
         return [
-            {"case": case, "size": size, "what": what, "samples": values, "median": statistics.median(values)}
+            {"case": case, "size": size, "what": what, "samples": values, **spread(values)}
             for (case, size, what), values in self._values.items()
         ]
 

@@ -2,11 +2,24 @@
 
 import os
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "llvmlite", "numpy", "scikit-learn")
 PEERS = ("grpcio", "gymnasium")
 """Packages that some experiments compare with or stand on, where they are installed."""
+
+
+def commit() -> str:
+    """The commit that is checked out, with ``-dirty`` behind it where its files were changed; "none" outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+    return done.stdout.strip() if done.returncode == 0 else "none"
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The benchmark in the terminal: what it is doing while it runs, tables at the end."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -39,20 +40,21 @@ def print_tables(bench: dict[str, Any]) -> None:
     config = bench["config"]
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 140
+    rounds = f"medians of n = {config['rounds']} rounds"
     if bench["rows"]:
-        console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: medians of {config['rounds']} rounds"))
+        console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: {rounds}"))
     if bench["first"]:
         console.print(first_table(bench["first"]))
     if bench["calls"]:
-        console.print(rate_table(bench["calls"], "calls a second, without tensors", "in flight"))
+        console.print(rate_table(bench["calls"], f"calls a second, without tensors: {rounds}", "in flight"))
     if bench["all_to_all"]:
         torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
-        console.print(rate_table([bench["all_to_all"]], "calls a second, all to all", "workers", torch_rpc))
+        console.print(rate_table([bench["all_to_all"]], f"calls a second, all to all: {rounds}", "workers", torch_rpc))
     if bench["start"]:
-        console.print(start_table(bench["start"], f"starting: medians of {config['start']}"))
+        console.print(start_table(bench["start"], f"starting: medians of n = {config['start']}"))
     if bench["autograd"]:
-        console.print(autograd_table(bench["autograd"], f"distributed autograd: medians of {config['rounds']} rounds"))
+        console.print(autograd_table(bench["autograd"], f"distributed autograd: {rounds}"))
     if idle := bench["idle"]:
         percent = judged(idle, "percent", f"{idle['rdmarpc_percent']:.2f} %")
         console.print(f" an idle worker takes {percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %\n")
@@ -65,6 +67,7 @@ def print_tables(bench: dict[str, Any]) -> None:
 
 
 LEGEND = """
+ p10 to p90: tenth to ninetieth percentile of rdmarpc's rounds
  one way: a prepared write, seen by the waiting peer
  identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call
  stream: one of many writes in a row (torch RPC: two pushes in flight)
@@ -80,7 +83,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line for each case and size."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    for column in ("size", "floor", "rdmarpc", "torch RPC", "× floor", "× torch", "beside"):
+    for column in ("size", "floor", "rdmarpc", "p10 to p90", "torch RPC", "× floor", "× torch", "beside"):
         table.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -92,6 +95,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
             size_text(row["bytes"]),
             time_text(row["floor_us"]),
             judged(row, "us", time_text(row["rdmarpc_us"])),
+            spread_text(row, time_text),
             time_text(row["torch_rpc_us"]),
             judged(row, "floor", f"{row['times_floor']:.2f}"),
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
@@ -110,7 +114,8 @@ def beside_text(row: dict[str, Any]) -> str:
 def first_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
     table = Table(title="the first call of a signature, the second, and later ones", box=SIMPLE_HEAD)
-    for column in ("size", "rdmarpc", "second", "later", "× later", "torch RPC", "second", "later", "× later", "× torch"):
+    others = ("second", "later", "× later")
+    for column in ("size", "rdmarpc", "p10 to p90", *others, "torch RPC", *others, "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         ours, theirs = (
@@ -118,7 +123,9 @@ def first_table(rows: list[dict[str, Any]]) -> Table:
         )
         table.add_row(
             size_text(row["bytes"]),
-            *ours,
+            ours[0],
+            spread_text(row, time_text),
+            *ours[1:],
             judged(row, "later", f"{row['times_later']:.2f}"),
             *theirs,
             f"{row['torch_rpc_times_later']:.2f}",
@@ -130,12 +137,13 @@ def first_table(rows: list[dict[str, Any]]) -> Table:
 def rate_table(rows: list[dict[str, Any]], title: str, numbered: str, torch_rpc: str = "torch RPC") -> Table:
     """One line for each number of calls in flight, or of workers."""
     table = Table(title=title, box=SIMPLE_HEAD)
-    for column in (numbered, "rdmarpc", torch_rpc, "× torch"):
+    for column in (numbered, "rdmarpc", "p10 to p90", torch_rpc, "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             str(row["number"]),
             judged(row, "per_s", f"{row['rdmarpc_per_s']:,.0f}"),
+            spread_text(row, "{:,.0f}".format),
             f"{row['torch_rpc_per_s']:,.0f}",
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
         )
@@ -146,13 +154,14 @@ def start_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line for each way to take the time."""
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for column in ("rdmarpc", "torch RPC", "× torch"):
+    for column in ("rdmarpc", "p10 to p90", "torch RPC", "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         compared = row["torch_rpc_s"] is not None
         table.add_row(
             row["name"],
             judged(row, "s", time_text(1e6 * row["rdmarpc_s"])),
+            spread_text(row, time_text),
             time_text(1e6 * row["torch_rpc_s"]) if compared else "",
             judged(row, "torch", f"{row['times_faster_than_torch']:.2f}") if compared else "",
         )
@@ -163,12 +172,14 @@ def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line for each computation; `above` is what a layer takes more than the same alone (``latency/autograd``)."""
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    for column in ("alone", "rdmarpc", "above", "torch RPC", "above", "× torch", "of its above"):
+    for column in ("alone", "rdmarpc", "p10 to p90", "above", "torch RPC", "above", "× torch", "of its above"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["name"],
-            *(time_text(row[f"{what}_us"]) for what in ("local", "rdmarpc", "rdmarpc_above", "torch_rpc", "torch_rpc_above")),
+            *(time_text(row[f"{what}_us"]) for what in ("local", "rdmarpc")),
+            spread_text(row, time_text),
+            *(time_text(row[f"{what}_us"]) for what in ("rdmarpc_above", "torch_rpc", "torch_rpc_above")),
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
             judged(row, "above", f"{row['of_torch_rpc_above']:.2f}") if "above" in row["target"] else "",
         )
@@ -181,6 +192,11 @@ def judged(row: dict[str, Any], key: str, text: str) -> str:
         return text
     met = row["met"][key]
     return f"[{'green' if met else 'red'}]{text} {'✓' if met else '✗'} {MEASURES[key].relation}{row['target'][key]:,g}[/]"
+
+
+def spread_text(row: dict[str, Any], form: Callable[[float], str]) -> str:
+    """Of rdmarpc's rounds: the tenth and the ninetieth percentile."""
+    return f"{form(row['spread']['p10'])} to {form(row['spread']['p90'])}"
 
 
 def time_text(us: float) -> str:

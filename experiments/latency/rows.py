@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from ..harness.measure import Key
+from ..harness.findings import Key
 
 CASES = {
     "one_way": "one way",
@@ -43,8 +43,11 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any
     """{"rows": one for each case and size, "first": one for each size, "calls": one for each number in flight, "start": one for
     each way to take the time, "autograd": one for each computation, "all_to_all", "idle": a row or None, "flag_us": the
     floor's flag there and back or None, "targets": all of them, "records": all samples}; everything but the records are
-    medians over the rounds."""
+    medians over the rounds; "spread" of a row has the number of rounds and the percentiles of rdmarpc's, in the unit of the
+    records."""
+    records = [{**record, "unit": unit(record["case"], record["what"])} for record in records]
     median = {(record["case"], record["size"], record["what"]): record["median"] for record in records}
+    ours = {(record["case"], record["size"]): record for record in records if record["what"] == "rdmarpc"}
     targets = job["targets"]
 
     def sizes(case: str) -> list[int]:
@@ -62,7 +65,23 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any
             (rate_row("all_to_all", number, median, targets["all_to_all"]) for number in sizes("all_to_all")), None
         ),
     }
+    for row in every(bench):
+        record = ours[row["case"], row.get("bytes", row.get("number", row.get("workers", 0)))]
+        row["spread"] = {name: record[name] for name in ("n", "p10", "p90")}
     return bench | {"targets": verdicts(bench), "records": records}
+
+
+def unit(case: str, what: str) -> str:
+    """Of the samples."""
+    if what == "staged":
+        return "B"
+    return {"calls": "calls/s", "all_to_all": "calls/s", "idle": "%"}.get(case, "us")
+
+
+def every(bench: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rows."""
+    single = [row for row in (bench["all_to_all"], bench["idle"]) if row]
+    return [*bench["rows"], *bench["first"], *bench["calls"], *bench["start"], *bench["autograd"], *single]
 
 
 def judge(row: dict[str, Any], target: dict[str, float]) -> dict[str, Any]:
@@ -126,6 +145,7 @@ def start_row(case: str, size: int, median: dict[Key, float], target: dict[str, 
     ours, theirs = median[case, size, "rdmarpc"] / 1e6, median.get((case, size, "torch_rpc"))
     row = {
         "case": case,
+        "workers": size,
         "name": STARTS[case],
         "rdmarpc_s": ours,
         "torch_rpc_s": theirs and theirs / 1e6,
@@ -172,7 +192,6 @@ def idle_row(median: dict[Key, float], target: dict[str, float]) -> dict[str, An
 
 def verdicts(bench: dict[str, Any]) -> list[dict[str, Any]]:
     """Every target with what was measured: {"name", "measured", "asked" (texts), "value", "target", "met"}."""
-    single = [row for row in (bench["all_to_all"], bench["idle"]) if row]
     return [
         {
             "name": row["name"],
@@ -182,7 +201,7 @@ def verdicts(bench: dict[str, Any]) -> list[dict[str, Any]]:
             "target": target,
             "met": row["met"][key],
         }
-        for row in [*bench["rows"], *bench["first"], *bench["calls"], *bench["start"], *bench["autograd"], *single]
+        for row in every(bench)
         for key, target in row["target"].items()
     ]
 

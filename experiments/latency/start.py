@@ -5,6 +5,7 @@ The programs are ordinary ones, not children of `multiprocessing`, so that they 
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -48,10 +49,11 @@ def start_s(module: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         begin = time.monotonic()
         deadline = begin + LIMIT_S
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # the workers share few cores
         workers = []
         for rank in range(2):
             command = [sys.executable, "-c", PROGRAM, module, str(rank), f"{folder}/meeting"]
-            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone)
             workers.append(running.enter_context(worker))
             running.callback(worker.kill)
         for worker in workers:

@@ -6,25 +6,14 @@ import hashlib
 import importlib.util
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from ..harness.findings import available_gib, machine
-from ..harness.versions import versions
+from ..harness.versions import ROOT, commit, versions
 from .catalogue import Experiment
 
-ROOT = Path(__file__).parents[2]
 SOURCES = ("transport", "graph", "rdmarpc", "experiments")
-
-
-def commit() -> str:
-    """The commit that is checked out; "none" outside a repository."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "none"
-    return done.stdout.strip() if done.returncode == 0 else "none"
 
 
 def sources() -> str:
