@@ -279,8 +279,12 @@ class Callee:
             if isinstance(answer[0], torch._C.Future):
                 # Nobody needs these meanwhile.
                 answering.function, answering.frame = None, answering.frame._replace(body=b"", data=bytearray())
-                later = partial(self._reply_later, answering, known(answer[0]))
-                answer.pop().add_done_callback(later)
+                future = answer.pop()
+                later = partial(self._reply_later, answering, known(future))
+                if future.done():  # a callback would run at once, too, on this thread
+                    later(future)
+                else:
+                    future.add_done_callback(later)
                 return None
             if inner is not MAY_DEFER and inner is not TOLD_WHO:
                 raise RuntimeError(f"{_ASYNC_HINT} but got {type(answer[0])}")

@@ -95,7 +95,9 @@ class Pool:
         the calling thread."""
         self._owed.append(job)
         if not self._ended:
-            self.submit(self._run_owed)
+            self.jobs.append(self._run_owed)
+            if not self._role.reading:  # the reader looks at the jobs itself when it has read
+                self.call_out()
         if self._ended:  # maybe only since
             self._run_owed()
 

@@ -28,8 +28,33 @@ from rref_things import (
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.transport.words import kernels
 
 # -- sharing
+
+DELETED = 100
+
+
+def announced():
+    """How often all threads of the pool were called."""
+    return kernels.load(agent.current().role.words.jobs)
+
+
+def deleted_one_by_one(rank):
+    if rank == 0:
+        before = rpc.rpc_sync("worker1", announced)
+        for number in range(DELETED):
+            assert rpc.remote("worker1", Thing, (number,)).to_here().number == number
+        # The watchdog may have called some, on a busy machine.
+        assert rpc.rpc_sync("worker1", announced) - before < DELETED // 2
+        wait_until_empty(range(2))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_value_that_dies_wakes_no_thread(device):
+    """The thread that read of it lets it go, as it runs what else it read."""
+    results(run_group(deleted_one_by_one, transport=device))
 
 
 def four_ways(rank):
