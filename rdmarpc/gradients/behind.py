@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ..transport import NotSupported
@@ -32,7 +32,7 @@ Node = Any  # torch.autograd.graph.Node; hashable, one object a node while someb
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 SINK: Any = getattr(getattr(distributed, "_DDPSink", None), "_backward_cls", None)
 """Behind the outputs of DDP modules that have a static graph, or look for unused parameters."""
-_DIVERTED = "rdmarpc.diverted"
+_DIVERTED, _SEEN = "rdmarpc.diverted", "rdmarpc.seen"
 _diverting = threading.Lock()
 
 
@@ -89,7 +89,23 @@ def adds_up(target: torch.Tensor | GradientEdge) -> bool:
         return False
     if target.layout is not torch.strided:
         return not watched(edge(target).node)
-    return not watched(get_gradient_edge(target).node)
+    accumulator = _held_elsewhere(target)
+    return not replicas.of(target) if accumulator is None else not watched(accumulator)
+
+
+def _held_elsewhere(leaf: torch.Tensor) -> Node | None:
+    """The accumulator of a leaf; ``None`` if there was none a moment ago, so that nothing can stand behind it. An accumulator
+    that nothing else holds dies with our look at it, and the next look finds another one, without our note."""
+    for _ in range(2):
+        with torch.enable_grad():
+            view: Node = leaf.view_as(leaf).grad_fn
+        accumulator = view.next_functions[0][0]
+        notes = accumulator.metadata
+        if _SEEN in notes:
+            return accumulator
+        notes[_SEEN] = True
+        del view, accumulator, notes
+    return None
 
 
 def inner_edges(sent: Sent) -> list[GradientEdge]:

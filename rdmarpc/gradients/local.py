@@ -30,7 +30,7 @@ from torch.autograd.variable import Variable
 
 from ..ground.streams import Joint, use_here
 from ..transport import NotSupported
-from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, inner_edges, refuse_late_hooks, replicas, watched
+from .behind import ACCUMULATE, SINK, Node, Replica, adds_up, refuse_late_hooks, replicas, watched
 from .graph import BEHIND, NOTHING_MORE, REENTRANT, Halted, halting, label, quieten, reach
 from .lending import Account, lending
 from .record import ANCHOR, RECEIVED, Source, engaged
@@ -93,8 +93,10 @@ class Pass:
         self._arrived: set[int] = set()
         self._expected: set[int] | None = None
         self._labels: dict[Node, int] = {}
+        """For each node the unanswered messages that may bring gradients to it; ``_leaves``: for each leaf those that took it
+        along itself. One bit a message (``_labelled``)."""
+        self._leaves: dict[torch.Tensor, int] = {}
         self._labelled: dict[int, int] = {}
-        """The bit of each message in ``_labels``."""
         self._emitted: list[Emitted] = []
         self._running = False
         self._over = False
@@ -173,6 +175,7 @@ class Pass:
             self.held.clear()
             self._static.clear()
             self._labels.clear()
+            self._leaves.clear()
             self._owners.clear()
 
     # -- running
@@ -265,7 +268,8 @@ class Pass:
     def _next_static(self) -> Callable[[], None] | None:
         """With the lock held: the reduction of a DDP module that nothing more can come to."""
         waits = self._waiting()
-        held_up = {id(node.variable) for node in self._labels if type(node) is ACCUMULATE and waits(node)} if waits else set()
+        labelled = [*self._labels, *[edge_of(leaf).node for leaf in self._leaves]] if waits else []
+        held_up = {id(node.variable) for node in labelled if type(node) is ACCUMULATE and waits and waits(node)}
         for each in self._static:
             if held_up.isdisjoint(map(id, each.parameters())):
                 self._static.remove(each)
@@ -286,19 +290,29 @@ class Pass:
             return None
         if not self._labelled.keys() >= set(unanswered):
             # New ones: they were sent since, by a forward pass that goes on.
-            self._labels = label([[each.node for each in inner_edges(sent[message])] for message in unanswered])
+            self._label([sent[message].targets for message in unanswered])
             self._labelled = {message: bit for bit, message in enumerate(unanswered)}
-        if not self._labels:
-            return None
         mask = sum(1 << self._labelled[message] for message in unanswered)
-        labels = self._labels
+        labels, leaves = self._labels, self._leaves
 
         def waits(node: Node) -> bool:
-            if not labels.get(node, 0) & mask:
-                return False
-            return type(node) is not ACCUMULATE or bool(node.variable._backward_hooks) or watched(node)
+            bits = labels.get(node, 0)
+            if type(node) is not ACCUMULATE:
+                return bits & mask != 0
+            leaf = node.variable
+            return (bits | leaves.get(leaf, 0)) & mask != 0 and (bool(leaf._backward_hooks) or watched(node))
 
         return waits
+
+    def _label(self, left: list[list[torch.Tensor | GradientEdge]]) -> None:
+        """Look up what gets gradients of the targets of each message. Looking up the accumulator of a leaf is dear, and most
+        passes never come to one of these."""
+        self._labels = label([[target.node for target in targets if isinstance(target, GradientEdge)] for targets in left])
+        self._leaves = {}
+        for bit, targets in enumerate(left):
+            for target in targets:
+                if isinstance(target, torch.Tensor):
+                    self._leaves[target] = self._leaves.get(target, 0) | 1 << bit
 
     def _run_all(self, taken: list[tuple[tuple[Node, int], torch.Tensor]], behind: list[Node]) -> None:
         """``behind``: accumulators that are watched."""

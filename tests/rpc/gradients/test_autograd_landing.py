@@ -9,6 +9,7 @@ from group import may_stage, results, run_group
 import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.calls import agent
+from rdmarpc.gradients import behind
 
 ROWS, WIDTH = 100, 300
 SMALL = 100_000  # bytes: frames, and what rides in them
@@ -55,3 +56,34 @@ def repeated(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_gradients_of_a_repeated_step_are_written_straight_to_their_places(device):
     results(run_group(repeated, transport=device))
+
+
+def travelling(rank):
+    """Of a leaf that travels itself nothing is looked up but whether somebody has put a hook behind it."""
+    if rank == 0:
+        leaves = [torch.randn(3, requires_grad=True) for _ in range(2)]
+        marks, make = [], behind.Mark
+        behind.Mark = lambda accumulator: marks.append(make(accumulator)) or marks[-1]
+
+        def gradients():
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.mul, leaves).sum()])
+                return autograd.get_gradients(context_id)
+
+        found = gradients()
+        assert torch.equal(found[leaves[0]], leaves[1]) and torch.equal(found[leaves[1]], leaves[0])
+        assert not marks
+        seen = []
+        accumulator = leaves[0].expand_as(leaves[0]).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda outputs, inputs: seen.append(inputs[0].clone()))
+        found = gradients()
+        assert torch.equal(found[leaves[0]], leaves[1]) and torch.equal(found[leaves[1]], leaves[0])
+        assert len(marks) == 1 and len(seen) == 1 and torch.equal(seen[0], leaves[1])
+        del accumulator
+        gradients()
+        assert len(seen) == 1
+    rpc.shutdown()
+
+
+def test_leaves_that_travel_cost_no_look_at_their_accumulators():
+    results(run_group(travelling))
