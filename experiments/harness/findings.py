@@ -82,6 +82,10 @@ class Findings:
         values = self._samples.get((case, size, what))
         return statistics.median(values) if values else None
 
+    def samples(self, case: str, size: int, what: str) -> list[float]:
+        """In the order in which they were added; empty: not measured."""
+        return list(self._samples.get((case, size, what), ()))
+
     def measured(self) -> list[Key]:
         return list(self._samples)
 

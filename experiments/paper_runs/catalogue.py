@@ -110,8 +110,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "ddp", "ddp", "Data parallel training",
-        "DistributedDataParallel over our backend and over gloo.",
-        minutes=5, quick_minutes=0.5,
+        "DistributedDataParallel over our backend and over gloo: buckets, overlap, skipped synchronisation, more ranks.",
+        minutes=6, quick_minutes=0.35, gib=5.0,
     ),
     Experiment(
         "collectives", "ddp", "Collectives",
