@@ -365,7 +365,7 @@ def structure(live: nn.Module, whole: Callable[[str], bool], away: Callable[[nn.
             continue
         seen.add(id(module))
         if away(module):
-            empty += [vars(module)[name] for name in (*HOOKS, *GRADIENT_HOOKS)]
+            empty += [vars(inner)[name] for inner in module.modules() for name in (*HOOKS, *GRADIENT_HOOKS)]
             continue
         own, cut = vars(module), not path or not whole(path)
         where = path or type(live).__name__

@@ -72,6 +72,8 @@ class Here:
 
     def __init__(self, owners: Owners, top: nn.Module) -> None:
         self.steps = 0
+        self.calls = 0
+        """Of single parts, in a forward that else runs elsewhere or outside of any."""
         self.replica = Replica(owners, top)
         self._owners, self._top = owners, top
         self._said: set[str] = set()
@@ -96,6 +98,9 @@ class Here:
         running = self._owners.eager
         if running is self:
             return self._call(path, args, kwargs)
+        if running is None:
+            self._owners.settings.push()
+        self.calls += 1
         self.replica.refresh()
         self._owners.eager = self
         try:

@@ -22,6 +22,7 @@ from ..parts.placing import join
 from ..parts.remote_part import RemotePart
 from ..parts.stand_in import Shell
 from ..transport import NotSupported
+from . import hooks
 from .aside import aside
 from .mixing import Mixing
 
@@ -74,6 +75,7 @@ class Replica:
             if isinstance(module, RemotePart):
                 place = module._place
                 self.parts[place.path], self._workers[place.path] = memo[id(module)], place.worker
+                hooks.join(module, memo[id(module)])
             elif isinstance(module, Shell):
                 away = module._away
                 own = {**module._parameters, **module._buffers}
@@ -114,7 +116,8 @@ class Replica:
         """The present flags."""
         for module in self._top.modules():
             if isinstance(module, RemotePart):
-                self.parts[module._place.path].training = module.training
+                copied = self.parts[module._place.path]
+                copied.training, copied._is_full_backward_hook = module.training, module._is_full_backward_hook
         for parameter in self._top.parameters():
             if isinstance(parameter, RemoteParameter):
                 with torch._C.DisableTorchFunctionSubclass():

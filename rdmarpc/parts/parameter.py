@@ -42,6 +42,9 @@ class Attributes(Protocol):
     def share(self, where: Where, value: Any, /) -> None:
         """One that went with its module is here too: what is changed inside of it here is to be changed there."""
 
+    def push(self) -> None:
+        """Tell the owners what was changed here inside of values that they have too."""
+
     def read(self, where: Where, /) -> Any:
         """As its owner has it now."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..graph.guards.kept import plain
+from ..graph.trace.watch import GRADIENT_HOOKS, HOOKS
 from ..graph.work.access import INTERNAL
 from ..transport import NotSupported
 from .buffer import changed
@@ -18,16 +19,21 @@ from .parameter import Owners
 from .tables import Table
 
 _BEFORE_WRAP = "do that before wrap()"
+_ABOUT_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+TABLES_OF_HOOKS = (*HOOKS, *GRADIENT_HOOKS, *_ABOUT_HOOKS)
 _OURS = ("training", "_is_full_backward_hook")
 """Attributes of the stand-in itself."""
 
 
 class Place:
-    """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one. ``fixed``: attributes that a
-    class of torch never changes by itself."""
+    """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one; ``within``: it is inside of
+    one, which may be so as well. ``hooked``: it came with hooks. ``prepended``: the hooks on the stand-in that come before
+    those. ``fixed``: attributes that a class of torch never changes by itself."""
 
     def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
         self.owners, self.worker, self.path, self.top = owners, worker, path, top
+        self.within, self.prepended = False, set[int]()
+        self.hooked = any(vars(original)[name] for name in TABLES_OF_HOOKS)
         self.kind = type(original)
         self.entries = entries_of(original)
         own = {name: value for name, value in vars(original).items() if name not in INTERNAL}
@@ -47,8 +53,8 @@ class RemotePart(nn.Module):
     ``RemoteBuffer`` for each buffer. It is an instance of the module's class as well (``part_class``).
 
     ``train``, ``eval`` and ``requires_grad_`` work as ever and travel with the next step. Attributes are read and set at the
-    owner. A call runs the part there; hooks on it run here, around the call. What cannot be done from here raises
-    ``NotSupported``.
+    owner. A call runs the part there; hooks on it run here, around the call. A part with hooks on modules inside of it runs
+    here (``fetched``). What cannot be done from here raises ``NotSupported``.
     """
 
     _place: Place
@@ -58,7 +64,9 @@ class RemotePart(nn.Module):
         running = place.owners.eager
         return (running or place.owners.outside).call(place.path, args, kwargs)
 
-    __call__ = nn.Module.__call__  # what a class of its own would do is done at the owner
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What a class of its own would do is done at the owner.
+        return nn.Module.__call__(self, *args, **kwargs) if hooks_around(self) else self.forward(*args, **kwargs)
 
     # -- attributes
 
@@ -151,29 +159,25 @@ class RemotePart(nn.Module):
     # -- hooks
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._allow_hook()
-        return super().register_forward_pre_hook(*args, **kwargs)
+        return self._placed(super().register_forward_pre_hook(*args, **kwargs), **kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._allow_hook()
-        return super().register_forward_hook(*args, **kwargs)
+        return self._placed(super().register_forward_hook(*args, **kwargs), **kwargs)
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._allow_hook()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
+        return self._placed(super().register_full_backward_pre_hook(*args, **kwargs), **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._allow_hook()
-        return super().register_full_backward_hook(*args, **kwargs)
+        return self._placed(super().register_full_backward_hook(*args, **kwargs), **kwargs)
 
-    def _allow_hook(self) -> None:
-        if not self._place.top:
-            raise self._place.refusal("a hook on it would not run, as it is called there", "hook the part that it is in")
+    def _placed(self, handle: Any, prepend: bool = False, **others: Any) -> Any:
+        if prepend:
+            self._place.prepended.add(handle.id)
+        return handle
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise self._place.refusal("a hook of this kind would not run")
 
-    register_backward_hook = _refuse_hook
     register_state_dict_pre_hook = register_state_dict_post_hook = _register_state_dict_hook = _refuse_hook
     register_load_state_dict_pre_hook = _register_load_state_dict_pre_hook = _refuse_hook
     register_load_state_dict_post_hook = _refuse_hook
@@ -183,6 +187,23 @@ class RemotePart(nn.Module):
 
     def extra_repr(self) -> str:
         return f"on {self._place.worker!r}"
+
+
+def hooks_around(part: RemotePart) -> bool:
+    """Whether hooks on a stand-in run here, around a call of the original. Else they have a place among those of the original,
+    which runs here then."""
+    place = part._place
+    # Hooks of the old kind ask for the operation by which the original made its result.
+    return place.top and not place.within and not place.hooked and part._is_full_backward_hook is not False
+
+
+def tables_inside(part: RemotePart) -> list[Any]:
+    """The tables of hooks on stand-ins inside of one."""
+    return [vars(module)[name] for module in part.modules() if module is not part for name in (*HOOKS, *GRADIENT_HOOKS)]
+
+
+def has_hooks(part: RemotePart) -> bool:
+    return any(vars(part)[name] for name in (*HOOKS, *GRADIENT_HOOKS))
 
 
 def given(module: nn.Module) -> nn.Module:
@@ -234,6 +255,7 @@ def new_part(original: nn.Module, owners: Owners, worker: str, path: str, top: b
 
     own = {name: Table({}, refuse) for name in ("_parameters", "_buffers", "_modules")}
     vars(part).update(own, training=original.training, _place=place, _version=original._version)
+    vars(part)["_is_full_backward_hook"] = original._is_full_backward_hook
     vars(part)["_non_persistent_buffers_set"] = set(original._non_persistent_buffers_set)
     for name in vars(original):
         _see(kind, name)

@@ -38,6 +38,8 @@ def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: di
     for name, child in original._modules.items():
         if child is not None and id(child) not in made:
             mirror(child, owners, worker, f"{path}.{name}", made, top=False)
+        if child is not None:
+            made[id(child)]._place.within = True
         dict.__setitem__(part._modules, name, None if child is None else made[id(child)])
     return part
 

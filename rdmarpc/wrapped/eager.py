@@ -29,6 +29,7 @@ from ..graph.trace.sizes import Sizes
 from ..graph.trace.watch import OnlyHere
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
+from ..parts.remote_part import has_hooks, hooks_around, tables_inside
 from ..transport import NotSupported
 from .session import Session
 from .signature import Miss
@@ -52,7 +53,10 @@ class Eager:
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
         self._mode = 0
         self._alone = False
+        self.reasons: dict[str, str] = {}
+        """Why a part runs in this process, by its path."""
         self._alone_here: set[str] = set()
+        self._tables: dict[str, list[Any]] = {}
         self._device: torch.device | None = None
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -75,7 +79,7 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called: by the forward that runs, or outside of any."""
-        if needed():
+        if needed() or self._hooked(path):
             return self._session.here.call(path, args, kwargs)
         if self._session.eager is not None:
             return self._call(path, args, kwargs)
@@ -90,6 +94,24 @@ class Eager:
             session.eager, self._alone = None, False
             self._seen.clear()
             self._fetched.clear()
+
+    def _hooked(self, path: str) -> bool:
+        """Whether a part has hooks that its owner cannot call."""
+        part: Any = self._top.get_submodule(path)
+        if path not in self._tables:
+            self._tables[path] = tables_inside(part)
+        if any(self._tables[path]):
+            self._say(path, "there are hooks on modules inside of it")
+            return True
+        if has_hooks(part) and not hooks_around(part):
+            self._say(path, "hooks on it are to run among those that it came with, or at an operation of its own")
+            return True
+        return False
+
+    def _say(self, path: str, why: str) -> None:
+        if self.reasons.get(path) != why:
+            self.reasons[path] = why
+            warn(f"part {path!r} of a wrapped model runs in this process, over fetched parameters: {why}")
 
     def _call(self, path: str, args: Any, kwargs: Any) -> Any:
         values.check_arguments(f"part {path!r}", self._session.shape.get_submodule(path).forward, args, kwargs)
@@ -119,7 +141,7 @@ class Eager:
             result = self._run(path, tensors, (values.constants(leaves), tree), build)
         except OnlyHere as error:
             self._alone_here.add(path)
-            warn(f"part {path!r} of a wrapped model runs in this process: {error.message}")
+            self._say(path, error.message)
             return self._session.here.call(path, args, kwargs)
         if isinstance(result, values.After):
             self._bring_back(path, (args, kwargs), (result.args, result.kwargs))

@@ -261,9 +261,9 @@ class WrappedModel(nn.Module):
 
     @property
     def captured(self) -> str:
-        """The capture method that was used for the latest new inputs, then the reason why each method before it failed, a line
-        each. Empty before the first step."""
-        return state_of(self).captured
+        """The capture method that was used for the latest new inputs, then the reason why each method before it failed, then
+        the parts that an eager forward has run here, with the reason, a line each. Empty before the first step."""
+        return state_of(self).how()
 
     def placement_table(self) -> str:
         """A table of the tensors that cross, for each plan that is set up. Empty before the first step."""
@@ -281,8 +281,9 @@ class WrappedModel(nn.Module):
         Also ``rpc_messages`` that this process has sent (without those of ``counters`` itself), ``steps`` (forwards),
         ``plans``, ``misses`` (see there), ``dynamic_reads``, ``sums_reordered`` (tensors and parameters whose gradients are not
         summed in the order of one process, those that ``placement_table`` names), ``draws_elsewhere`` (parts and operations
-        that draw random numbers at other workers) and, for each value that was copied besides
-        its transfer, ``bytes_staged[NAME]``."""
+        that draw random numbers at other workers), ``forwards_here`` and ``calls_here`` (forwards, and calls of single parts,
+        that ran in this process over fetched parameters) and, for each value that was copied besides its transfer,
+        ``bytes_staged[NAME]``."""
         return state_of(self).counters(everywhere)
 
     def misses(self) -> list[Miss]:

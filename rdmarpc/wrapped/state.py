@@ -59,6 +59,8 @@ class State:
         self._in_turn = False
         self.runner: Eager | None = None
         self._again = False
+        self._hooks: list[Any] = []
+        """Tables of hooks, for which there is no capture as long as they have entries."""
         self._before: list[Eager] = []
         self._last = 0
         self._methods = methods_of(method)
@@ -150,6 +152,8 @@ class State:
 
     @property
     def eager(self) -> bool:
+        if self._hooks and not any(self._hooks):
+            self._hooks, self._again = [], True
         return self.runner is not None and not self._again
 
     def eagerly(self, args: Any, kwargs: Any, training: bool, refused: Sequence[str] = (), again: bool = False) -> Any:
@@ -186,6 +190,7 @@ class State:
         roots, empty = structure(self._top, whole, lambda module: isinstance(module, RemotePart))
         try:
             if any(empty):
+                self._hooks = empty
                 raise NotSupported("hooks on parts at other workers, or for gradients, are no part of a graph")
             shape = refreshed(self._top, session.shape, session.places, self.net)
         except NotSupported as error:
@@ -259,13 +264,18 @@ class State:
         totals = self.session.counters(everywhere)
         totals["misses"] = self._signatures.misses
         totals["sums_reordered"] = len(self._reordered)
-        totals["forwards_here"] = self.session.here.steps
+        totals["forwards_here"], totals["calls_here"] = self.session.here.steps, self.session.here.calls
         totals["steps"] += self.session.here.steps
         totals["draws_elsewhere"] = len(self._drawn)
         for runner in self._runners():
             totals["steps"] += runner.steps - runner.calls
             totals["misses"] += runner.misses.total()
         return totals
+
+    def how(self) -> str:
+        """See ``WrappedModel.captured``."""
+        reasons = {} if self.runner is None else self.runner.reasons
+        return "\n".join([self.captured, *(f"{path!r} here: {why}" for path, why in reasons.items())])
 
     def _runners(self) -> list[Eager]:
         return self._before if self.runner is None else [*self._before, self.runner]

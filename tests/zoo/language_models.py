@@ -180,14 +180,12 @@ ENTRIES: dict[str, Entry] = {
         _causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
         words(output_router_logits=True),
         places=LLAMA_PLACES[:2],
-        refused="a hook on it would not run",
     ),
     "BERT": Entry(_model("BertForSequenceClassification", "BertConfig", **SMALL), _classes, places=BERT_PLACES),
-    "BERT, hidden states": Entry(
-        _model("BertForSequenceClassification", "BertConfig", **SMALL),
-        lambda n: ((), {**_classes(n)[1], "output_hidden_states": True}),
+    "BERT, hidden states, attentions": Entry(
+        _model("BertForSequenceClassification", "BertConfig", **SMALL, attn_implementation="eager"),
+        lambda n: ((), {**_classes(n)[1], "output_hidden_states": True, "output_attentions": True}),
         places=BERT_PLACES,
-        refused="a hook on it would not run",
     ),
     "RoBERTa": Entry(
         _model("RobertaForSequenceClassification", "RobertaConfig", **SMALL),
@@ -307,6 +305,5 @@ ENTRIES: dict[str, Entry] = {
         ),
         lambda n: ((), {"input_values": torch.randn(2, 400), "labels": torch.randint(0, 2, (2,))}),
         places=({"wav2vec2.encoder.layers.1": "worker1", "classifier": "worker2"},),
-        refused="a hook on it would not run",
     ),
 }
