@@ -10,26 +10,23 @@
 The run's folder receives bench.json, with the commit and the machine, and, from the two workers, bench.png.
 """
 
-import json
 import multiprocessing
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness import compare
+from .harness import apps, compare
 from .harness.findings import machine
-from .harness.processes import Group, WorkerFailed, run_job
+from .harness.processes import Group, run_job
 from .harness.versions import commit, versions
 
 if TYPE_CHECKING:
     from .latency.report import BenchDisplay
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 QUICK_UP_TO = 4 << 20
 QUICK_ROUNDS = 2
 
@@ -44,32 +41,23 @@ def app(cfg: DictConfig) -> None:
 
     job = checked(cfg)
     earlier = compared(job["compare"])
-    folder = Path(HydraConfig.get().runtime.output_dir)
     display = BenchDisplay()
-    try:
-        with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
-            run(job | {"meeting_place": meeting_place}, display)
-    except WorkerFailed as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
+    with apps.ending(), display, apps.meeting(apps.run_folder()) as place:
+        run(job | place, display)
     bench = summary(display.records, job) | {"config": job, "versions": versions(), "machine": machine(), "commit": commit()}
     if earlier is not None:
         bench["changes"] = compare.compare(earlier, bench)
-    (folder / "bench.json").write_text(json.dumps(bench, indent=2) + "\n")
     if job["pair"]:
         from .latency.picture import draw_bench
 
-        draw_bench(bench, folder / "bench.png")
-    if job["json"]:
-        json.dump(bench, sys.stdout, indent=2)
-        print()
-    else:
+        draw_bench(bench, apps.run_folder() / "bench.png")
+
+    def show() -> None:
         print_tables(bench)
         if earlier is not None:
             compare.print_changes(bench["changes"], job["compare"])
-        print(f"{'bench.json and bench.png are' if job['pair'] else 'bench.json is'} in {folder}")
+
+    apps.write_and_show("bench", bench, job, show)
 
 
 def run(job: dict[str, Any], display: "BenchDisplay") -> None:
@@ -103,7 +91,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     from .latency.cells import NEW_FUNCTIONS
     from .latency.fresh import COUNT
 
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
         job["cells"] = {case: [size for size in sizes if size <= QUICK_UP_TO] for case, sizes in job["cells"].items()}
@@ -116,8 +104,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     most = COUNT // NEW_FUNCTIONS // max(len(job["cells"].get("first", [])), 1)
     if not 1 <= job["rounds"] <= most:
         raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
-    if job["linear"] < 1:
-        raise SystemExit(f"error: linear={job['linear']} must be at least 1")
+    apps.at_least_one(job, "linear")
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
         raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
     if job["all_to_all"] and job["all_to_all_torch"] == "auto":
@@ -138,22 +125,17 @@ def compared(path: str) -> dict[str, Any] | None:
 
 
 def flags(arguments: list[str]) -> list[str]:
-    """The ordinary flags `--json` and `--compare OLD.json` as hydra's overrides."""
+    """The flag `--compare OLD.json` as hydra's override."""
     found, left = [], iter(arguments)
     for argument in left:
-        if argument == "--json":
-            found.append("json=true")
-        elif argument == "--compare":
-            found.append(f"compare='{next(left, '')}'")
-        else:
-            found.append(argument)
+        found.append(f"compare='{next(left, '')}'" if argument == "--compare" else argument)
     return found
 
 
 def main() -> None:
-    """The app with the ordinary flags besides hydra's overrides."""
+    """The app with the ordinary flags besides hydra's overrides; also the command ``rdmarpc bench``."""
     sys.argv[1:] = flags(sys.argv[1:])
-    app()
+    apps.start(app)
 
 
 if __name__ == "__main__":

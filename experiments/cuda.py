@@ -13,21 +13,20 @@ The run's folder receives cuda.json: all samples, the machine, and the targets. 
 will be kept under docs/results.
 """
 
-import json
 import os
 import subprocess
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from .harness import apps
 from .harness.processes import Group, WorkerFailed, run_job
 from .harness.versions import versions
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 LIBRARIES = ("rdmarpc", "torch_rpc")
 ORDERS = (["cpu", "cuda"], ["cuda", "cpu"])
 GRADIENTS_WITHIN = 1e-5
@@ -42,16 +41,11 @@ def main(cfg: DictConfig) -> None:
     from .gpus.report import print_tables, summary
 
     job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        found = run(job, folder)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with apps.ending():
+        found = run(job, apps.run_folder())
     result = summary(found.samples.records(), found.failed, job)
     result |= {"machine": found.machine | machine(), "versions": versions(), "config": job}
-    (folder / "cuda.json").write_text(json.dumps(result, indent=2) + "\n")
-    print_tables(result)
-    print(f"cuda.json is in {folder}")
+    apps.write_and_show("cuda", result, job, lambda: print_tables(result))
     if wrong := [each for each in result["failed"] if each["what"] != "torch_rpc"]:
         raise SystemExit(f"error: {wrong[0]['part']} of {wrong[0]['what']} failed: {wrong[0]['reason']}")
     if wrong := [row for row in result["gradients"] if row["what"] == "rdmarpc" and not row["apart"] <= GRADIENTS_WITHIN]:
@@ -85,7 +79,7 @@ def run(job: dict[str, Any], folder: Path) -> Found:
     if found.failed:
         raise SystemExit(f"error: {found.failed['machine', 'machine']}")
     for number in range(job["rounds"]):
-        print(f"round {number + 1} of {job['rounds']}", flush=True)
+        print(f"round {number + 1} of {job['rounds']}", file=sys.stderr, flush=True)
         if job["grid"]:
             turn("copies", "copies", 1, job, folder, found)
         for library in LIBRARIES:
@@ -104,12 +98,12 @@ def turn(program: str, what: str, count: int, job: dict[str, Any], folder: Path,
 
     if (program, what) in found.failed:
         return
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as place:
-        given = job | {"program": program, "library": what, "meeting_place": place}
+    with apps.meeting(folder) as place:
+        given = job | place | {"program": program, "library": what}
         try:
             run_job([Group(what, workers.main, count)], given, found.on_event, job["timeout_s"])
         except WorkerFailed as error:
-            reasons = [path.read_text() for path in sorted(Path(place).glob("failed*"))]
+            reasons = [path.read_text() for path in sorted(Path(place["meeting_place"]).glob("failed*"))]
             found.failed[program, what] = "; ".join(dict.fromkeys(reasons)) or str(error)
 
 
@@ -134,12 +128,10 @@ def machine() -> dict[str, Any]:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if not (job["recipe"] or job["grid"] or job["small"]):
         raise SystemExit("error: recipe=false grid=false small=false leaves nothing to measure")
-    for name in ("rounds", "linear", "iterations", "calls", "batches", "small_times", "threads"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "rounds", "linear", "iterations", "calls", "batches", "small_times", "threads")
     for name in ("sizes", "small_sizes"):
         if not job[name] or any(size < 4 or size % 4 for size in job[name]):
             raise SystemExit(f"error: {name}={job[name]} must be numbers of bytes of float32 tensors")
@@ -149,4 +141,4 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

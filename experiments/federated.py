@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, available_gib, print_findings, ratio, text, times
+from .harness import apps
+from .harness.findings import Findings, available_gib, ratio, text, times
+from .peers.libraries import TITLES
+from .peers.turns import Turns, run_app
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 COPIES = 7
 """Memory that a turn may need, in models for each client: its own, its result, what it must be, and as much at the server."""
 
@@ -29,61 +30,38 @@ COPIES = 7
 @hydra.main(version_base="1.3", config_path=CONF, config_name="federated")
 def main(cfg: DictConfig) -> None:
     """All turns, then the table and the file. Fails where rdmarpc does."""
-    job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("Federated learning", "ms")
-    try:
-        failed = run(job, folder, findings)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    judge(findings, job)
-    found = findings.write(folder, "federated", job)
-    print_findings(found)
-    print(f"federated.json is in {folder}")
-    if failed:
-        raise SystemExit(f"error: {failed}")
+    run_app("federated", Findings("Federated learning", "ms"), checked(cfg), run, judge)
 
 
-def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
-    """All turns. Returns why rdmarpc failed, if it did."""
+def run(job: dict[str, Any], turns: Turns) -> None:
     from .federation import namespaces, worker
-    from .peers.libraries import TITLES
-    from .peers.turns import missing, turn
 
     needs = COPIES * job["clients"] * 4 * job["parameters"] / 2**30
     if (has := available_gib()) < needs:
-        findings.left_out(f"{job['clients']} clients", f"they may need {needs:.1f} GiB of memory, {has:.1f} GiB are available")
-        return ""
+        why = f"they may need {needs:.1f} GiB of memory, {has:.1f} GiB are available"
+        turns.findings.left_out(f"{job['clients']} clients", why)
+        return
     os.environ["RDMARPC_SECRET"] = secrets.token_hex(32)  # workers of several namespaces are as workers of several hosts
     drive = f"{__package__}.federation.worker:drive"
     common = job | {"device": "tcp", "drive": drive, "servers": 1, "calls": 1, "threads": job["clients"] + 2}
-    out: set[tuple[str, float]] = set()
-    failed = ""
+    common |= {"functions": ["averaged"]}
     for number in range(job["turns"]):
-        for gbits, library in ((gbits, library) for gbits in job["gbits"] for library in job["libraries"]):
-            if (library, gbits) in out:
+        for gbits in job["gbits"]:
+            if reason := namespaces.leave() if gbits else "":
+                turns.findings.left_out(rate(gbits), reason)
                 continue
-            title = f"{TITLES[library]} at {rate(gbits)}"
-            print(f"turn {number + 1} of {job['turns']}: {title}", flush=True)
-            reason = missing(library, "tcp") or (namespaces.leave() if gbits else "")
-            if not reason:
-                given = common | {"library": library, "gbits": gbits, "functions": ["averaged"]}
-                reason = turn(given, folder, partial(findings.keep, f"{library} {gbits:g}"), worker.main)
-                failed = failed or (f"{title}: {reason}" if reason and library == "rdmarpc" else "")
-            if reason:
-                out.add((library, gbits))
-                findings.left_out(title, reason)
-    return failed
+            for library in job["libraries"]:
+                title = f"{TITLES[library]} at {rate(gbits)}, turn {number + 1} of {job['turns']}"
+                turns.take(common | {"library": library, "gbits": gbits}, f"{library} {gbits:g}", title, worker.main)
 
 
 def rate(gbits: float) -> str:
     return f"{gbits:g} Gb/s" if gbits else "loopback"
 
 
-def judge(findings: Findings, job: dict[str, Any]) -> None:
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table, and the targets."""
     from .federation.worker import METHODS
-    from .peers.libraries import TITLES
 
     libraries = job["libraries"]
     others = [each for each in libraries if each != "rdmarpc"] if "rdmarpc" in libraries else []
@@ -112,20 +90,15 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
-    from .peers.libraries import TITLES
-
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job |= {"parameters": min(job["parameters"], 1_000_000), "clients": min(job["clients"], 2), "turns": 1, "rounds": 1}
-    if not job["libraries"] or not set(job["libraries"]) <= set(TITLES):
-        raise SystemExit(f"error: libraries={job['libraries']} must be some of {', '.join(TITLES)}")
+    apps.some_of(job, libraries=TITLES)
     if not job["gbits"] or min(job["gbits"]) < 0:
         raise SystemExit(f"error: gbits={job['gbits']} must be rates in Gb/s; 0 is loopback without a limit")
-    for name in ("parameters", "clients", "local_steps", "rounds", "turns"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "parameters", "clients", "local_steps", "rounds", "turns")
     return job
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

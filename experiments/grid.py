@@ -11,17 +11,18 @@ count; its results are compared with what they must be. The run's folder receive
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, available_gib, print_findings, size_text
+from .harness import apps
+from .harness.findings import Findings, available_gib, size_text
+from .peers.libraries import TITLES
+from .peers.turns import Turns, run_app
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 DEVICES = ("shm", "tcp", "verbs")
 QUICK_ROUNDS = 1
 
@@ -31,53 +32,28 @@ QUICK_ROUNDS = 1
 @hydra.main(version_base="1.3", config_path=CONF, config_name="grid")
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables, the file and the picture. Fails where rdmarpc does."""
+    run_app("grid", Findings("Many calls at once", "ms"), checked(cfg), run, judge)
+
+
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
+    """The tables, the targets and the picture."""
+    from .in_flight import tables
     from .in_flight.picture import draw_grid
-    from .in_flight.tables import judge
 
-    job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("Many calls at once", "ms")
-    try:
-        failed = run(job, folder, findings)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    judge(findings, job)
-    found = findings.write(folder, "grid", job)
+    tables.judge(findings, job)
     draw_grid(findings, job, folder / "grid.png")
-    print_findings(found)
-    print(f"grid.json and grid.png are in {folder}")
-    if failed:
-        raise SystemExit(f"error: {failed}")
 
 
-def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
-    """All turns. Returns why rdmarpc failed, if it did; other libraries that fail are left out from then on."""
-    from .peers.libraries import TITLES
-    from .peers.turns import missing, turn
-
-    out: set[tuple[str, str]] = set()
-    failed = ""
-    for part, number, rounds in turns(job, findings):
+def run(job: dict[str, Any], turns: Turns) -> None:
+    for part, number, rounds in parts(job, turns.findings):
         names = " and ".join(map(size_text, part["sizes"]))
-        local(part, findings)
+        local(part, turns.findings)
         for device, library in ((device, library) for device in job["devices"] for library in job["libraries"]):
-            if (device, library) in out:
-                continue
-            title = f"{TITLES[library]} over {device}"
-            print(f"{names}, round {number} of {rounds}: {title}", flush=True)
-            reason = missing(library, device)
-            if not reason:
-                given = part | {"library": library, "device": device}
-                reason = turn(given, folder, partial(findings.keep, f"{library} {device}"))
-                if reason and library == "rdmarpc":
-                    failed = f"{title}: {reason}"
-            if reason:
-                out.add((device, library))
-                findings.left_out(title, reason)
-    return failed
+            title = f"{TITLES[library]} over {device}, {names}, round {number} of {rounds}"
+            turns.take(part | {"library": library, "device": device}, f"{library} {device}", title)
 
 
-def turns(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], int, int]]:
+def parts(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], int, int]]:
     """(what all libraries' turns of this round measure, number of the round, number of rounds): the small sizes together, then
     each large one, if there is memory for it."""
     common = job | {"clients": 1, "servers": 1, "drive": f"{__package__}.in_flight.client:drive"}
@@ -109,24 +85,19 @@ def local(part: dict[str, Any], findings: Findings) -> None:
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
     from .peers.functions import FUNCTIONS
-    from .peers.libraries import TITLES
 
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size < job["large"]]
         job |= {"rounds": min(job["rounds"], QUICK_ROUNDS), "script": False}
-    for name, known in (("devices", DEVICES), ("libraries", tuple(TITLES)), ("functions", tuple(FUNCTIONS))):
-        if not job[name] or not set(job[name]) <= set(known):
-            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(known)}")
+    apps.some_of(job, devices=DEVICES, libraries=TITLES, functions=FUNCTIONS)
     if not job["sizes"] or min(job["sizes"]) < 4:
         raise SystemExit(f"error: sizes={job['sizes']} must be numbers of bytes of float32 tensors")
-    for name in ("calls", "calls_large", "batches", "rounds", "rounds_large", "threads"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "calls", "calls_large", "batches", "rounds", "rounds_large", "threads")
     if max(job["calls"], job["calls_large"]) > job["threads"]:
         raise SystemExit(f"error: calls={job['calls']} at once need as many threads, not {job['threads']}")
     return job
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

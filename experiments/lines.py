@@ -9,19 +9,18 @@ lines.json.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, print_findings
-from .harness.processes import Group, WorkerFailed, run_job
+from .harness import apps
+from .harness.findings import Findings
+from .peers.turns import Turns, run_app
 from .programs.counting import size_of_file
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 PROGRAMS = {
     "parameter_server": "parameter server, 2 trainers",
     "reinforcement": "reinforcement learning, 2 observers",
@@ -36,56 +35,24 @@ TOLERANCE = 1e-6
 @hydra.main(version_base="1.3", config_path=CONF, config_name="lines")
 def main(cfg: DictConfig) -> None:
     """Runs and counts everything; fails if a program fails, or gives other results than one process."""
-    job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("Lines of code", "lines")
-    wrong: list[str] = []
-    try:
-        for library in job["libraries"]:
-            wrong += run(library, job, findings)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    count(job, findings)
-    found = findings.write(folder, "lines", job)
-    print_findings(found)
-    print(f"lines.json is in {folder}")
-    if wrong:
-        raise SystemExit(f"error: {'; '.join(wrong)}")
+    run_app("lines", Findings("Lines of code", "lines"), checked(cfg), run, judge)
 
 
-def run(library: str, job: dict[str, Any], findings: Findings) -> list[str]:
-    """All programs of a library, each in processes of its own. Returns what was wrong."""
-    from .peers.turns import missing
+def run(job: dict[str, Any], turns: Turns) -> None:
+    """All programs, each in processes of its own."""
     from .programs import running
 
-    if reason := missing(library, "tcp"):
-        findings.left_out(f"running the programs of {LIBRARIES[library]}", reason)
-        return []
-    wrong = []
-    for name in job["programs"]:
-        title = f"{name} of {LIBRARIES[library]}"
-        print(f"running {title}", flush=True)
-        result: list[float] = []
-
-        def on_event(group: str, event: tuple[Any, ...], into: list[float] = result) -> None:
-            into += event[1]
-
-        # Not in the run's folder: paths of Unix sockets must be short.
-        with tempfile.TemporaryDirectory(prefix="lines-") as place:
-            given = job | {"library": library, "program": name, "place": place}
-            try:
-                run_job([Group(title, running.main, running.processes(name))], given, on_event, job["timeout_s"])
-            except WorkerFailed as error:
-                wrong.append(str(error))
-                continue
-        apart = max(abs(one - other) for one, other in zip(result, running.alone(name), strict=True))
-        findings.add(f"{name}: apart from one process", 0, library, apart)
-        if not apart <= TOLERANCE:
-            wrong.append(f"{title} is {apart:g} apart from one process")
-    return wrong
+    for library in job["libraries"]:
+        for name in job["programs"]:
+            title = f"{name} of {LIBRARIES[library]}"
+            given = job | {"library": library, "device": "tcp", "program": name, "processes": running.processes(name)}
+            turns.take(given, library, title, running.main)
+            apart = turns.findings.median(f"{name}: apart from one process", 0, library)
+            if apart is not None and not apart <= TOLERANCE:
+                turns.fail(f"{title} is {apart:g} apart from one process")
 
 
-def count(job: dict[str, Any], findings: Findings) -> None:
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table: lines and tokens of each program."""
     rows = []
     for name in job["programs"]:
@@ -109,12 +76,10 @@ def count(job: dict[str, Any], findings: Findings) -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
-    for name, known in (("programs", PROGRAMS), ("libraries", LIBRARIES)):
-        if not job[name] or not set(job[name]) <= set(known):
-            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(known)}")
+    job = apps.plain(cfg)
+    apps.some_of(job, programs=PROGRAMS, libraries=LIBRARIES)
     return job
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

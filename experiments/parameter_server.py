@@ -13,36 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, print_findings
-from .shapes.runs import Turns, checked
+from .harness import apps
+from .harness.findings import Findings
+from .peers.turns import Turns, run_app
+from .shapes.runs import checked, table, take_all
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 CASES = ("all buckets", "sparse buckets")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="parameter_server")
 def main(cfg: DictConfig) -> None:
     """All turns, then the table, the file and the picture. Fails if results differ."""
+    job = checked(apps.plain(cfg), CASES) | {"program": "parameters"}
+    run_app("parameter_server", Findings("Trainers and parameter servers", "ms"), job, run, judge)
+
+
+def run(job: dict[str, Any], turns: Turns) -> None:
+    take_all(job, turns, [job["trainers"] + job["servers"]])
+
+
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
+    """The table and the picture."""
     from .shapes.picture import draw
 
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    job = checked(config, CASES) | {"program": "parameters"}
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("Trainers and parameter servers", "ms")
-    turns = Turns(job, folder, findings)
-    turns.run([job["trainers"] + job["servers"]])
     note = f"milliseconds of a step, medians: {job['trainers']} trainers, {job['servers']} servers; {job['layers']} dense"
     note += f" layers of width {job['width']}, a table of {job['rows']} rows, {job['batch']} x {job['bag']} of them a batch"
-    turns.table("a step", "step", "processes", False, note)
-    found = findings.write(folder, "parameter_server", job)
+    table(findings, job, "a step", "step", False, note)
     draw(findings, job, "step", "milliseconds a step", "processes", folder / "parameter_server.png")
-    print_findings(found)
-    print(f"parameter_server.json and parameter_server.png are in {folder}")
-    turns.finish()
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

@@ -13,47 +13,42 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, print_findings
-from .shapes.runs import Turns, checked
+from .harness import apps
+from .harness.findings import Findings
+from .peers.turns import Turns, run_app
+from .shapes.runs import checked, table, take_all
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 CASES = ("one by one", "in batches")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="reinforcement")
 def main(cfg: DictConfig) -> None:
     """All turns, then the tables, the file and the picture. Fails if results differ."""
-    from .shapes.picture import draw
-
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    job = checked(config, CASES) | {"program": "observers"}
+    job = checked(apps.plain(cfg), CASES) | {"program": "observers"}
     if not job["observers"] or min(job["observers"]) < 1:
         raise SystemExit(f"error: observers={job['observers']} must be numbers of observers")
     if job["quick"]:
         job["observers"] = job["observers"][:2]
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("An agent and its observers", "ms, or actions a second")
-    turns = Turns(job, folder, findings)
-    turns.run([1 + count for count in job["observers"]])
+    run_app("reinforcement", Findings("An agent and its observers", "ms, or actions a second"), job, run, judge)
+
+
+def run(job: dict[str, Any], turns: Turns) -> None:
+    take_all(job, turns, [1 + count for count in job["observers"]])
+
+
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
+    """The tables and the picture."""
+    from .shapes.picture import draw
+
     note = "milliseconds from an observer's question to the agent's answer, medians"
-    turns.table("an action", "latency", "processes", False, note)
-    turns.table("actions a second", "actions", "processes", True, "of all observers together, medians of the episodes")
-    found = findings.write(folder, "reinforcement", job)
-    draw(
-        findings,
-        job,
-        "latency",
-        "milliseconds an action",
-        "processes: an agent and its observers",
-        folder / "reinforcement.png",
-    )
-    print_findings(found)
-    print(f"reinforcement.json and reinforcement.png are in {folder}")
-    turns.finish()
+    table(findings, job, "an action", "latency", False, note)
+    table(findings, job, "actions a second", "actions", True, "of all observers together, medians of the episodes")
+    label = "processes: an agent and its observers"
+    draw(findings, job, "latency", "milliseconds an action", label, folder / "reinforcement.png")
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

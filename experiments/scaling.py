@@ -11,69 +11,42 @@ scaling.png.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, print_findings, ratio, text
+from .harness import apps
+from .harness.findings import Findings, ratio, text
+from .peers.libraries import TITLES
+from .peers.turns import Turns, run_app
 from .scaled.published import COMPUTE_MS
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="scaling")
 def main(cfg: DictConfig) -> None:
     """All turns, then the tables, the file and the picture. Fails where rdmarpc does."""
-    from .scaled.picture import draw_scaling
-
-    job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("More workers", "ms")
-    try:
-        failed = run(job, folder, findings)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    simulated = judge(findings, job)
-    found = findings.write(folder, "scaling", job)
-    draw_scaling(findings, simulated, job, folder / "scaling.png")
-    print_findings(found)
-    print(f"scaling.json and scaling.png are in {folder}")
-    if failed:
-        raise SystemExit(f"error: {failed}")
+    run_app("scaling", Findings("More workers", "ms"), checked(cfg), run, judge)
 
 
-def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
-    """All turns. Returns why rdmarpc failed, if it did; other libraries that fail are left out from then on."""
-    from .peers.libraries import TITLES
-    from .peers.turns import missing, turn
-
-    drive = f"{__package__}.scaled.worker:drive"
-    out: set[str] = set()
-    failed = ""
+def run(job: dict[str, Any], turns: Turns) -> None:
+    common = job | {"drive": f"{__package__}.scaled.worker:drive", "calls": 1, "threads": 16}
+    common |= {"functions": ["swapped", "identity"]}
     for number in range(job["rounds"]):
         for count in job["workers"]:
             servers = min(job["servers"], count)
-            for library in (each for each in job["libraries"] if each not in out):
-                title = f"{TITLES[library]}, {count} workers and {servers} servers"
-                print(f"round {number + 1} of {job['rounds']}: {title}", flush=True)
-                given = job | {"library": library, "drive": drive, "clients": count, "servers": servers, "calls": 1}
-                given |= {"threads": 16, "functions": ["swapped", "identity"]}
-                reason = missing(library, job["device"]) or turn(given, folder, partial(findings.keep, library))
-                if reason:
-                    out.add(library)
-                    findings.left_out(f"{title}, and more", reason)
-                    failed = f"{title}: {reason}" if library == "rdmarpc" else failed
-    return failed
+            for library in job["libraries"]:
+                title = f"{TITLES[library]}, {count} workers and {servers} servers, round {number + 1} of {job['rounds']}"
+                turns.take(common | {"library": library, "clients": count, "servers": servers}, library, title)
 
 
-def judge(findings: Findings, job: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """The tables, and the target. Returns the simulated speed-ups of each library, by hosts."""
-    from .peers.libraries import TITLES
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
+    """The tables, the targets and the picture."""
     from .scaled import simulated
+    from .scaled.picture import draw_scaling
 
     compute, libraries = job["compute_ms"], job["libraries"]
     rows = []
@@ -106,27 +79,23 @@ def judge(findings: Findings, job: dict[str, Any]) -> dict[str, dict[int, float]
         for count in job["workers"]:
             ours, theirs = (findings.median("step", count, each) for each in ("rdmarpc", "torch_rpc"))
             findings.target(f"{count} workers: a mini-batch, times faster than torch RPC", ratio(theirs, ours), "≥", 1)
-    return found
+    draw_scaling(findings, found, job, folder / "scaling.png")
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
     from .exchange.models import MODELS
-    from .peers.libraries import TITLES
 
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job |= {"rounds": 1, "net": "GRU", "steps": min(job["steps"], 5)}
         job["workers"] = [count for count in job["workers"] if count <= 2]
     if job["net"] not in COMPUTE_MS:
         raise SystemExit(f"error: net={job['net']} must be one of {', '.join(COMPUTE_MS)}")
-    if not job["libraries"] or not set(job["libraries"]) <= set(TITLES):
-        raise SystemExit(f"error: libraries={job['libraries']} must be some of {', '.join(TITLES)}")
+    apps.some_of(job, libraries=TITLES)
     if not job["workers"] or min(job["workers"]) < 1 or min(job["hosts"], default=1) < 1:
         raise SystemExit(f"error: workers={job['workers']} and hosts={job['hosts']} must be numbers of at least 1")
-    for name in ("servers", "steps", "rounds"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "servers", "steps", "rounds")
     job["compute_ms"] = COMPUTE_MS[job["net"]] if job["compute_ms"] is None else job["compute_ms"]
     import torch
 
@@ -137,4 +106,4 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

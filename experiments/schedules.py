@@ -10,52 +10,38 @@ run in as many processes, one thread each, and take turns, case by case and roun
 schedules.json.
 """
 
-import json
 import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.processes import Group, WorkerFailed, run_job
+from .harness import apps
+from .harness.processes import Group, run_job
 from .harness.versions import versions
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 
 # Workers import this module too; what only the launcher needs is imported where it is needed.
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="schedules")
-def app(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> None:
     """One run."""
     from .pipelines.report import print_table, summary
 
     job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
     records: list[dict[str, Any]] = []
-    try:
+    with apps.ending():
         for count in job["workers"]:
             print(f"{count} workers", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
-                here = job | {"count": count, "meeting_place": meeting_place}
+            with apps.meeting(apps.run_folder()) as place:
+                here = job | place | {"count": count}
                 run_job(groups(here), here, partial(note, records, count), job["timeout_s"])
-    except WorkerFailed as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     rows = summary(records, job)
     result = {"rows": rows, "records": records, "config": job, "versions": versions()}
-    (folder / "schedules.json").write_text(json.dumps(result, indent=2) + "\n")
-    if job["json"]:
-        json.dump(result, sys.stdout, indent=2)
-        print()
-    else:
-        print_table(rows)
-        print(f"schedules.json is in {folder}")
+    apps.write_and_show("schedules", result, job, lambda: print_table(rows))
 
 
 def groups(job: dict[str, Any]) -> list[Group]:
@@ -72,21 +58,13 @@ def note(records: list[dict[str, Any]], count: int, group: str, event: tuple[Any
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if not job["workers"] or min(job["workers"]) < 2:
         raise SystemExit(f"error: workers={job['workers']} must be numbers from 2 on")
-    for name in ("rounds", "steps", "chunks_a_worker"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "rounds", "steps", "chunks_a_worker")
     job["cases"] = {name: case for name, case in job["cases"].items() if case}
     return job
 
 
-def main() -> None:
-    """The app with the ordinary flag `--json` besides hydra's `json=true`."""
-    sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    apps.start(main)

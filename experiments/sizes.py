@@ -11,17 +11,18 @@ sender. Each turn has new processes. The run's folder receives sizes.json and si
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .harness.findings import Findings, available_gib, print_findings, ratio, text, times
+from .harness import apps
+from .harness.findings import Findings, available_gib, ratio, text, times
+from .peers.turns import Turns, run_app
+from .peers.turns import main as by_calls
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 DEVICES = ("shm", "tcp", "verbs")
 WAYS = {
     "grpc": "gRPC",
@@ -36,50 +37,28 @@ QUICK_ROUNDS, QUICK_UP_TO = 1, 4 << 20
 @hydra.main(version_base="1.3", config_path=CONF, config_name="sizes")
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables, the file and the picture. Fails where one of our ways does."""
+    run_app("sizes", Findings("Message sizes", "us"), checked(cfg), run, judge)
+
+
+def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
+    """The tables, the targets and the picture."""
     from .ways.picture import draw_sizes
 
-    job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    findings = Findings("Message sizes", "us")
-    try:
-        failed = run(job, folder, findings)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     for device in job["devices"]:
-        judge(findings, job, device)
-    found = findings.write(folder, "sizes", job)
+        judge_device(findings, job, device)
     draw_sizes(findings, job, WAYS, folder / "sizes.png")
-    print_findings(found)
-    print(f"sizes.json and sizes.png are in {folder}")
-    if failed:
-        raise SystemExit(f"error: {failed}")
 
 
-def run(job: dict[str, Any], folder: Path, findings: Findings) -> str:
-    """All turns. Returns why one of our ways failed, if one did; others that fail are left out from then on."""
-    from .peers.turns import main as by_calls
-    from .peers.turns import missing, turn
+def run(job: dict[str, Any], turns: Turns) -> None:
     from .ways.producer import main as by_writes
 
-    out: set[tuple[str, str]] = set()
-    failed = ""
-    for part, way, device in turns(job, findings):
-        if (way, device) in out:
-            continue
-        print(f"{part['title']}: {WAYS[way]} over {device}", flush=True)
-        given = part | {"library": way, "device": device}
-        take = partial(findings.keep, f"{way} {device}")
+    for part, way, device in parts(job, turns.findings):
+        title = f"{WAYS[way]} over {device}, {part['title']}"
         entry = by_writes if way.endswith("copy") else by_calls
-        reason = missing(way, device) or turn(given, folder, take, entry)
-        if reason:
-            out.add((way, device))
-            findings.left_out(f"{WAYS[way]} over {device}, from {part['sizes'][0]:,} bytes on", reason)
-            if way not in ("grpc", "torch_rpc") and not missing(way, device):
-                failed = f"{WAYS[way]} over {device}: {reason}"
-    return failed
+        turns.take(part | {"library": way, "device": device}, f"{way} {device}", title, entry)
 
 
-def turns(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], str, str]]:
+def parts(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, Any], str, str]]:
     """(what a turn measures, way, device): the small sizes together, then each large one where there is memory for it."""
     drive = f"{__package__}.ways.producer:drive"
     one = {"clients": 1, "servers": 1, "calls": 1, "threads": 16, "functions": ["identity", "largest"], "drive": drive}
@@ -97,7 +76,7 @@ def turns(job: dict[str, Any], findings: Findings) -> Iterator[tuple[dict[str, A
                 yield job | one | {"sizes": sizes, "title": title}, way, device
 
 
-def judge(findings: Findings, job: dict[str, Any], device: str) -> None:
+def judge_device(findings: Findings, job: dict[str, Any], device: str) -> None:
     """The table and the targets of one device."""
     rows, others = [], [way for way in job["ways"] if way != "zero_copy"]
     for size in job["sizes"]:
@@ -124,20 +103,16 @@ def judge(findings: Findings, job: dict[str, Any], device: str) -> None:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
         job["rounds"] = min(job["rounds"], QUICK_ROUNDS)
-    for name, known in (("devices", DEVICES), ("ways", tuple(WAYS))):
-        if not job[name] or not set(job[name]) <= set(known):
-            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(known)}")
+    apps.some_of(job, devices=DEVICES, ways=WAYS)
     if not job["sizes"] or any(size < 4 or size % 4 for size in job["sizes"]):
         raise SystemExit(f"error: sizes={job['sizes']} must be numbers of bytes of float32 tensors")
-    for name in ("rounds", "rounds_large"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.at_least_one(job, "rounds", "rounds_large")
     return job
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

@@ -11,28 +11,25 @@ and .png (of a training step).
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from rich.console import Console
 
 from rdmarpc import transfers
 from rdmarpc.group import slurm
 
 from .digits import data, torch_rpc, worker
-from .harness import launched
-from .harness.processes import Group, WorkerFailed, run_job
+from .harness import apps, launched
+from .harness.processes import Group, run_job
 from .harness.versions import versions
 
 if TYPE_CHECKING:
     from .digits.report import TrainingDisplay
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
@@ -47,42 +44,35 @@ def main(cfg: DictConfig) -> None:
     from .digits.report import TrainingDisplay, training_table
     from .harness.pictures import draw_comm_comp
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = apps.run_folder()
     display = TrainingDisplay(job)
     if task is None:
-        run_on_this_host(job, folder, display)
+        run_on_this_host(job, display)
     else:
         with display:
             launched.run_here(worker.main, task, job, display.on_event)
 
     result = result_of(display.records, display.counters) | {"config": job, "versions": versions()}
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     (folder / "placement.txt").write_text("\n\n\n".join(map(str, display.transfers)) + "\n")
     transfers.save(folder / "placement.json", display.transfers)
     display.transfers[0].draw(folder / "placement.png")
     draw_comm_comp(result, folder / "comm_comp.png")
-    display.console.print(training_table(result))
-    display.console.print(f"result.json, placement.{{txt,json,png}} and comm_comp.png are in {folder}", soft_wrap=True)
+    apps.write_and_show("result", result, job, lambda: Console().print(training_table(result)))
 
 
-def run_on_this_host(job: dict[str, Any], folder: Path, display: TrainingDisplay) -> None:
+def run_on_this_host(job: dict[str, Any], display: TrainingDisplay) -> None:
     """All workers as processes of ours; ends the program if one fails."""
     groups = [Group("rdmarpc", worker.main, job["workers"])]
     if job["torch_rpc"]:
         groups.append(Group("torch RPC", torch_rpc.main, job["workers"], freeze=True))
-    try:
-        with display, tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as meeting_place:
-            meet = {"meeting_place": meeting_place, "init_method": f"file://{meeting_place}/rdmarpc"}
-            run_job(groups, job | meet, display.on_event, job["timeout_s"])
-    except WorkerFailed as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with apps.ending(), display, apps.meeting(apps.run_folder()) as place:
+        meet = place | {"init_method": f"file://{place['meeting_place']}/rdmarpc"}
+        run_job(groups, job | meet, display.on_event, job["timeout_s"])
 
 
 def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
     """The config as plain values, with the placement for this many workers; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if task is not None:
         job |= {"workers": task.world_size, "torch_rpc": False}
     placements = job["model"].pop("placement")
@@ -96,8 +86,7 @@ def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
     images = data.IMAGES - data.HELD_OUT
     if not 1 <= job["batch_size"] <= images // 2:
         raise SystemExit(f"error: batch_size={job['batch_size']} must lie between 1 and {images // 2} ({images} images)")
-    if job["epochs"] < 1:
-        raise SystemExit(f"error: epochs={job['epochs']} must be at least 1")
+    apps.at_least_one(job, "epochs")
     return job
 
 
@@ -125,4 +114,4 @@ def result_of(records: dict[str, dict[str, Any]], counters: dict[str, int]) -> d
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

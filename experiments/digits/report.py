@@ -8,7 +8,8 @@ from rich.table import Table
 
 from rdmarpc.transfers import Transfers
 
-SHOWN_COUNTERS = ("bytes_direct", "posts", "bytes_staged", "registrations", "rpc_messages")
+from ..harness.findings import size_text
+
 TITLES = {"single_process": "single process", "rdmarpc": "rdmarpc", "torch_rpc": "torch RPC"}
 
 
@@ -19,7 +20,7 @@ class TrainingDisplay:
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.console = Console()
+        self.console = Console(stderr=True)
         self.records: dict[str, dict[str, Any]] = {}
         self.counters: dict[str, int] = {}
         self.transfers: list[Transfers] = []
@@ -60,9 +61,8 @@ class TrainingDisplay:
 
 def training_table(result: dict[str, Any]) -> Table:
     """One row for each way to train, and underneath what the steady state of ours did."""
-    counters = result["counters"]
-    counted = ", ".join(f"{key} {counters.get(key, 0) / max(counters['steps'], 1):,.5g}" for key in SHOWN_COUNTERS)
-    table = Table(title="one training step (median)", caption=f"rdmarpc, a step from the second on: {counted}")
+    caption = f"rdmarpc, a step from the second on: {counted(result['counters'])}"
+    table = Table(title="one training step (median)", caption=caption)
     table.add_column("trained by")
     for column in ("step", "communication", "less by", "accuracy", "losses"):
         table.add_column(column, justify="right")
@@ -77,6 +77,18 @@ def training_table(result: dict[str, Any]) -> Table:
             {None: "reference", True: "equal bits", False: "differ"}[result["equal_to_single_process"].get(name)],
         )
     return table
+
+
+def counted(counters: dict[str, int]) -> str:
+    """What a step did on average, from the counters of all ``counters["steps"]``."""
+    direct, posts, staged, registrations, messages = (
+        counters.get(name, 0) / max(counters["steps"], 1)
+        for name in ("bytes_direct", "posts", "bytes_staged", "registrations", "rpc_messages")
+    )
+    return (
+        f"{size_text(round(direct))} copied directly and {size_text(round(staged))} through staging buffers,"
+        f" in {posts:.1f} copies; {registrations:.1f} registrations of memory, {messages:.1f} RPC messages"
+    )
 
 
 def times_less(result: dict[str, Any], name: str) -> str:

@@ -22,11 +22,7 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A process from its first line to its last: the network first, if a rate was asked for, then as in every turn."""
     if job["gbits"]:
         server, place = rank >= job["clients"], Path(job["meeting_place"])
-        try:
-            interface, address = namespaces.link(server, rank == 0, place, job["gbits"], job["timeout_s"])
-        except RuntimeError as error:
-            (place / f"failed{rank}").write_text(str(error))
-            raise
+        interface, address = namespaces.link(server, rank == 0, place, job["gbits"], job["timeout_s"])
         job |= {"interface": interface, "address": address}
         # torch RPC meets through gloo; both it and TensorPipe would ask for the address of the host's name otherwise.
         os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -119,12 +118,6 @@ class Findings:
             "versions": versions(),
             "machine": machine(),
         }
-
-    def write(self, folder: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
-        """Writes ``NAME.json`` and returns its contents."""
-        found = self.as_dict(job)
-        (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-        return found
 
 
 def ratio(slower: float | None, faster: float | None) -> float | None:

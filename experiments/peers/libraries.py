@@ -22,6 +22,7 @@ from torch import Tensor
 from .functions import WRITES, function, together
 
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "grpc": "gRPC"}
+PEERS = frozenset(TITLES) - {"rdmarpc"}
 PACKAGES = {"grpc": "grpc"}
 """What has to be installed for a library, beside torch."""
 

@@ -1,4 +1,4 @@
-"""A turn: one library over one device, in new processes that exist for this turn alone. So nothing else polls, sleeps or holds
+"""Turns: one library over one device, in new processes that exist for this turn alone. So nothing else polls, sleeps or holds
 memory while a library is measured, and no turn profits from another."""
 
 from __future__ import annotations
@@ -6,14 +6,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import tempfile
+import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..harness import apps
+from ..harness.findings import Findings, print_findings
 from ..harness.processes import Group, Launcher, WorkerFailed, run_job
-from .libraries import PACKAGES, TITLES, serve_or_drive
+from .libraries import PACKAGES, PEERS, TITLES, serve_or_drive
 
 Figure = tuple[str, int, float]
 """Case, size (bytes, clients, ...), and a number."""
@@ -21,36 +24,100 @@ Entry = Callable[[int, dict[str, Any], Launcher], None]
 
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """A process of a turn; client 0 tells ("figures", list of them)."""
+    """A process of a turn in which clients call functions of servers; client 0 tells ("figures", list of them). The job says
+    "drive" (module:function), "functions", "calls" under way from a client, and "threads" of a server."""
+    module, _, name = job["drive"].partition(":")
+    found = serve_or_drive(getattr(importlib.import_module(module), name), rank, job)
+    if rank == 0:
+        launcher.tell(("figures", found))
+
+
+def enter(entry: Entry, rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """Any process of a turn; why it fails is written where the launcher looks."""
     logging.captureWarnings(True)  # torch warns of its own deprecated parts
     warnings.simplefilter("ignore")
-    module, _, name = job["drive"].partition(":")
     try:
-        found = serve_or_drive(getattr(importlib.import_module(module), name), rank, job)
-        if rank == 0:
-            launcher.tell(("figures", found))
+        entry(rank, job, launcher)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         (Path(job["meeting_place"]) / f"failed{rank}").write_text(reason)
         raise
 
 
-def turn(job: dict[str, Any], folder: Path, take: Callable[[list[Figure]], None], entry: Entry = main) -> str:
-    """One turn as ``job`` says: "library", "device", "drive" (module:function), "functions", "clients", "servers", "calls"
-    under way from a client, "threads" of a server, "timeout_s". Returns nothing, or why it failed.
-    ``entry``: the first function of its processes."""
+class Turns:
+    """The turns of one run. What cannot run here, and what has failed, is left out by name and gets no further turn."""
 
-    def on_event(group: str, event: tuple[Any, ...]) -> None:
-        take(event[1])
+    def __init__(self, findings: Findings, folder: Path) -> None:
+        self.findings, self._folder = findings, folder
+        self.failed = ""
+        """Why rdmarpc failed, or whose results differ; empty if all is well."""
+        self._out: set[str] = set()
+        self._first: dict[str, tuple[str, dict[str, bytes]]] = {}
 
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as place:
-        group = Group(TITLES.get(job["library"], job["library"]), entry, job["clients"] + job["servers"])
-        try:
-            run_job([group], job | {"meeting_place": place}, on_event, job["timeout_s"])
-        except WorkerFailed as error:
-            reasons = [path.read_text() for path in sorted(Path(place).glob("failed*"))]
-            return "; ".join(dict.fromkeys(reasons)) or str(error)
-    return ""
+    def take(self, job: dict[str, Any], what: str, title: str, entry: Entry = main, same: str = "") -> None:
+        """One turn of ``job["library"]`` over ``job["device"]``: ``job["processes"]``, or else ``job["clients"]`` and
+        ``job["servers"]``, begin at ``entry``. Rank 0 tells ("figures", list), which is kept as ``what``, and ("results",
+        {name: bytes}), which must be the same in all turns with the same ``same``."""
+        if what in self._out:
+            return
+        reason = missing(job["library"], job["device"])
+        if not reason:
+            print(title, file=sys.stderr, flush=True)
+            reason = self._run(job, what, title, entry, same)
+            if reason and job["library"] not in PEERS:
+                self.fail(f"{title}: {reason}")
+        if reason:
+            self._out.add(what)
+            self.findings.left_out(title, reason)
+
+    def fail(self, reason: str) -> None:
+        """The program ends with the first of these, after its report."""
+        self.failed = self.failed or reason
+
+    def _run(self, job: dict[str, Any], what: str, title: str, entry: Entry, same: str) -> str:
+        """Returns nothing, or why it failed."""
+
+        def on_event(group: str, event: tuple[Any, ...]) -> None:
+            if event[0] == "figures":
+                self.findings.keep(what, event[1])
+            else:
+                self.compare(same, title, event[1])
+
+        with apps.meeting(self._folder) as place:
+            count = job["processes"] if "processes" in job else job["clients"] + job["servers"]
+            group = Group(TITLES.get(job["library"], job["library"]), partial(enter, entry), count)
+            try:
+                run_job([group], job | place, on_event, job["timeout_s"])
+            except WorkerFailed as error:
+                reasons = [path.read_text() for path in sorted(Path(place["meeting_place"]).glob("failed*"))]
+                return "; ".join(dict.fromkeys(reasons)) or str(error)
+        return ""
+
+    def compare(self, same: str, title: str, results: dict[str, bytes]) -> None:
+        """With those of the first turn that has this ``same``."""
+        first, reference = self._first.setdefault(same, (title, results))
+        if wrong := sorted(name for name in {*results, *reference} if results.get(name) != reference.get(name)):
+            self.fail(f"results differ: {same}: {', '.join(wrong)}, of {title} and {first}")
+
+
+def run_app(
+    name: str,
+    findings: Findings,
+    job: dict[str, Any],
+    run: Callable[[dict[str, Any], Turns], None],
+    judge: Callable[[Findings, dict[str, Any], Path], None],
+) -> None:
+    """A program by turns from its config to its end: ``run`` takes all turns, ``judge`` makes the tables, targets and pictures,
+    and both are written and shown. Fails where rdmarpc does, or where results differ."""
+    folder = apps.run_folder()
+    turns = Turns(findings, folder)
+    with apps.ending():
+        run(job, turns)
+    judge(findings, job, folder)
+    found = findings.as_dict(job)
+    apps.write_and_show(name, found, job, lambda: print_findings(found))
+    if turns.failed:
+        raise SystemExit(f"error: {turns.failed}")
 
 
 def missing(library: str, device: str) -> str:

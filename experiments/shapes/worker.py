@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -34,15 +32,16 @@ def join(rank: int, job: dict[str, Any], name: str) -> Any:
 
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """Rank 0 tells ("found", figures, results): {name: samples} and {name: bytes}."""
-    logging.captureWarnings(True)  # torch warns of its own deprecated parts
-    warnings.simplefilter("ignore")
+    """Rank 0 tells ("figures", ...) of its case, and ("results", {name: bytes})."""
     program: Any = importlib.import_module(f".{job['program']}", __package__)
     program.rpc = join(rank, job, program.name_of(rank, job))
     found = program.run(rank, job)
     program.rpc.shutdown()
     if rank == 0:
-        launcher.tell(("found", *found))
+        figures, results = found
+        case, size = job["case"], job["processes"]
+        launcher.tell(("figures", [(f"{case}: {name}", size, value) for name in figures for value in figures[name]]))
+        launcher.tell(("results", results))
 
 
 def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:

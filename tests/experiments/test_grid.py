@@ -64,7 +64,7 @@ def test_targets_and_published_figures_stand_beside_ours() -> None:
 def test_sizes_without_memory_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "available_gib", lambda: 3.0)
     findings = Findings("", "ms")
-    parts = [part["sizes"] for part, _, _ in grid.turns(job("rounds=2"), findings)]
+    parts = [part["sizes"] for part, _, _ in grid.parts(job("rounds=2"), findings)]
     assert parts == [[40_000, 4_000_000]] * 2
     [left] = findings.left
     assert left["what"] == "400 MB" and "3.0 GiB are available" in left["why"]

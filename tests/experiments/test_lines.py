@@ -13,6 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import lines
 from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.peers import turns
+from rdmarpc.experiments.programs import running
 from rdmarpc.experiments.programs.counting import Size, size_of
 
 GRPC = importlib.util.find_spec("grpc") is not None
@@ -53,15 +55,16 @@ two"""
     assert size_of(source) == Size(lines=7, tokens=2 + 6 + 3 + 4)
 
 
-def test_other_results_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_results_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run_job(groups, job, on_event, timeout_s):
-        on_event("", ("result", [0.0] * 4))
+        on_event("", ("figures", [("pipeline: apart from one process", 0, running.apart("pipeline", [0.0] * 4))]))
 
-    monkeypatch.setattr(lines, "run_job", run_job)
+    monkeypatch.setattr(turns, "run_job", run_job)
     with initialize_config_dir(lines.CONF, version_base="1.3"):
-        job = lines.checked(compose("lines", ["programs=[pipeline]"]))
-    [wrong] = lines.run("rdmarpc", job, Findings("", ""))
-    assert re.match(r"pipeline of rdmarpc is [\d.]+ apart from one process", wrong)
+        job = lines.checked(compose("lines", ["programs=[pipeline]", "libraries=[rdmarpc]"]))
+    taken = turns.Turns(Findings("", ""), tmp_path)
+    lines.run(job, taken)
+    assert re.match(r"pipeline of rdmarpc is [\d.]+ apart from one process", taken.failed)
 
 
 @pytest.mark.parametrize("override", ["programs=[chess]", "libraries=[smoke_signals]", "programs=[]"])

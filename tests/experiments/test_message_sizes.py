@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import sizes
 from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.peers.turns import Turns
 from rdmarpc.experiments.ways.producer import Steps
 
 GRPC = importlib.util.find_spec("grpc") is not None
@@ -45,7 +46,7 @@ def test_what_needs_too_much_memory_is_left_out_by_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(sizes, "available_gib", lambda: 4.0)
     findings = Findings("", "us")
     given = job("sizes=[4,1073741824]", "devices=[shm]", "rounds=1", "rounds_large=2")
-    parts = [(part["sizes"], way) for part, way, _ in sizes.turns(given, findings)]
+    parts = [(part["sizes"], way) for part, way, _ in sizes.parts(given, findings)]
     small, large = [way for each, way in parts if each == [4]], [way for each, way in parts if each != [4]]
     assert small == list(sizes.WAYS) and large == ["sender_copy", "zero_copy"] * 2
     assert [each["what"].partition(" over")[0] for each in findings.left] == [
@@ -57,7 +58,9 @@ def test_rdma_is_left_out_where_there_is_none(tmp_path: Path) -> None:
     if any(Path("/sys/class/infiniband").glob("*")):
         pytest.skip("there is RDMA hardware")
     findings = Findings("", "us")
-    assert not sizes.run(job("devices=[verbs]", "ways=[torch_rpc,zero_copy]", "sizes=[4]"), tmp_path, findings)
+    turns = Turns(findings, tmp_path)
+    sizes.run(job("devices=[verbs]", "ways=[torch_rpc,zero_copy]", "sizes=[4]"), turns)
+    assert not turns.failed and not findings.measured()
     assert [each["why"] for each in findings.left] == ["there is no RDMA device"] * 2
 
 

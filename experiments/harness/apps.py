@@ -1,0 +1,79 @@
+"""How the program of an experiment begins and ends: its config, its folder, Ctrl-C, its results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from .processes import WorkerFailed
+
+CONF = str(Path(__file__).parents[1] / "conf")
+
+
+def start(app: Callable[[], None]) -> None:
+    """Runs an app of hydra, with the ordinary flag ``--json`` besides hydra's ``json=true``."""
+    sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
+    app()
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values."""
+    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    return job
+
+
+def some_of(job: dict[str, Any], **known: Collection[str]) -> None:
+    """Ends the program unless each of these names at least one value, and only known ones."""
+    for name, values in known.items():
+        if not isinstance(job[name], list) or not job[name] or not set(job[name]) <= set(values):
+            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(values)}")
+
+
+def at_least_one(job: dict[str, Any], *names: str) -> None:
+    """Ends the program unless each of these is a number of at least 1."""
+    for name in names:
+        if not isinstance(job[name], (int, float)) or job[name] < 1:
+            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+
+
+def run_folder() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """A worker that fails ends the program with one line; Ctrl-C ends it silently."""
+    try:
+        yield
+    except WorkerFailed as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def meeting(folder: Path) -> Iterator[dict[str, Any]]:
+    """A folder where the workers of a job meet, as a part of the job; it is gone afterwards."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".meeting-") as place:
+        yield {"meeting_place": place}
+
+
+def write_and_show(name: str, result: dict[str, Any], job: dict[str, Any], show: Callable[[], None]) -> None:
+    """Writes ``NAME.json``, and shows the result or, for ``json=true``, prints it."""
+    folder = run_folder()
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    if job.get("json"):
+        json.dump(result, sys.stdout, indent=2)
+        print()
+        return
+    show()
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".png", ".txt"))
+    print(f"in {folder}: {', '.join(others)}")
