@@ -34,7 +34,9 @@ def _main(arguments: list[str], out: str, environment: dict[str, str]) -> None:
 def execute(arguments: list[str]) -> None:
     """As the interpreter would, here. Children of the program are its forks. They run the same code: it never knows how its
     context starts a process."""
-    mp.context._concrete_contexts["spawn"] = mp.get_context("fork")  # type: ignore[attr-defined]
+    fork = mp.get_context("fork")
+    fork.set_forkserver_preload = lambda names: None  # type: ignore[attr-defined]
+    mp.context._concrete_contexts.update(spawn=fork, forkserver=fork)  # type: ignore[attr-defined]
     if arguments[0] == "-m":
         sys.path.insert(0, str(ROOT))
         sys.argv = arguments[1:]
