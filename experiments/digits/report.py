@@ -81,13 +81,13 @@ def training_table(result: dict[str, Any]) -> Table:
 
 def counted(counters: dict[str, int]) -> str:
     """What a step did on average, from the counters of all ``counters["steps"]``."""
-    direct, posts, staged, registrations, messages = (
+    direct, staged, posts, registrations, messages = (
         counters.get(name, 0) / max(counters["steps"], 1)
-        for name in ("bytes_direct", "posts", "bytes_staged", "registrations", "rpc_messages")
+        for name in ("bytes_direct", "bytes_staged", "posts", "registrations", "rpc_messages")
     )
     return (
         f"{size_text(round(direct))} copied directly and {size_text(round(staged))} through staging buffers,"
-        f" in {posts:.1f} copies; {registrations:.1f} registrations of memory, {messages:.1f} RPC messages"
+        f" in {posts:.3g} copies; {registrations:.3g} registrations of memory, {messages:.3g} RPC messages"
     )
 
 

@@ -55,7 +55,7 @@ def draw_comm_comp(result: dict[str, Any], path: Path) -> None:
         axes.spines["left"].set_visible(False)
         axes.tick_params(length=0)
         axes.set_xlabel("milliseconds per training step (median)")
-        figure.suptitle(_finding(communication), x=0.02, ha="left", fontsize=16, fontweight="bold")
+        figure.suptitle(finding(communication), x=0.02, ha="left", fontsize=16, fontweight="bold")
         figure.text(0.02, 0.02, _how_measured(result), fontsize=9.5, color=QUIET, ha="left", va="bottom")
         figure.tight_layout(rect=(0, 0.09, 1, 1))
         figure.savefig(path, dpi=160)
@@ -66,12 +66,13 @@ def _bar_title(name: str, device: str) -> str:
     return f"rdmarpc\n({DEVICES.get(device, device)})" if name == "rdmarpc" else "torch RPC\n(TensorPipe)"
 
 
-def _finding(communication: dict[str, float]) -> str:
+def finding(communication: dict[str, float]) -> str:
+    """The picture's title."""
     ours, theirs = communication["rdmarpc"], communication.get("torch_rpc")
     if theirs is None:
         return f"rdmarpc adds {ours:.2f} ms of communication to a training step"
-    if ours == 0:
-        return f"rdmarpc adds no measurable communication to a step; torch RPC adds {theirs:.2f} ms"
+    if ours == 0 or theirs == 0:
+        return f"Communication adds {ours:.2f} ms to a training step with rdmarpc, {theirs:.2f} ms with torch RPC"
     if theirs >= ours:
         return f"A training step spends {theirs / ours:.1f}× less time on communication than with torch RPC"
     return f"A training step spends {ours / theirs:.1f}× more time on communication than with torch RPC"

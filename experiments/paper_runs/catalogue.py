@@ -72,6 +72,11 @@ EXPERIMENTS = (
         minutes=3, quick_minutes=0.4,
     ),
     Experiment(
+        "dlrm", "mlsys", "A recommendation model",
+        "Embedding tables at servers by RPC, the dense part at trainers by DDP, one distributed autograd over both.",
+        minutes=2, quick_minutes=0.3,
+    ),
+    Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
         minutes=6, quick_minutes=0.4, quick=("workers=[2]", "rounds=1", "cases.wide=null"),

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import programs
 import pytest
+from hydra import compose, initialize_config_dir
 
+from rdmarpc.experiments import dlrm
 from rdmarpc.experiments.harness.findings import Findings
 from rdmarpc.experiments.peers.turns import Turns
 from rdmarpc.experiments.shapes.runs import checked
 
 SMALL = {
     "parameter_server": ["rows=50", "width=8", "layers=2", "batch=4", "bag=3", "steps=2", "cases=['sparse buckets']"],
+    "dlrm": ["rows=50", "width=8", "hidden=8", "tables=2", "batches=[4]", "servers=1", "steps=2"],
     "reinforcement": ["observers=[2]", "state=6", "hidden=8", "layers=1", "actions=3", "steps=4", "cases=['in batches']"],
 }
-FIGURES = {"parameter_server": {"step": 2}, "reinforcement": {"latency": 8, "actions": 1}}
+FIGURES = {"parameter_server": {"step": 2}, "dlrm": {"step": 2, "lookup": 2}, "reinforcement": {"latency": 8, "actions": 1}}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -48,3 +52,9 @@ def test_bad_config_is_a_clear_error() -> None:
     for wrong, says in (({"cases": ["b"]}, "must be some of"), ({"rounds": 0}, "rounds=0")):
         with pytest.raises(SystemExit, match=says):
             checked(job | wrong, ("a",))
+
+
+@pytest.mark.parametrize(("override", "says"), [("batches=[]", "batches=[]"), ("rows=1", "rows=1"), ("servers=0", "servers=0")])
+def test_a_recommendation_model_that_makes_no_sense(override: str, says: str) -> None:
+    with initialize_config_dir(dlrm.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
+        dlrm.job_of(compose("dlrm", [override]))

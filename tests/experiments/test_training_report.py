@@ -1,0 +1,29 @@
+"""What the training job says below its table and above its picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdmarpc.experiments.digits.report import counted
+from rdmarpc.experiments.harness.pictures import finding
+
+
+def test_a_step_in_plain_words() -> None:
+    counters = {"steps": 10, "bytes_direct": 1_340_300, "posts": 121, "rpc_messages": 5}
+    assert counted(counters) == (
+        "134 KB copied directly and 0 B through staging buffers, in 12.1 copies; 0 registrations of memory, 0.5 RPC messages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "says"),
+    [
+        (1.0, 4.0, "spends 4.0× less time"),
+        (4.0, 1.0, "spends 4.0× more time"),
+        (0.0, 1.0, "adds 0.00 ms to a training step with rdmarpc, 1.00 ms with torch RPC"),
+        (1.0, 0.0, "adds 1.00 ms to a training step with rdmarpc, 0.00 ms with torch RPC"),
+        (0.0, 0.0, "0.00 ms with torch RPC"),
+    ],
+)
+def test_the_finding_of_any_measurement(ours: float, theirs: float, says: str) -> None:
+    assert says in finding({"rdmarpc": ours, "torch_rpc": theirs})
