@@ -11,20 +11,19 @@ and pictures.
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+import sys
 from typing import Any
 
 import hydra
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from .data_parallel import worker
+from .harness import apps
 from .harness.findings import Findings, print_findings
-from .harness.processes import Group, WorkerFailed, run_job
+from .harness.processes import Group, run_job
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 PARTS = ("granularity", "buckets", "breakdown", "skipping", "convergence", "scaling")
 QUICK = {"models": ["small"], "caps_mb": [0, 1], "numbers": 4_000_000, "granularity": [100_000, 4_000_000], "skip": [1, 4]}
 QUICK |= {"trainings": [[8, 0.02]], "batches": 60, "ranks": [2], "steps": 1, "warm_up": 2, "rounds": 2}
@@ -37,20 +36,14 @@ def main(cfg: DictConfig) -> None:
     from .data_parallel import picture, report
 
     job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
     findings = Findings("Data parallel training", "ms")
     findings.left_out("MPI", why_no_mpi())
-    try:
+    with apps.ending():
         run(job, findings)
-    except WorkerFailed as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     report.judge(findings, job)
-    found = findings.write(folder, "ddp", job)
-    pictures = picture.draw(findings, job, folder)
-    print_findings(found)
-    print(f"{', '.join(['ddp.json', *pictures])} are in {folder}")
+    picture.draw(findings, job, apps.run_folder())
+    found = findings.as_dict(job)
+    apps.write_and_show("ddp", found, job, lambda: print_findings(found))
 
 
 def why_no_mpi() -> str:
@@ -73,10 +66,9 @@ def run(job: dict[str, Any], findings: Findings) -> None:
     for ranks, chosen in sizes.items():
         if not chosen:
             continue
-        print(f"{ranks} ranks: {', '.join(chosen)}", flush=True)
-        # Not in the run's folder: paths of Unix sockets must be short.
-        with tempfile.TemporaryDirectory(prefix="ddp-") as place:
-            given = job | {"size": ranks, "parts": chosen, "meeting_place": place}
+        print(f"{ranks} ranks: {', '.join(chosen)}", file=sys.stderr, flush=True)
+        with apps.meeting(apps.run_folder()) as place:
+            given = job | place | {"size": ranks, "parts": chosen}
             run_job([Group(f"{ranks} ranks", worker.main, ranks)], given, keep, job["timeout_s"])
 
 
@@ -84,15 +76,11 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
     from .data_parallel.models import MODELS
 
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     if job["quick"]:
         job |= QUICK
-    for name, known in (("parts", PARTS), ("models", tuple(MODELS))):
-        if not job[name] or not set(job[name]) <= set(known):
-            raise SystemExit(f"error: {name}={job[name]} must be some of {', '.join(known)}")
-    for name in ("steps", "warm_up", "rounds", "batches", "layers"):
-        if job[name] < 1:
-            raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+    apps.some_of(job, parts=PARTS, models=MODELS)
+    apps.at_least_one(job, "steps", "warm_up", "rounds", "batches", "layers")
     for name in ("caps_mb", "granularity", "skip", "trainings", "ranks"):
         if not job[name]:
             raise SystemExit(f"error: {name}={job[name]} must not be empty")
@@ -103,4 +91,4 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

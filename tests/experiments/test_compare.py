@@ -46,8 +46,9 @@ def test_findings_compare_too(tmp_path: Path) -> None:
         findings = Findings("An experiment", "ms")
         for extra in (0.0, 0.1, 0.2):
             findings.add("case", 8, "ours", number + extra)
-        findings.write(tmp_path, f"run{number:g}", {"rounds": 3})
-        runs.append(compare.load(tmp_path / f"run{number:g}.json"))
+        path = tmp_path / f"run{number:g}.json"
+        path.write_text(json.dumps(findings.as_dict({"rounds": 3})))
+        runs.append(compare.load(path))
     [row] = compare.compare(*runs)["changed"]
     assert row["unit"] == "ms" and row["before"]["median"] == 1.1 and row["after"]["n"] == 3
 
@@ -62,4 +63,4 @@ def test_an_earlier_run_that_cannot_be_read_ends_the_program_before_it_measures(
 
 def test_flags() -> None:
     given = ["--json", "rounds=3", "--compare", "a dir/OLD.json"]
-    assert bench.flags(given) == ["json=true", "rounds=3", "compare='a dir/OLD.json'"]
+    assert bench.flags(given) == ["--json", "rounds=3", "compare='a dir/OLD.json'"]
