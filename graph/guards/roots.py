@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 
 from .content import MISSING, foreign, is_data
 
-_CHAINS = ("LOAD_ATTR", "LOAD_METHOD")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_CHAINS = (*_LOADS, "STORE_ATTR", "DELETE_ATTR")
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY")
+"""They leave what a chain has come to where it is."""
 
 
 class Root(NamedTuple):
@@ -50,6 +53,8 @@ def _named(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tup
         if step.opname in _CHAINS and chain:
             chain.append(step.argval)
             chains[-1] = tuple(chain)
+            if step.opname not in _LOADS:
+                chain = []
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             chain = [step.argval]
             chains.append((step.argval,))
@@ -58,7 +63,7 @@ def _named(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tup
             imports.append((module, level, ""))
         elif step.opname == "IMPORT_FROM":
             imports.append((module, level, step.argval))
-        elif step.opname not in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
+        elif step.opname not in _BETWEEN:
             chain = []
         if step.opname == "LOAD_CONST":
             before = (before[1], step.argval)
@@ -102,7 +107,7 @@ def _inside(value: Any, names: list[str]) -> Iterator[Root]:
                 return
             table: Any = vars(value)
         elif isinstance(value, type) and not foreign(value.__module__):
-            table = next((vars(kind) for kind in value.__mro__ if name in vars(kind)), vars(value))
+            table = _class_table(next((kind for kind in value.__mro__ if name in vars(kind)), value))
         else:
             return
         yield Root(f"{name!r} of {getattr(value, '__qualname__', value.__name__)}", table, name)
@@ -147,6 +152,24 @@ def closed_over(function: types.FunctionType) -> Iterator[Root]:
             yield Root(f"{what} of {name}", _Attribute(function, what), what)
 
 
+class ClassTable:
+    """The attributes of a class, as a table: ``vars`` does not tell whose they are."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self.get = kind, vars(kind).get
+
+    def put(self, name: str, value: Any) -> None:
+        """``MISSING``: it has none of that name."""
+        if value is not MISSING:
+            setattr(self._kind, name, value)
+        elif name in vars(self._kind):
+            delattr(self._kind, name)
+
+
+_class_table = functools.lru_cache(maxsize=1024)(ClassTable)
+"""The same one for a class every time: a table is known by its ``id``."""
+
+
 class _Attribute:
     """A table of one attribute of a function."""
 
@@ -163,10 +186,11 @@ def needs_search(code: types.CodeType, within: Iterable[types.CodeType]) -> bool
     return not any(code in other.co_consts for other in within)
 
 
-def reachable(kinds: Iterable[type], most: int = 2000) -> dict[types.CodeType, dict[str, Any]]:
-    """The codes of the methods of these classes, and of the user's functions that they name, with their globals."""
+def reachable(kinds: Iterable[type], functions: Iterable[Any] = (), most: int = 2000) -> dict[types.CodeType, dict[str, Any]]:
+    """The codes of the methods of these classes, of these functions, and of the user's functions that they name, with their
+    globals."""
     found: dict[types.CodeType, dict[str, Any]] = {}
-    left: list[Any] = [value for kind in kinds for base in kind.__mro__ for value in vars(base).values()]
+    left: list[Any] = [*functions, *(value for kind in kinds for base in kind.__mro__ for value in vars(base).values())]
     while left and len(found) < most:
         value = left.pop()
         value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value

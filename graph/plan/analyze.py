@@ -17,12 +17,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from ..guards.side_effects import OnlyHere
 from ..trace.capture import Capture, TensorSpec
 from ..trace.devices import CPU, named
 from ..trace.sites import Site
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
-from ..trace.watch import OnlyHere
 from ..trace.writes import check_seen
 from .draws import Draws
 from .graph import TransferGraph, Value

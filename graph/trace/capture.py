@@ -75,8 +75,7 @@ class Capture:
     for good. ``written`` has (node, number of the leaf) of every tensor that is written in place after its node made it,
     ``sites`` who allocated the storage of that leaf. ``effects``: nodes that nothing uses, kept for what they do to buffers or
     generators. ``draws``: nodes that take numbers from a generator. ``how``: what made it. ``roots``: what the forward of a
-    model like the skeleton read besides tensors (``guards``). ``elsewhere``: what parts read at other workers, which have it
-    from their own Python."""
+    model like the skeleton read besides tensors (``guards``)."""
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
@@ -91,7 +90,6 @@ class Capture:
     example: bool = False
     """Whether modules ran on real tensors: the numbers that they gave are those of one step."""
     roots: Callable[[nn.Module], list[Root]] = lambda model: []
-    elsewhere: list[Root] = field(default_factory=list)
     terms: Terms = field(default_factory=dict)
     """See ``TermCount``. An operation that is not in it adds any number of terms."""
     parameters: dict[int, str] = field(default_factory=dict)
@@ -153,10 +151,8 @@ def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Jo
 
 
 def _propagate_call(model: nn.Module, path: str, graph: fx.Graph, inputs: list[TensorSpec]) -> Capture:
-    with untouched(model.get_submodule(path)) as elsewhere:
-        found = propagate(model, graph, inputs, made=True)
-    found.elsewhere = elsewhere
-    return found
+    with untouched(model.get_submodule(path)):
+        return propagate(model, graph, inputs, made=True)
 
 
 def call_of(graph: fx.Graph, model: nn.Module, path: str, inputs: list[TensorSpec], join: Join) -> fx.Node:

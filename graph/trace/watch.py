@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import gc
 import os
-import random
 import sys
 import threading
 import time
@@ -25,7 +24,19 @@ from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
-from ..guards.roots import Root, closed_over, function_of, functions_of, globals_of, named_in, needs_search, reachable
+from ..guards.generators import draw_again, generators
+from ..guards.roots import (
+    ClassTable,
+    Root,
+    closed_over,
+    function_of,
+    functions_of,
+    globals_of,
+    named_in,
+    needs_search,
+    reachable,
+)
+from ..guards.side_effects import changes_there, draws_there
 from ..guards.snapshot import Snapshot
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -110,8 +121,9 @@ class Watch:
             reach.add([value, root.value()], "")
         modules = {id(vars(module)): (path, module) for path, module in self._modules.values()}
         self._set: list[tuple[str, str, bool]] = []
-        rebound = {key: root.label for key, (root, value) in self._roots[0].items() if root.value() is not value}
-        self._changed = [(label, True, key in self._roots[2]) for key, label in rebound.items()]
+        named = self._roots[2] | self._roots[0]
+        rebound = {key: root.label for key, (root, value) in named.items() if root.value() is not value}
+        self._changed = [(label, key in self._roots[0], key in self._roots[2]) for key, label in rebound.items()]
         for key, (value, before, label) in self._before.changed().items():
             if key not in modules:
                 self._changed.append((label, reach.met(key), away.met(key)))
@@ -129,16 +141,15 @@ class Watch:
         """Raise ``NotSupported`` for what the graph does not have."""
         self._inlined = not any(node.op == "call_module" for node in graph.nodes)
         if self._beyond:
-            raise Elsewhere(self._beyond[0], hint="pass what it needs as an argument")
+            raise Beyond(self._beyond[0], hint="pass what it needs as an argument")
         for error in (*self._refused, *(() if exported else self._outside)):
             raise error
         for name in self._drawn:
             raise draws(name)
         if self._drawn_there:
             raise self._drawn_there[0]
-        for label, read, away in self._changed:
-            if read and away and not self._inlined:
-                raise Elsewhere(f"a part at another worker changes {label}, which the forward reads here")
+        if not self._inlined and (label := self.changed_there()):
+            raise changes_there("a part at another worker", label)
         for where, name, read in self._set:
             if read:
                 raise NotSupported(
@@ -172,10 +183,13 @@ class Watch:
             found += globals_of(code, table)
         return found + [root for at in both for root, _ in self._roots[at].values() if not isinstance(root.table, dict)]
 
-    def elsewhere(self) -> list[Root]:
-        """The plain settings among the globals that parts at other workers read there."""
-        found = {} if self._inlined else self._roots[2]
-        return [root for root, value in found.values() if type(value) in (bool, int, float, str)]
+    def changed_there(self) -> str:
+        """Something changed that parts at other workers name, if anything."""
+        return next((label for label, _, away in self._changed if away), "")
+
+    def drawn(self) -> str:
+        """A generator that somebody has drawn from, if anybody has."""
+        return next(iter(self._drawn), "")
 
     # -- what is seen
 
@@ -322,8 +336,8 @@ def check_tensors(part: nn.Module) -> None:
         _current.watch.check_tensors(part)
 
 
-class Elsewhere(NotSupported):
-    """What another worker does to a Python object that the forward reads here; no method can have it."""
+class Beyond(NotSupported):
+    """What a part calls outside of itself; no method can have it."""
 
 
 def watched(
@@ -334,22 +348,22 @@ def watched(
     with watch.running():
         found = make()
     watch.check(found.graph, found.how == "export")
-    found.roots, found.elsewhere = watch.roots, watch.elsewhere()
+    found.roots = watch.roots
     return found
 
 
 @contextlib.contextmanager
-def untouched(part: nn.Module) -> Iterator[list[Root]]:
-    """While this lasts, one whole part runs on fake tensors; afterwards it, and what it reached, is as it was. The list is
-    that of ``Watch.elsewhere``."""
+def untouched(part: nn.Module) -> Iterator[None]:
+    """While this lasts, one whole part runs; afterwards it, and what it reached, is as it was. Raises ``OnlyHere`` if it has
+    changed globals, or drawn from generators of Python's or numpy's."""
     watch = Watch(part, lambda path: True, lambda path: True)
-    found: list[Root] = []
     watch._at = 2
     with watch.running():
-        yield found
-    if watch._drawn:
-        raise draws_there("the part", watch._drawn[0])
-    found += watch.elsewhere()
+        yield
+    if drawn := watch.drawn():
+        raise draws_there("the part", drawn)
+    if label := watch.changed_there():
+        raise changes_there("the part", label)
 
 
 def structure(live: nn.Module, whole: Callable[[str], bool], away: Callable[[nn.Module], bool]) -> tuple[list[Root], list[Any]]:
@@ -405,14 +419,6 @@ def _label(name: str, where: str) -> str:
     return f"attribute {name!r} of {where}"
 
 
-class OnlyHere(NotSupported):
-    """What a part elsewhere does otherwise than in one process, although it can run there."""
-
-
-def draws_there(what: str, generator: str) -> OnlyHere:
-    return OnlyHere(f"{what} draws numbers from {generator}, of which every worker has its own", hint='capture="here"')
-
-
 def there(drawn: dict[str, Any], what: str) -> list[NotSupported]:
     """That it has drawn from generators that were in this state before."""
     now = generators() if drawn else {}
@@ -460,24 +466,10 @@ def _method_of(frame: types.FrameType) -> types.FunctionType | None:
     return None
 
 
-def generators() -> dict[str, Any]:
-    """The states of the generators that are each process's own."""
-    found: dict[str, Any] = {"Python's random": random.getstate()}
-    if "numpy" in sys.modules:
-        found["numpy.random"] = sys.modules["numpy"].random.get_state()
-    return found
-
-
-def draw_again(states: dict[str, Any]) -> None:
-    """Put them back."""
-    if states:
-        random.setstate(states["Python's random"])
-    if "numpy.random" in states:
-        sys.modules["numpy"].random.set_state(states["numpy.random"])
-
-
 def _rebind(root: Root, value: Any) -> None:
-    if isinstance(root.table, types.CellType):
+    if isinstance(root.table, ClassTable):
+        root.table.put(root.name, value)
+    elif isinstance(root.table, types.CellType):
         if value is MISSING:
             del root.table.cell_contents
         else:

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported
+from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
+from ..guards.side_effects import Globals, changes_there
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
-from ..trace.watch import draw_again, generators, there
+from ..trace.watch import untouched
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -168,36 +170,35 @@ class Access:
 
     def probe(
         self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
-        gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device. The part, its buffers and the
-        generators stay as they are."""
+        gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device; and whether it has drawn from
+        torch's generators. The part, its buffers, globals and the generators stay as they are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-        def run() -> Any:
+        def run() -> tuple[Any, bool]:
             self._use_mode(mode)
             part = deepcopy(self._root.get_submodule(path))
-            left = iter(devices)
+            left, known = iter(devices), Globals(part)
             with forked_generators(self._gpu), torch.enable_grad():
                 # Moved, they are no leaves of autograd's.
                 given, more = map_leaves(
                     lambda leaf: leaf.to(find(next(left)), copy=True) if isinstance(leaf, torch.Tensor) else leaf,
                     (args, kwargs),
                 )
-                before, drawn = Before(given, more), generators()
-                try:
+                before, mark = Before(given, more), torch_mark(self._gpu)
+                with untouched(part):
                     result = part(*given, **more)
-                    for error in there(drawn, f"part {path!r}"):
-                        raise error
-                finally:
-                    draw_again(drawn)
+                drew = torch_mark(self._gpu) != mark
+            if label := known.changed():
+                raise changes_there(f"part {path!r}", label)
             if any(leaf._version for leaf in leaves_of((given, more)) if isinstance(leaf, torch.Tensor)):
                 raise writes_input(path)
             if before.changed():
                 raise changes_argument(path, before.names(part.forward))
             check_result(f"part {path!r}", result)
-            return encode(result, spec)
+            return encode(result, spec), drew
 
         return self._submit(run, commands)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...transport import RdmaError, TransferTimeout
 from ..edges.station import Fittings, Leased, Offer, Station
+from ..guards.side_effects import Followed
 from ..plan.place import Placement
 from ..plan.program import Machine
 from . import stored
@@ -52,7 +53,8 @@ class Host:
         tensors = (*self.parameters, *self.root.buffers())
         self.gpu = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         self.station = Station(name, device, channels, timeout)
-        machine = Machine(self.root.get_submodule, self._attribute, self.parameters)
+        self._followed: dict[str, Followed] = {}
+        machine = Machine(self._part, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
         self.access = Access(self.root, self._on_executor, self.executor.use_mode, self.gpu)
 
@@ -208,6 +210,17 @@ class Host:
         for name in path.split("."):
             found = getattr(found, name)
         return found
+
+    def _part(self, path: str) -> Callable[..., Any]:
+        """What runs a part: that itself, if nothing in it is code of the user's."""
+        part = self.root.get_submodule(path)
+        known = self._followed.get(path)
+        if known is None:
+            known = self._followed[path] = Followed(path, part, self.gpu, lambda: self._drew(path))
+        return known if known.follows else part
+
+    def _drew(self, path: str) -> None:
+        self.station.counts[f"draws_elsewhere[{path}]"] += 1
 
     def _set_mode(self, number: int) -> None:
         training, requires_grad = self._modes[number]

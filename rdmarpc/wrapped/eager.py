@@ -21,12 +21,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..fetched.here import needed
+from ..graph.guards.side_effects import OnlyHere
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec, call_of, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
 from ..graph.trace.sizes import Sizes
-from ..graph.trace.watch import OnlyHere
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
 from ..parts.remote_part import has_hooks, hooks_around, tables_inside
@@ -132,21 +132,27 @@ class Eager:
             [result] = [found.values[node] for node in found.graph.nodes if node.op == "call_module"]
             numbers = any(isinstance(leaf, (bool, int, float)) for leaf in values.flatten(result)[0])
             if numbers and not isinstance(result, values.After):
-                return replace(self._probe(path, tensors, join), elsewhere=found.elsewhere)  # they may vary
+                return self._probe(path, tensors, join)  # they may vary
             return found
 
+        if path not in self._alone_here and (label := self._session.changed_for(path)):
+            self._stay(path, f"{label} has changed here, and its worker has its own")
         if path in self._alone_here:
             return self._session.here.call(path, args, kwargs)
         try:
             result = self._run(path, tensors, (values.constants(leaves), tree), build)
         except OnlyHere as error:
-            self._alone_here.add(path)
-            self._say(path, error.message)
+            self._stay(path, error.message)
             return self._session.here.call(path, args, kwargs)
         if isinstance(result, values.After):
             self._bring_back(path, (args, kwargs), (result.args, result.kwargs))
             return result.result
         return result
+
+    def _stay(self, path: str, why: str) -> None:
+        """From now on a part runs in this process."""
+        self._alone_here.add(path)
+        self._say(path, why)
 
     def _bring_back(self, path: str, given: tuple[Any, Any], after: tuple[Any, Any]) -> None:
         """Put into the arguments of a call what the part put into its copies."""
@@ -192,7 +198,6 @@ class Eager:
             session, places = self._session, self._session.places
             located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
             found = build()
-            session.elsewhere.add(found.elsewhere)
             graph = analyze(found, places.owner, session.agent.name, places.scope, located)
             graph.constants = {}
             self._tell(graph)
@@ -222,7 +227,7 @@ class Eager:
         own = self._session.devices.own(path)
         there = [named(given if given is not None and own in (None, device) else device) for device in taken]
         args, kwargs = values.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        found = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
+        found, drew = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
         graph = fx.Graph()
         call = call_of(graph, self._shape(), path, self._specs(path, tensors), join)
         *nodes, _, output = graph.nodes
@@ -232,7 +237,8 @@ class Eager:
             fake = lambda leaf: replace(leaf, device=at).empty() if isinstance(leaf, TensorSpec) else leaf  # noqa: E731
             result = values.decode(found, fake)
         made = {**dict(zip(nodes, fakes)), call: result, output: result}
-        return Capture(graph, made, {}, Sizes(known=False), how="probe", example=True)
+        draws = frozenset([call] if drew else [])
+        return Capture(graph, made, {}, Sizes(known=False), draws=draws, how="probe", example=True)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:

@@ -15,7 +15,7 @@ from ..fetched.here import Here
 from ..graph.caller.caller import Caller
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
-from ..graph.guards.world import World
+from ..graph.guards.side_effects import Globals
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.trace.capture import skeleton
@@ -51,8 +51,6 @@ class Session:
         self._outside: EagerForward | None = None
         self.closed = False
         self.here: Here
-        self.elsewhere = World(0)
-        """What parts read from Python at other workers, as it is here."""
         self.always_here = False
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
@@ -61,6 +59,8 @@ class Session:
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
+        parts = {path: part for found in remote.values() for path, part in found.items() if isinstance(part, nn.Module)}
+        self._globals = {path: known for path, part in parts.items() if (known := Globals(part))}
         paths = {id(module): name for name, module in net.named_modules()}
         packed = {worker: owner.Packed(parts, places.device, paths) for worker, parts in remote.items()}
         self._caller: Caller | None = None
@@ -145,6 +145,12 @@ class Session:
 
     def leaf(self, parameter: RemoteParameter) -> torch.Tensor | None:
         return self.here.replica.leaf(parameter) if self.always_here else None
+
+    def changed_for(self, path: str = "") -> str:
+        """A global that a part at another worker names (any part, without ``path``) and that is not what it was here when the
+        model was wrapped: the worker has its own."""
+        known = self._globals.values() if not path else [self._globals[path]] if path in self._globals else []
+        return next((label for one in known if (label := one.changed())), "")
 
     def fetch_parts(self, memo: dict[int, Any]) -> None:
         if id(self) in memo:

@@ -86,18 +86,10 @@ class State:
     def _away(self, path: str) -> bool:
         return self.session.places.owner(path) != self.session.agent.name
 
-    def check_elsewhere(self) -> None:
-        """Raise ``NotSupported`` where a setting has changed here that parts read at other workers."""
-        elsewhere = self.session.elsewhere
-        if not elsewhere.holds():
-            raise NotSupported(
-                f"{elsewhere.changed()} has changed in this process; a part at another worker reads its own",
-                hint="make it an attribute or an argument of the part",
-            )
-
     def _world(self, training: bool) -> World:
         """What captures have read besides tensors and is still so; if there is none that holds, nothing."""
-        self.check_elsewhere()
+        if label := self.session.changed_for():
+            raise self._uncaptured(f"{label} has changed in this process; a part at another worker reads its own")
         try:
             world = self._worlds.now(training)
         except NotSupported as error:
@@ -160,7 +152,6 @@ class State:
         """Run the forward in Python. ``refused``: why no capture works; ``again``: the next forward is to try it once more, as
         this one may do for good what a capture cannot have."""
         self._top.training = training
-        self.check_elsewhere()
         if self.runner is not None:
             if self._again:
                 self._again, self.captured = False, "\n".join(["eager", *refused])
@@ -203,7 +194,6 @@ class State:
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
             world.add([*roots, *found.roots(self._top)], empty)
-            session.elsewhere.add(found.elsewhere)
             graphs.append(graph)
 
         if sizes.varying or not sizes.known:
@@ -226,11 +216,14 @@ class State:
     def tell(self, graph: TransferGraph) -> None:
         """Sums of gradients, and random numbers, that are not those of one process are named, once each."""
         self._tell(graph.reordered)
-        self._once(graph.drawn, self._drawn, "%s: random numbers are drawn by another worker, not as in one process")
+        self._tell_drawn(graph.drawn)
 
     def _tell(self, reordered: Sequence[str]) -> None:
         text = "gradients of %s are not summed in the order of one process: equal up to rounding"
         self._once(reordered, self._reordered, text)
+
+    def _tell_drawn(self, names: Sequence[str]) -> None:
+        self._once(names, self._drawn, "%s: random numbers are drawn by another worker, not as in one process")
 
     @staticmethod
     def _once(names: Sequence[str], told: dict[str, None], text: str) -> None:
@@ -266,6 +259,8 @@ class State:
         totals["sums_reordered"] = len(self._reordered)
         totals["forwards_here"], totals["calls_here"] = self.session.here.steps, self.session.here.calls
         totals["steps"] += self.session.here.steps
+        seen = [key.partition("[")[2][:-1] for key in totals if key.startswith("draws_elsewhere[")]
+        self._tell_drawn(seen)
         totals["draws_elsewhere"] = len(self._drawn)
         for runner in self._runners():
             totals["steps"] += runner.steps - runner.calls

@@ -4,10 +4,12 @@ of parts at other workers are named and counted."""
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,6 +140,50 @@ def elsewhere() -> None:
     logging.getLogger("rdmarpc").removeHandler(handler)
 
 
+class Chance(nn.Module):
+    """What it draws depends on values, so that only a run on real tensors shows it. ``late``: from its third call on."""
+
+    def __init__(self, kind: str, late: bool) -> None:
+        super().__init__()
+        self.line, self.kind, self.late, self.calls = nn.Linear(SIZE, SIZE), kind, late, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.line(x)
+        if x.sum() > 1e9 or (self.late and self.calls < 3):
+            return x
+        if self.kind == "torch":
+            return F.dropout(x, 0.5)
+        return x * (random.random() if self.kind == "python" else np.random.rand())
+
+
+class Chances(nn.Module):
+    def __init__(self, kind: str, late: bool) -> None:
+        super().__init__()
+        self.part, self.head = Chance(kind, late), nn.Linear(SIZE, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.part(x))
+
+
+def probed() -> None:
+    """Draws of parts that nobody can trace are counted, whenever they come; from Python's generators they are made here, or
+    refused."""
+    for kind, late in itertools.product(("torch", "python", "numpy"), (False, True)):
+        model, twin = both(lambda: Chances(kind, late), {"part": "worker1"})  # noqa: B023
+        drawn = []
+        for network in (twin, model):
+            random.seed(3), np.random.seed(3)
+            try:
+                drawn.append([network(torch.ones(3, SIZE)).detach() for _ in range(4)])
+            except NotSupported as error:
+                assert late and "of which every worker has its own" in str(error)
+        assert model.counters()["draws_elsewhere"] == (kind == "torch")
+        assert len(drawn) == (2 if kind == "torch" or not late else 1)
+        assert kind == "torch" or late or all(map(torch.equal, *drawn))
+        model.close()
+
+
 def losses() -> None:
     """A loss that draws between micro-batches that draw as well."""
     model, _ = both(lambda: Noisy(random.Random(1), ["dropout"]), {"parts.1": "worker1"})
@@ -151,6 +197,7 @@ def losses() -> None:
 
 def everything() -> None:
     elsewhere()
+    probed()
     losses()
     draw = random.Random(5)
     trials = [list(KINDS[at : at + 2]) for at in range(0, len(KINDS), 2)] + [draw.choices(KINDS, k=3) for _ in range(2)]

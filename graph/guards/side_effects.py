@@ -1,0 +1,145 @@
+"""What a part that lies at a worker as a whole does besides giving its result: globals that it reads or changes, numbers that
+it draws. In one process the others see that; from another worker they do not."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...transport import NotSupported
+from .content import MISSING, Content, Unguardable, foreign, is_data
+from .generators import python_marks, torch_mark
+from .roots import Root, globals_of, named_in, reachable
+from .world import World
+
+_HINT = 'capture="here", or keep it in an attribute of the part'
+
+
+class OnlyHere(NotSupported):
+    """What a part elsewhere does otherwise than in one process, although it can run there."""
+
+
+def draws_there(what: str, generator: str) -> OnlyHere:
+    return OnlyHere(f"{what} draws numbers from {generator}, of which every worker has its own", hint='capture="here"')
+
+
+def changes_there(what: str, label: str) -> OnlyHere:
+    return OnlyHere(f"{what} changes {label}, of which every worker has its own", hint=_HINT)
+
+
+class Globals:
+    """The data among the globals that the code of a part names, in this process. ``changed()`` names one that is not as it was,
+    ``take()`` takes down what there is now."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._roots = [root for root in _data_of(part) if _comparable(root)] if _has_code(part) else []
+        self.take()
+
+    def __bool__(self) -> bool:
+        return bool(self._roots)
+
+    def take(self) -> None:
+        self._world = World(0)
+        self._world.add(self._roots)
+        values = [(root.label, root.value()) for root in self._roots]
+        self._tensors = [(label, value, value._version) for label, value in values if isinstance(value, torch.Tensor)]
+
+    def changed(self) -> str:
+        if not self._world.holds():
+            return self._world.changed() or "a global"
+        return next((label for label, tensor, version in self._tensors if tensor._version != version), "")
+
+
+class Followed:
+    """A part at its worker. Called, it runs, and raises ``NotSupported`` if it has changed globals or drawn from generators of
+    Python's or numpy's; ``tell()`` is called if it has drawn from torch's. ``follows``: whether it has code of the user's, who
+    may do so."""
+
+    def __init__(self, path: str, part: nn.Module, gpu: torch.device | None, tell: Callable[[], None]) -> None:
+        self.part, self.forward, self.follows = part, getattr(part, "forward", part), _has_code(part)
+        self._what, self._gpu, self._tell = f"part {path!r}", gpu, tell
+        self._globals, self._draws = Globals(part), self.follows and _draws_from_python(part)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._globals and self._globals.changed():
+            self._globals.take()  # by others in this process
+        before, marks = torch_mark(self._gpu), python_marks() if self._draws else {}
+        result = self.part(*args, **kwargs)
+        if torch_mark(self._gpu) != before:
+            self._tell()
+        for name, mark in (python_marks() if marks else {}).items():
+            if marks.get(name, mark) != mark:
+                raise _late(draws_there(self._what, name))
+        if self._globals and (label := self._globals.changed()):
+            raise _late(changes_there(self._what, label))
+        return result
+
+
+def _late(error: OnlyHere) -> NotSupported:
+    """It has done so: no other process can do it instead."""
+    return NotSupported(f"{error.message}, and did not when it was captured", hint=error.hint)
+
+
+def _has_code(part: nn.Module) -> bool:
+    """Whether it has code of the user's."""
+    hooked = any(table for m in part.modules() for name, table in vars(m).items() if name.endswith("_hooks"))
+    return hooked or any(not foreign(type(module).__module__) or "forward" in vars(module) for module in part.modules())
+
+
+def _code_of(part: nn.Module) -> dict[types.CodeType, dict[str, Any]]:
+    """That of its classes, and of the functions that it has as attributes and hooks."""
+    kinds, functions = set(), []
+    for module in part.modules():
+        kinds.add(type(module))
+        for value in vars(module).values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+            functions += [found for item in inside if (found := _function_in(item)) is not None]
+    return reachable(kinds, functions)
+
+
+def _function_in(value: Any) -> types.FunctionType | None:
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _data_of(part: nn.Module) -> Iterator[Root]:
+    seen: set[tuple[int, str]] = set()
+    for code, table in _code_of(part).items():
+        for root in globals_of(code, table):
+            value = root.value()
+            if (id(root.table), root.name) in seen or root.label == "'environ' of os":
+                continue
+            seen.add((id(root.table), root.name))
+            if value is MISSING or is_data(value) or isinstance(value, torch.Tensor):
+                yield root
+
+
+def _comparable(root: Root) -> bool:
+    try:
+        Content().of(root.value(), root.label)
+    except Unguardable:
+        return False
+    return True
+
+
+def _draws_from_python(part: nn.Module) -> bool:
+    """Whether its code names generators of Python's or numpy's."""
+    codes = _code_of(part).items()
+    return any(_draws(value) for code, table in codes for value in named_in(code, table)) or any(
+        _draws(value) for module in part.modules() for value in vars(module).values()
+    )
+
+
+def _draws(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value is random or value.__name__.startswith("numpy.random")
+    bound = getattr(value, "__self__", None)
+    return isinstance(bound, random.Random) or type(bound).__module__.startswith("numpy.random")

@@ -1,0 +1,177 @@
+"""What parts at other workers do to the globals of their process, and draw from its generators: as in one process, or refused
+and counted."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import guard_settings as settings
+import torch
+import torch.nn.functional as F
+from test_wrap import batches, drive
+from torch import nn
+
+import rdmarpc as rpc
+from rdmarpc import wrap
+
+MANY = bool(os.environ.get("GLOBALS"))
+TOTAL = 0.0
+NOTED: list[float] = []
+TABLE: dict[str, Any] = {"factor": 1.0, "deep": [1.0]}
+HOLDER = types.SimpleNamespace(gain=1.0)
+KEPT = torch.zeros(8)
+FREE: Any = None
+
+
+class Counter:
+    count = 0
+
+
+def rebinds(calls: int, x: torch.Tensor) -> None:
+    global TOTAL
+    TOTAL += 0.5
+
+
+def appends(calls: int, x: torch.Tensor) -> None:
+    NOTED.append(float(calls))
+
+
+def sets_item(calls: int, x: torch.Tensor) -> None:
+    TABLE["factor"] = 1.0 + calls
+
+
+def sets_deep(calls: int, x: torch.Tensor) -> None:
+    TABLE["deep"][0] += calls
+
+
+def sets_field(calls: int, x: torch.Tensor) -> None:
+    HOLDER.gain = 1.0 + calls
+
+
+def sets_class(calls: int, x: torch.Tensor) -> None:
+    Counter.count += 1
+
+
+def sets_module(calls: int, x: torch.Tensor) -> None:
+    settings.OFFSET = 0.1 * calls
+
+
+def sets_tensor(calls: int, x: torch.Tensor) -> None:
+    global FREE
+    FREE = x.detach().mean(0)
+
+
+def writes_tensor(calls: int, x: torch.Tensor) -> None:
+    KEPT.add_(x.detach().mean(0))
+
+
+CHANGES = [rebinds, appends, sets_item, sets_deep, sets_field, sets_class, sets_module, sets_tensor, writes_tensor]
+
+
+def seen() -> Any:
+    """All of it, as a forward reads it."""
+    known = TOTAL + len(NOTED) + TABLE["factor"] + TABLE["deep"][0] + HOLDER.gain + Counter.count + settings.OFFSET
+    return known + KEPT + (0 if FREE is None else FREE)
+
+
+def reset() -> None:
+    global TOTAL, FREE
+    TOTAL, FREE, Counter.count, settings.OFFSET, HOLDER.gain = 0.0, None, 0, 1.0, 1.0
+    NOTED.clear()
+    TABLE.update(factor=1.0, deep=[1.0])
+    KEPT.zero_()
+
+
+class Part(nn.Module):
+    """``late``: it changes something only from its third call on; ``looks``: it decides by values."""
+
+    def __init__(self, change: Callable[[int, torch.Tensor], None], late: bool, looks: bool) -> None:
+        super().__init__()
+        self.line, self.change, self.late, self.looks, self.calls = nn.Linear(8, 8), change, late, looks, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.looks and x.sum() > 1e9:
+            return x
+        if not self.late or self.calls > 2:
+            self.change(self.calls, x)
+        return torch.tanh(self.line(x))
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.line(x) * 0.1 * seen()
+
+
+class Net(nn.Module):
+    """``reader``: ``forward`` (here), ``part`` (at a third worker) or ``loop``."""
+
+    def __init__(self, change: Callable[[int, torch.Tensor], None], late: bool, looks: bool, reader: str) -> None:
+        super().__init__()
+        self.part, self.reads, self.head, self.reader = Part(change, late, looks), Reads(), nn.Linear(8, 4), reader
+
+    def forward(self, x):
+        x = self.part(x)
+        if self.reader == "forward":
+            x = x * 0.1 * seen()
+        return self.head(self.reads(x) if self.reader == "part" else x)
+
+
+def trained(model: nn.Module, reader: str) -> list[torch.Tensor]:
+    reset()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for x, y in batches(5, 6, 8):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if reader == "loop":
+            loss = loss * seen().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def trial(change: Any, late: bool, looks: bool, reader: str, capture: str) -> str:
+    torch.manual_seed(1)
+    net = Net(change, late, looks, reader)
+    twin = copy.deepcopy(net)
+    expected = trained(twin, reader)
+    reset()
+    model = wrap(net, {"part": "worker1", "reads": "worker2"}, capture=capture)
+    try:
+        found = trained(model, reader)
+    except rpc.NotSupported as error:
+        return f"refused: {error}"
+    finally:
+        reset()
+        model.close()
+    return "equal" if all(map(torch.equal, found, expected)) else f"wrong: {found[:5]} for {expected[:5]}"
+
+
+def globals_changed() -> dict[str, str]:
+    warnings.simplefilter("ignore")
+    wrong = {}
+    trials = [*itertools.product(CHANGES, (False, True), (False, True), ("forward", "part", "loop"), ("eager", "auto"))]
+    for change, late, looks, reader, capture in random.Random(1).sample(trials, len(trials) if MANY else 14):
+        came = trial(change, late, looks, reader, capture)
+        what = f"{change.__name__} {'late' if late else ''} {'looks' if looks else ''} {reader} {capture}"
+        print(what, came[:150], flush=True)
+        if came.startswith("wrong"):
+            wrong[what] = came
+    return wrong
+
+
+def test_globals_that_parts_change() -> None:
+    assert not drive(globals_changed, 3, timeout=300)
