@@ -295,7 +295,8 @@ class Caller:
                 if pending.rref is not None and answer.flags & (FLAT | BULK) == FLAT and not answer.tensors:
                     # A value was created. Nobody but us has this future (else ``RRef._get_future`` says so), and the next call
                     # may want the landing places that the answer brings.
-                    self._complete(future, pending, answer)
+                    if self._complete(future, pending, answer):
+                        self.rrefs.forks.made(pending)
                     pending.done = True
                     self.role.completed()
                     return
@@ -350,7 +351,8 @@ class Caller:
         assert pending.future is not None
         self._complete(pending.future, pending, answer)
 
-    def _complete(self, future: Future, pending: Pending, answer: Answer) -> None:
+    def _complete(self, future: Future, pending: Pending, answer: Answer) -> bool:
+        """Complete a future with an answer. Returns whether that is a result, and no error."""
         streams = gpu_streams.current
         try:
             if streams is not None:
@@ -370,7 +372,7 @@ class Caller:
             future.fail(errors.ordinary(error))
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
-            return
+            return False
         try:
             torch._C.Future.set_result(future, value)
         except RuntimeError:
@@ -380,6 +382,7 @@ class Caller:
         finally:
             # The two know each other: without this, results would live until the garbage collector comes.
             future._pending = None
+        return True
 
     def result(self, pending: Pending) -> Any:
         """Wait for the answer of a call without a future, and decode it."""

@@ -82,6 +82,10 @@ class Pending:
     """The autograd context that the call carries."""
     rref: int | None = None
     """The reference whose value the call creates (``remote``). 0 is one."""
+    created = False
+    """Whether the owner has made that value."""
+    fork: Callable[[], Any] | None = None
+    """A weak reference to that reference (``forks.Fork``), once there is one."""
     expired = False
     """Whether it was given up. The answer may still come."""
     arriving = False

@@ -6,6 +6,7 @@ A room that needs more of the worker than ``Agent`` says so in a Protocol of its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Call(Protocol):
     """Objects that are kept alive until the answer has come, however late."""
     expired: bool
     """Whether it was given up. The answer may still come."""
+    created: bool
+    """Whether it was to create a value (``remote``), and the owner has done so."""
+    fork: Callable[[], Any] | None
+    """A weak reference to the reference of that value."""
 
     @property
     def done(self) -> bool:

@@ -176,6 +176,12 @@ class RRefContext:
         self._act()
         return future
 
+    def found(self, rref: int) -> Any:
+        """See ``RRefStore.found``."""
+        found = self.store.found(rref)
+        self._act()
+        return found
+
     # -- control messages
 
     def receive(self, sender: int, message: bytes) -> None:

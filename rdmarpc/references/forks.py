@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from weakref import ref
 
 from ..ground.here import Call
 from ..links.frames import NotTheirs
@@ -20,21 +21,30 @@ from .store import Job, RRefStore, Send, created_on, id_text
 
 Entry = tuple[int, int, int]
 """A fork as it travels: owner's number, id of the reference, id of the fork."""
-Garbage = deque[tuple[int, int, int, Call | None]]
+Garbage = deque[tuple[int, int, int, "Call | Created | None"]]
 Resume = Callable[[Exception | None], None]
+
+
+class Created:
+    """What is left of a call that has created a value."""
+
+    done, expired, refused, future = True, False, False, None
+
+
+CREATED = Created()
 
 
 class Fork:
     """A fork that this worker holds. The owner holds forks too; its value lives at least as long as they do."""
 
-    __slots__ = ("confirmed", "creation", "error", "garbage", "number", "owner", "parent", "rref", "waiting")
+    __slots__ = ("__weakref__", "confirmed", "creation", "error", "garbage", "number", "owner", "parent", "rref", "waiting")
 
     def __init__(self, garbage: Garbage, owner: int, rref: int, number: int, parent: int, *, confirmed: bool) -> None:
         self.garbage, self.owner, self.rref, self.number, self.parent = garbage, owner, rref, number, parent
         self.confirmed = confirmed
         """Whether the owner is known to have entered it."""
-        self.creation: Call | None = None
-        """The call that creates the value, at its creator."""
+        self.creation: Call | Created | None = None
+        """The call that creates the value, at its creator; ``CREATED`` in its place once the owner has made the value."""
         self.error: Exception | None = None
         """Why the owner will never enter it; ``None``: no such reason is known."""
         self.waiting: list[Held] | None = None
@@ -81,7 +91,17 @@ class Forks:
         """A fork of ours for a value that a call of ours creates, elsewhere or here."""
         fork = Fork(self.garbage, owner, rref, number, self._me, confirmed=owner == self._me)
         fork.creation = creation
+        creation.fork = ref(fork)
+        if creation.created:  # looked at after ``fork`` is there; ``made`` does it the other way round
+            fork.creation = CREATED
         return fork
+
+    def made(self, creation: Call) -> None:
+        """The owner has made the value of a call: nothing more of the call is needed. There may be very many."""
+        creation.created = True
+        fork = None if creation.fork is None else creation.fork()
+        if fork is not None:
+            fork.creation = CREATED
 
     def fork(self, parent: Fork, to: int | None) -> Entry:
         """Make a child of ``parent`` for a message to ``to``, without asking any worker. The parent is kept until the child is

@@ -22,7 +22,7 @@ from ..message import serialize
 from ..message.incoming import landed_reference
 from ..transport import PeerLost, bare, fresh
 from .context import RRefContext
-from .forks import Fork, Garbage
+from .forks import Created, Fork, Garbage
 from .proxy import Proxy, call_of
 from .store import id_text
 
@@ -207,6 +207,10 @@ class RRef(Generic[T]):
         """The future of the value's creation. It completes with ``None`` once the owner has made the value or failed to, and
         fails if the call is given up or lost."""
         creation = self._fork.creation
+        if isinstance(creation, Created):
+            future = Awaitable()
+            future.set_result(None)
+            return future
         if creation is None or creation.future is None:
             raise RuntimeError(f"{self} was not made by remote(): it has no future of its creation")
         creation.expose()
@@ -343,11 +347,11 @@ serialize.register_reducer(RRef, _reduce)
 # What other workers call here.
 
 
-@async_execution
 def _fetch(rref: int) -> Any:
-    return _current().rrefs.future(rref)
+    return _current().rrefs.found(rref)
 
 
+_fetch._wrapped_async_rpc_function = MAY_DEFER  # type: ignore[attr-defined]
 _fetch._carries_context = True  # type: ignore[attr-defined]
 _fetch._asked_by = "to_here"  # type: ignore[attr-defined]
 

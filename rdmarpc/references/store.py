@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..ground import streams
 from ..ground.futures import Value, fail
+from ..ground.streams import Mark
 from ..links.frames import NotTheirs
 from ..transport import PeerLost, RdmaError
 from .mail import ACCEPT, PROBE, REFUSE
@@ -31,6 +33,8 @@ MAX_OPEN = 1 << 18
 """Forks of one worker whose story is half told, and values that one worker is still to create: an honest one has at most as
 many as it has calls and messages under way."""
 
+_MISSING = object()
+_NONE: Mapping[int, int] = MappingProxyType({})
 Send = Callable[[int, int, int, int], None]
 Job = Callable[[], None]
 
@@ -44,13 +48,20 @@ def id_text(number: int) -> str:
     return f"GloballyUniqueId(created_on={created_on(number)}, local_id={number & ((1 << LOCAL_BITS) - 1)})"
 
 
-class Owned:
-    """One value: not there yet, there, or failed."""
+def _mark() -> Mark | None:
+    return None if streams.current is None else streams.current.mark()
 
-    __slots__ = ("forks", "future", "known", "own", "parked", "settled")
+
+def _without(forks: Mapping[int, int], fork: int) -> Mapping[int, int]:
+    return {number: holder for number, holder in forks.items() if number != fork} or _NONE
+
+
+class Owned:
+    """One value: not there yet, there, or failed. Small, as there may be very many. The lock of the store guards it."""
+
+    __slots__ = ("_future", "_mark", "_value", "forks", "known", "own", "parked", "settled")
 
     def __init__(self) -> None:
-        self.future = Value()
         self.settled = False
         """The value, or its error, is there or about to be."""
         self.known = False
@@ -59,13 +70,39 @@ class Owned:
         """Made by ``RRef(value)`` here."""
         self.forks: dict[int, int] = {}
         """The known forks, and the worker that holds each. Our own handles are forks that we hold."""
-        self.parked: dict[int, int] = {}
+        self.parked = _NONE
         """Forks that ask to be known before the value is."""
+        self._value: Any = _MISSING
+        self._mark: Mark | None = None
+        self._future: Value | None = None
 
-    def set(self, value: Any) -> None:
-        if streams.current is not None:
-            self.future.mark = streams.current.mark()
-        self.future.set_result(value)
+    def set(self, value: Any, mark: Mark | None) -> Value | None:
+        """Enter the value. Returns the future that is to be completed with it, without the lock, if somebody has asked for
+        one. ``mark``: the streams that made it."""
+        future = self._future
+        if future is None:
+            self._value, self._mark = value, mark
+        else:
+            future.mark = mark
+        return future
+
+    @property
+    def future(self) -> Value:
+        """The future of the value, made when it is first asked for."""
+        future = self._future
+        if future is None:
+            future = self._future = Value()
+            if self._value is not _MISSING:
+                future.mark = self._mark
+                future.set_result(self._value)
+                self._value, self._mark = _MISSING, None
+        return future
+
+    @property
+    def found(self) -> Any:
+        """The value itself, if it is there and nothing has to be waited for, else its future."""
+        value = self._value
+        return self.future if value is _MISSING or self._mark is not None or isinstance(value, torch._C.Future) else value
 
 
 class Unsettled:
@@ -132,7 +169,7 @@ class RRefStore:
         owned = Owned()
         owned.known = owned.own = owned.settled = True
         owned.forks[rref] = self._me
-        owned.set(value)
+        owned.set(value, _mark())
         with self._lock:
             self._values[rref] = owned
 
@@ -153,31 +190,43 @@ class RRefStore:
             for number, holder in owned.parked.items():
                 self.unsettled.count(holder, -1)
                 self._send(holder, ACCEPT, rref, number)
-            owned.parked.clear()
+            owned.parked = _NONE
             self._drop_if_unused(rref, owned)
 
     def fulfil(self, rref: int, value: Any) -> None:
-        owned = self._settle(rref)
-        if owned is not None:
-            owned.set(value)
+        mark = _mark()
+        with self._lock:
+            owned = self._settle(rref)
+            future = None if owned is None else owned.set(value, mark)
+        if future is not None:
+            future.set_result(value)
 
     def fail(self, rref: int, error: BaseException) -> None:
-        owned = self._settle(rref)
-        if owned is not None:
-            fail(owned.future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+        with self._lock:
+            owned = self._settle(rref)
+            future = None if owned is None else owned.future
+        if future is not None:
+            fail(future, error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _settle(self, rref: int) -> Owned | None:
-        with self._lock:
-            owned = self._values.get(rref)
-            if owned is None or owned.settled or not owned.known:
-                return None  # there are no references to it, or only some that came too late
-            owned.settled = True
-            return owned
+        """With the lock held: the entry that a creating call completes; ``None`` if there are no references to it, or only some
+        that came too late."""
+        owned = self._values.get(rref)
+        if owned is None or owned.settled or not owned.known:
+            return None
+        owned.settled = True
+        return owned
 
     def future(self, rref: int) -> torch.futures.Future[Any]:
         """The future of a value. There is one even before the call that creates the value has come: a fetch may overtake it."""
         with self._lock:
             return self._value(rref).future
+
+    def found(self, rref: int) -> Any:
+        """The value, if it is there, else its future; a value that is a future itself, and one that GPUs may still work on, are
+        always given by a future."""
+        with self._lock:
+            return self._value(rref).found
 
     # -- forks
 
@@ -213,7 +262,7 @@ class RRefStore:
                 self._send(holder, ACCEPT, rref, fork)
             else:
                 self.unsettled.count(holder, 1)
-                owned.parked[fork] = holder
+                owned.parked = {**owned.parked, fork: holder}
 
     def delete(self, rref: int, fork: int, holder: int) -> None:
         """DELETE: a fork died at its holder."""
@@ -229,7 +278,7 @@ class RRefStore:
             elif owned.forks.pop(fork, None) is not None:
                 self._drop_if_unused(rref, owned)
             else:
-                del owned.parked[fork]
+                owned.parked = _without(owned.parked, fork)
                 self.unsettled.count(holder, -1)
                 self._send(holder, ACCEPT, rref, fork)
 
@@ -287,7 +336,7 @@ class RRefStore:
             return
         self._learn(rref, owned)
         owned.settled = True
-        parked, owned.parked = owned.parked, {}
+        parked, owned.parked = owned.parked, _NONE
         for number, holder in parked.items():
             self.unsettled.count(holder, -1)
             self._refuse(rref, number, holder)
@@ -301,9 +350,10 @@ class RRefStore:
             self._lost.add(worker)
             self.unsettled.lost(worker)
             for rref, owned in list(self._values.items()):
-                for forks in (owned.forks, owned.parked):
-                    for fork in [fork for fork, holder in forks.items() if holder == worker]:
-                        del forks[fork]
+                for fork in [fork for fork, holder in owned.forks.items() if holder == worker]:
+                    del owned.forks[fork]
+                for fork in [fork for fork, holder in owned.parked.items() if holder == worker]:
+                    owned.parked = _without(owned.parked, fork)
                 if owned.known:
                     self._drop_if_unused(rref, owned)
                 elif created_on(rref) == worker:

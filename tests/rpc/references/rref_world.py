@@ -161,7 +161,7 @@ class World:
             self.owners[rref] = owner
             if (worker.rank, owner) not in self.noticed:
                 worker.unanswered.add(rref)
-            worker.handles[name] = context.forks.created(owner, rref, fork, SimpleNamespace(refused=False))
+            worker.handles[name] = context.forks.created(owner, rref, fork, SimpleNamespace(refused=False, created=False))
             if owner not in self.dead:
                 self.network.append(("create", worker.rank, owner, rref, fork))
         elif kind == "own":

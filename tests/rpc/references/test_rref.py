@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -28,6 +29,8 @@ from rref_things import (
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
+from rdmarpc.calls.pending import Pending
+from rdmarpc.ground.futures import Value
 from rdmarpc.transport.words import kernels
 
 # -- sharing
@@ -98,6 +101,44 @@ def four_ways(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_four_ways_to_share(device):
     results(run_group(four_ways, 3, transport=device))
+
+
+MANY = 200
+
+
+def alive(kind):
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def alive_values():
+    return alive(Value)
+
+
+def lean(rank):
+    if rank == 0:
+        before = alive(Pending), rpc.rpc_sync("worker1", alive_values)
+        handles = [rpc.remote("worker1", Thing, (number,)) for number in range(MANY)]
+        for number, handle in enumerate(handles):
+            assert handle.to_here().number == number
+        assert all(handle.confirmed_by_owner() for handle in handles)
+        assert alive(Pending) - before[0] < 10 and rpc.rpc_sync("worker1", alive_values) - before[1] < 10
+        assert handles[0]._get_future().wait() is None and handles[0]._get_future().done()
+        # A fetch that comes before the value is there, and one that comes after it, by a future and without one.
+        late = rpc.remote("worker1", Thing, (7, 0.3))
+        assert late.to_here().number == late.rpc_sync().add(0) == late.to_here().number == 7
+        # What failed stays failed.
+        failed = rpc.remote("worker1", raises)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="on purpose"):
+                failed.to_here()
+        del handles, handle, late, failed
+        wait_until_empty(range(2))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_reference_to_a_value_that_is_there_holds_no_call_and_no_future(device):
+    results(run_group(lean, transport=device))
 
 
 class Unpicklable:
