@@ -41,8 +41,8 @@ class Control:
         """How often an owner was asked for something that may have changed its parts."""
         self.deferred: Callable[[], None] | None = None
         """What is called before anything new: it sends what was put off until then (``parts.remote_values``)."""
-        self.watching: Callable[[Plan], None] | None = None
-        """What is called when a backward begins."""
+        self.watching: Callable[[Plan, int], None] | None = None
+        """What is called when a backward begins: with its plan and mode."""
         self.zeroing = Zeroing(parameters, ledger.present)
         self._station, self._ledger, self._timeout, self._lock = station, ledger, timeout, lock
         self._outlets: dict[str, Outlet] = {outlet.edge.target: outlet for outlet in fittings.outlets.values()}
@@ -82,6 +82,8 @@ class Control:
     def begin_backward(self, plan: Plan, mode: int) -> dict[str, bytes]:
         """Before the first gradient goes out: see to the zeroing that is due, by the marks that are to ride in the gradients,
         which are returned, or by a command."""
+        if self.watching is not None:
+            self.watching(plan, mode)
         marks = self.zeroing.ride(plan, mode) if self.zeroing.due else {}
         if not marks:
             self._flush_zero()
@@ -89,8 +91,6 @@ class Control:
             self.begun[worker] += 1
             self._ledger.present[worker] = None
             self.zeroing.assigned.discard(worker)
-        if self.watching is not None:
-            self.watching(plan)
         return marks
 
     def ready(self, drain: bool = False) -> None:

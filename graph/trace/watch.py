@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
@@ -247,7 +248,10 @@ class Watch:
             nn.Module.__call__, nn.Module.__setattr__ = call, assign  # type: ignore[method-assign]
 
     def check_tensors(self, part: nn.Module) -> None:
-        """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own."""
+        """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own, or while parametrized
+        ones are computed once for several calls."""
+        if parametrize._cache_enabled and any(parametrize.is_parametrized(module) for module in part.modules()):
+            raise NotSupported("the forward calls a parametrized part within torch.nn.utils.parametrize.cached()", hint=_HINT)
         for path, module in part.named_modules():
             known = self._tensors.get(id(module), {})
             for name, tensor in _own(module).items():

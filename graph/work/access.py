@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ...transport import NotSupported
 from ..guards.generators import torch_mark
@@ -77,6 +78,23 @@ class Access:
             self._root.get_submodule(path).load_state_dict(state, strict=False)
 
         self._submit(load, commands)
+
+    def load_all(self, path: str, prefix: str, state: dict[str, Any], commands: int) -> tuple[list[str], list[str], list[str]]:
+        """Load a module and all in it as ``load_state_dict`` of a model does, in which it has this prefix: its hooks, and those
+        of its methods that take part, run. Returns the names that are missing, the unexpected ones and the errors."""
+        lists: tuple[list[str], list[str], list[str]] = [], [], []
+
+        def load(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+            module._load_from_state_dict(state, prefix, {"version": module._version}, True, *lists)
+            for name, child in module._modules.items():
+                if child is not None:
+                    below = f"{prefix}{name}."
+                    load(child, below, {key: value for key, value in state.items() if key.startswith(below)})
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys(lists[0], lists[1]))
+
+        self._submit(lambda: load(self._root.get_submodule(path), prefix, state), commands)
+        return lists
 
     def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""

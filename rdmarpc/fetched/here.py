@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -27,6 +28,8 @@ def needed() -> str:
     native = torch._C
     if native._is_any_autocast_enabled():
         return "autocast is on"
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached() is on"
     saving: Any = native._autograd._top_saved_tensors_default_hooks(True)
     if saving is not None and (why := _saved_by(saving[0])):
         return why

@@ -44,8 +44,8 @@ class Mixing:
             self._latest, self._seen = (task, plan), set()
         else:
             if not self._seen:
-                self._seen |= self._reads(self._latest[1]).keys()
-            reads = self._reads(plan)
+                self._seen |= self.reads(self._latest[1]).keys()
+            reads = self.reads(plan)
             if again := self._seen & reads.keys():
                 self.tell([reads[key].path for key in again if _trains(reads[key])])
             self._seen |= reads.keys()
@@ -55,7 +55,7 @@ class Mixing:
     def _beside(self, plan: Plan, task: int) -> None:
         number, given = self._given
         if number >= task:  # a later number is that of a backward within this one (``checkpoint(..., use_reentrant=True)``)
-            self.tell([parameter.path for key, parameter in self._reads(plan).items() if key in given])
+            self.tell([parameter.path for key, parameter in self.reads(plan).items() if key in given])
         if task not in self._planned:
             self._planned[task] = []
             engine: Any = torch.autograd.Variable._execution_engine
@@ -68,10 +68,10 @@ class Mixing:
         if self._given[0] != task:
             self._given = task, set()
         self._given[1].add(id(parameter))
-        if any(id(parameter) in self._reads(plan) for plans in self._planned.values() for plan in plans):
+        if any(id(parameter) in self.reads(plan) for plans in self._planned.values() for plan in plans):
             self.tell([parameter.path])
 
-    def _reads(self, plan: Plan) -> dict[int, RemoteParameter]:
+    def reads(self, plan: Plan) -> dict[int, RemoteParameter]:
         """The remote parameters of a plan, by ``id``."""
         if plan not in self._read:
             found: list[Any] = []

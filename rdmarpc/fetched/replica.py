@@ -182,7 +182,9 @@ def _giver(parameter: RemoteParameter, mixing: Mixing) -> Callable[[torch.Tensor
 
     def give(leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        if grad is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = not parameter.requires_grad  # since the forward: then autograd leaves it out
+        if grad is None or frozen:
             return
         if grad.layout is not torch.strided or grad.requires_grad:
             why = f"a gradient is {grad.layout}" if grad.layout is not torch.strided else "create_graph=True in backward()"

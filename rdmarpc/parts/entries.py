@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..transport import NotSupported
 from .parameter import Owners
 
 
@@ -17,6 +18,22 @@ def entries_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
 
 
+def loads_itself(module: nn.Module) -> bool:
+    """Whether something in a module takes part in ``load_state_dict``: hooks, methods of its own, extra state."""
+    return any(
+        inner._load_state_dict_pre_hooks
+        or inner._load_state_dict_post_hooks
+        or (loads_by_method(type(inner)) and not type(inner)._load_from_state_dict.__module__.startswith("torch.nn.modules."))
+        or type(inner).set_extra_state is not nn.Module.set_extra_state
+        for inner in module.modules()
+    )
+
+
+def loads_by_method(kind: type[nn.Module]) -> bool:
+    """Whether a class has a way of its own to load what lies in its modules."""
+    return kind._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
 class Home(Protocol):
     """Where the tensors of one module are, and what they contribute to ``state_dict`` (``entries_of``)."""
 
@@ -25,12 +42,16 @@ class Home(Protocol):
     path: str
     entries: dict[str, tuple[int, ...]]
 
+    def refusal(self, why: str) -> NotSupported:
+        """The error for what cannot be done from here."""
+
 
 def load_entries(
     home: Home,
     others: Iterable[str],
     state_dict: Mapping[str, Any],
     prefix: str,
+    metadata: Mapping[str, Any],
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
@@ -39,6 +60,8 @@ def load_entries(
     """``nn.Module._load_from_state_dict`` of a module whose tensors are elsewhere: its entries, out of those under its prefix,
     go to the owner; what does not fit goes into the lists as torch has it. ``others``: names below the prefix that are somebody
     else's."""
+    if metadata.get("assign_to_params_buffers"):
+        raise home.refusal("load_state_dict(..., assign=True) cannot put other tensors there")
     entries = {}
     for name, shape in home.entries.items():
         value = state_dict.get(prefix + name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -86,6 +87,8 @@ class _Pickler(pickle.Pickler):
         self._seen: dict[int, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.MethodType) and obj.__func__ is not getattr(type(obj.__self__), obj.__name__, None):
+            return _bound, (obj.__func__, obj.__self__)  # of a function that is no attribute of the class
         if not isinstance(obj, nn.Module):
             return NotImplemented
         if id(obj) in self._others:
@@ -107,6 +110,10 @@ class _Pickler(pickle.Pickler):
             device = named(self._homes.get(id(obj), obj.device))
             self.specs.append((tuple(obj.shape), order, isinstance(obj, nn.Parameter), obj.requires_grad, device))
         return self._seen[id(obj)]
+
+
+def _bound(function: Callable[..., Any], instance: Any) -> types.MethodType:
+    return types.MethodType(function, instance)
 
 
 class _Unpickler(pickle.Unpickler):

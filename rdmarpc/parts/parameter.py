@@ -80,6 +80,9 @@ class Owners(Protocol):
     apart: list[tuple[str, Piece]] | None
     """While it is a list, ``state_dict`` adds to it what lies at which worker, instead of the values."""
 
+    frozen: bool
+    """Whether a parameter may have been frozen since the last forward."""
+
     in_step: bool
     """Whether an optimizer is stepping: its local half must not see the remote gradients."""
 
@@ -98,8 +101,9 @@ class Owners(Protocol):
     def leaf(self, parameter: RemoteParameter, /) -> torch.Tensor | None:
         """What stands for a parameter in graphs, of a model whose forward always runs here (``fetched``)."""
 
-    def fetch_parts(self, memo: dict[int, Any], /) -> None:
-        """Fetch all parts into this process: what stands for them goes into the memo of a ``deepcopy``."""
+    def fetch_parts(self, memo: dict[int, Any], hooks: bool = False, /) -> None:
+        """Fetch all parts into this process: what stands for them goes into the memo of a ``deepcopy``. ``hooks``: with copies
+        of those that are on the stand-ins."""
 
 
 class RemoteParameter(nn.Parameter):
@@ -231,6 +235,7 @@ class RemoteParameter(nn.Parameter):
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in _FREEZING and args[0].requires_grad:
+                    args[0]._owner.frozen = True
                     args[0]._left = args[0]._cleared != args[0]._owner.caller.control.begun[args[0].worker]
                 return func(*args, **(kwargs or {}))
         found = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))

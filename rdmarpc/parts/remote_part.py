@@ -28,11 +28,12 @@ _OURS = ("training", "_is_full_backward_hook")
 class Place:
     """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one; ``within``: it is inside of
     one, which may be so as well. ``hooked``: it came with hooks. ``prepended``: the hooks on the stand-in that come before
-    those. ``fixed``: attributes that a class of torch never changes by itself."""
+    those. ``loads_itself``: something in its part takes part in ``load_state_dict``. ``fixed``: attributes that a class of
+    torch never changes by itself."""
 
     def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
         self.owners, self.worker, self.path, self.top = owners, worker, path, top
-        self.within, self.prepended = False, set[int]()
+        self.within, self.prepended, self.loads_itself = False, set[int](), False
         self.hooked = any(vars(original)[name] for name in TABLES_OF_HOOKS)
         self.kind = type(original)
         self.entries = entries_of(original)
@@ -131,7 +132,15 @@ class RemotePart(nn.Module):
         return destination
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any) -> None:
-        load_entries(self._place, self._modules, state_dict, prefix, strict, *lists)
+        place = self._place
+        if not place.loads_itself:
+            load_entries(place, self._modules, state_dict, prefix, local_metadata, strict, *lists)
+        elif place.top or not prefix:  # what is inside of it is loaded with it
+            if local_metadata.get("assign_to_params_buffers"):
+                raise place.refusal("load_state_dict(..., assign=True) cannot put other tensors there")
+            given = {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state_dict.items()}
+            for found, answer in zip(lists, place.owners.ask_owner(place.worker, "load_all", place.path, prefix, given)):
+                found += answer
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
         """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""
@@ -150,7 +159,7 @@ class RemotePart(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A module of the original's class here, with the owner's values."""
         if id(self) not in memo:
-            self._place.owners.fetch_parts(memo)
+            self._place.owners.fetch_parts(memo, True)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -195,6 +204,18 @@ def hooks_around(part: RemotePart) -> bool:
     place = part._place
     # Hooks of the old kind ask for the operation by which the original made its result.
     return place.top and not place.within and not place.hooked and part._is_full_backward_hook is not False
+
+
+def copy_hooks(part: RemotePart, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copy of a module copies of the hooks on its stand-in, in the order that they have in one module."""
+    first = part._place.prepended
+    for name in TABLES_OF_HOOKS:
+        there, own = copy.deepcopy(vars(part)[name], memo), vars(copied)[name]
+        if there.keys() & own.keys():
+            raise part._place.refusal("its hooks have the numbers of hooks here, so they cannot be copied together")
+        before = {key: hook for key, hook in there.items() if key in first}
+        vars(copied)[name] = type(own)({**before, **own, **there})
+    copied._is_full_backward_hook = part._is_full_backward_hook
 
 
 def tables_inside(part: RemotePart) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..transport import NotSupported
 from .buffer import RemoteBuffer, changed
 from .compiled import is_compiled, unwrapped
-from .entries import entries_of, load_entries
+from .entries import entries_of, load_entries, loads_by_method, loads_itself
 from .parameter import Owners, RemoteParameter
 from .placing import Places, join, own_tensors
 from .remote_part import RemotePart, check_kept, given, new_part
@@ -44,6 +44,7 @@ def mirror(original: nn.Module, owners: Owners, worker: str, path: str, made: di
     return part
 
 
+_EXTRA = "_extra_state"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called: what uses them looks inside."""
 
@@ -70,7 +71,10 @@ def stand_in(original: nn.Module, owners: Owners, places: Places, path: str, mad
     home = places.owner(path)
     if path and places.whole(path) and not (isinstance(original, LISTS) and home != places.caller):
         if home != places.caller:
-            return mirror(original, owners, home, path, made)
+            part = mirror(original, owners, home, path, made)
+            for inner in part.modules() if loads_itself(original) else ():
+                inner._place.loads_itself = True  # type: ignore[union-attr]
+            return part
         made[id(original)] = original
         return original
     shell = made[id(original)] = unwrapped(original) if is_compiled(original) else copy.copy(original)
@@ -188,7 +192,7 @@ class Shell(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            self._away.owners.fetch_parts(memo)
+            self._away.owners.fetch_parts(memo, True)
         return copy_cut(self, self._away.kind, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -202,9 +206,21 @@ class Shell(nn.Module):
         values = away.owners.ask_owner(away.worker, "own_state", away.path)
         for name in away.entries:
             destination[prefix + name] = values[name]
+        if away.kind.get_extra_state is not nn.Module.get_extra_state:
+            destination[f"{prefix}{_EXTRA}"] = self.get_extra_state()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any) -> None:
-        load_entries(self._away, self._modules, state_dict, prefix, strict, *lists)
+        if loads_by_method(self._away.kind):
+            raise self._away.refusal(f"{self._away.kind.__name__} has a way of its own to load them")
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, *lists)
+        extra = self._away.kind.set_extra_state is not nn.Module.set_extra_state
+        if extra and prefix + _EXTRA in state_dict:
+            self.set_extra_state(state_dict[prefix + _EXTRA])
+        elif extra and strict:
+            lists[0].append(prefix + _EXTRA)
+        others = [*self._modules, _EXTRA] if extra else self._modules
+        load_entries(self._away, others, state_dict, prefix, local_metadata, strict, *lists)
 
 
 def copy_cut(shell: nn.Module, kind: type[nn.Module], memo: dict[int, Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from ..calls.agent import Agent
 from ..fetched.here import Here
 from ..graph.caller.caller import Caller
+from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
 from ..graph.guards.side_effects import Globals
@@ -28,6 +29,7 @@ from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
 from ..parts.placing import Places, divide, place_here
+from ..parts.remote_part import RemotePart, copy_hooks
 from ..parts.remote_values import RemoteValues
 from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
@@ -45,7 +47,8 @@ class Session:
     ) -> None:
         self.agent, self.timeout = agent, timeout
         self.key = uuid.uuid4().hex
-        self.in_step = False
+        self.in_step = self.frozen = False
+        self._mode = 0
         self.apart: list[tuple[str, Piece]] | None = None
         self.eager: EagerForward | None = None
         self._outside: EagerForward | None = None
@@ -152,7 +155,7 @@ class Session:
         known = self._globals.values() if not path else [self._globals[path]] if path in self._globals else []
         return next((label for one in known if (label := one.changed())), "")
 
-    def fetch_parts(self, memo: dict[int, Any]) -> None:
+    def fetch_parts(self, memo: dict[int, Any], hooks: bool = False) -> None:
         if id(self) in memo:
             return
         memo[id(self)] = self
@@ -160,6 +163,9 @@ class Session:
         answers = self._call_all(owner.take_model, dict.fromkeys(self.workers, (self.key, commands)))
         parts = {path: part for answer in answers.values() for path, part in owner.unpack(*answer).items()}
         fill_memo(self.stand_in, parts, memo)
+        for module in self.stand_in.modules() if hooks else ():
+            if isinstance(module, RemotePart):
+                copy_hooks(module, memo[id(module)], memo)
 
     def _seed(self, workers: list[str], seed: int) -> None:
         self.ask("seed", dict.fromkeys(workers, (seed, self.caller.control.sync())))
@@ -257,6 +263,7 @@ class Session:
         All flags are read in every step. A count of changes would be O(1), and would miss some: torch has no hook for
         ``requires_grad``, and a setter that is called with ``__torch_function__`` disabled reaches no code of ours; then the
         owner would silently train what is frozen here."""
+        self.frozen = False
         self.settings.push()
         self.seeds.push()
         with torch._C.DisableTorchFunctionSubclass():
@@ -274,7 +281,20 @@ class Session:
             self.ask("add_mode", {worker: (number, (training, grads)) for worker, training, grads in flags})
             self.caller.control.zeroing.trainable[number] = {worker: bytes(grads) for worker, _, grads in flags}
             self._modes[flags] = number
+        self._mode = number
         return number
+
+    def goes_backward(self, plan: Plan, mode: int) -> None:
+        """A plan begins its backward, of a forward in this mode."""
+        mixing = self.here.replica.mixing
+        if self.frozen or mode != self._mode:
+            trained = self.caller.control.zeroing.trainable[mode]
+            for parameter in mixing.reads(plan).values():
+                with torch._C.DisableTorchFunctionSubclass():
+                    frozen = trained[parameter.worker][parameter.position] and not parameter.requires_grad
+                if frozen:
+                    raise parameter._refuse("it was frozen after a forward and before its backward", "freeze it before both")
+        mixing.planned(plan)
 
     # -- counters
 

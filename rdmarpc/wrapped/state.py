@@ -69,7 +69,7 @@ class State:
         """The state and the folder of the last checkpoint that was saved or loaded."""
         self._signatures = Signatures(session.caller)
         session.here.replica.mixing.tell = self._tell
-        session.caller.control.watching = session.here.replica.mixing.planned
+        session.caller.control.watching = session.goes_backward
         self._worlds = Worlds()
         self._look()
 
