@@ -8,7 +8,7 @@ from . import families
 from .plain_models import ENTRIES as MODELS
 from .tour import visit
 from .training_loops import ENTRIES as LOOPS
-from .zoo_tables import line, tables
+from .zoo_tables import line, table
 
 PLAIN = ("LSTM tagger", "tied language model", "MoE, by tokens", "DLRM", "FNO", "UNet")
 STEPS = ("gradient accumulation", "OneCycleLR", "two optimizers", "frozen and back", "GAN", "micro-batches")
@@ -25,7 +25,7 @@ def all_as_expected(family: str, names: list[str]) -> None:
     rows = list(visit(family, names))
     assert {row.name for row in rows} == set(names)
     assert not (strange := [line(row) for row in rows if not row.expected]), "\n".join(strange)
-    assert all(row.name in tables(rows) for row in rows)
+    assert all(row.name in table(rows) for row in rows)
 
 
 def test_models_of_torch_alone():

@@ -30,21 +30,19 @@ def counted(rows: Iterable[Row]) -> str:
 
 
 def write_tables(path: Path, rows: list[Row]) -> None:
+    """The tables of other families stay."""
     text = path.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n\n{tables(rows)}\n{END}{after}", encoding="utf-8")
-
-
-def tables(rows: list[Row]) -> str:
-    parts = []
+    found, after = rest.split(END)
+    known = {part.partition("\n")[0]: f"### {part.strip()}\n" for part in found.split("### ")[1:]}
     for family in dict.fromkeys(row.family for row in rows):
         own = [row for row in rows if row.family == family]
-        parts.append(f"### {family}\n\n{counted(own)}.\n\n{_table(own)}")
-    return "\n".join(parts)
+        known[family] = f"### {family}\n\n{counted(own)}.\n\n{table(own)}"
+    tables = "\n".join(known.values())
+    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}", encoding="utf-8")
 
 
-def _table(rows: list[Row]) -> str:
+def table(rows: list[Row]) -> str:
     lines = ["| entry | how | outcome | captured by | staged | step |", "|---|---|---|---|---|---|"]
     for row in rows:
         outcome = row.outcome if row.outcome != REFUSED else f"refused: {_short(row.detail)}"
