@@ -22,7 +22,7 @@ from . import calls, sparse
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .sums import sum_of
-from .tensors import check, plain, source, split, target
+from .tensors import check, check_places, literal, plain, source, split, target
 
 Back = list[Callable[[], object]]
 Tensors = Sequence[torch.Tensor]
@@ -375,7 +375,8 @@ class Pairwise(Collectives):
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         check([tensor], "recv")
         plain = tensor.detach()
-        whole = plain.is_contiguous()
+        check_places([plain], "recv")
+        whole = literal(plain)
         data = plain if whole else torch.empty(plain.shape, dtype=plain.dtype)
         with _event("recv"):
             return self._keep(self.pairs.receive(data.view(-1), src, tag, None if whole else plain, [tensor]))

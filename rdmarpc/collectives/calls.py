@@ -11,7 +11,7 @@ The first call of a signature makes a plan: what goes where, as offsets from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -35,7 +35,13 @@ def span(tensor: Flat) -> Span:
 
 def _copy(target: Flat, source: Flat) -> None:
     if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+        target.copy_(source.clone() if overlap([span(source)], [span(target)]) else source)
+
+
+def overlap(some: Iterable[Span], others: Iterable[Span]) -> bool:
+    """Whether memory of one of these is also memory of one of those."""
+    found = [(start, start + nbytes) for start, nbytes in others if nbytes]
+    return any(start < end and begin < start + nbytes for start, nbytes in some if nbytes for begin, end in found)
 
 
 def _sum(engine: Engine, outs: dict[int, Span], own: Flat, result: Flat, how: Sum) -> None:
@@ -145,9 +151,13 @@ def reduce_scatter(output: Flat, inputs: Sequence[Flat], how: Sum, timeout: floa
 
     def run(engine: Engine) -> None:
         engine.begin(Signature("reduce_scatter", output.dtype, 0, how.name), timeout)
-        own = inputs[engine.rank]
+        parts, own, result = inputs, inputs[engine.rank], span(output)
+        sent = {rank: span(part) for rank, part in enumerate(parts) if rank != engine.rank}
+        if overlap([*sent.values(), *([] if span(own) == result else [span(own)])], [result]):
+            parts = [part.clone() for part in inputs]  # the sums would be written over what has still to be read
+            own, sent = parts[engine.rank], {rank: span(parts[rank]) for rank in sent}
         if engine.size > 1:
-            _sum(engine, {rank: span(part) for rank, part in enumerate(inputs) if rank != engine.rank}, own, output, how)
+            _sum(engine, sent, own, output, how)
         else:
             _copy(output, own)
         how.finish(output, engine.size)
@@ -191,14 +201,16 @@ def all_to_all(
 
     def run(engine: Engine) -> None:
         engine.begin(Signature(name, dtype, 0, "", root), timeout)
-        me = engine.rank
+        me, given = engine.rank, inputs
         others = [rank for rank in range(engine.size) if rank != me and root in (-1, me, rank)]
-        outs = {rank: span(inputs[rank]) for rank in others} if inputs and sends else {}
         ins = {rank: span(outputs[rank]) for rank in others} if outputs and receives else {}
+        if ins and overlap(map(span, given), ins.values()):  # what comes would be written over what has still to be sent
+            given = [each.clone() for each in inputs]
+        outs = {rank: span(given[rank]) for rank in others} if given and sends else {}
         if outs or ins:
             engine.exchange(outs, ins)
-        if inputs and outputs:
-            _copy(outputs[me], inputs[me])
+        if given and outputs:
+            _copy(outputs[me], given[me])
         engine.end()
 
     return run
@@ -220,6 +232,10 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor, timeout: float = 
             return streams.plan(code_of(signature), 0, outs, ins)
 
         source, target = input.data_ptr(), output.data_ptr()
+        kept = input
+        if _in_the_way(span(input), span(output), target + rank * part if name == "all_gather" else 0):
+            kept = input.clone()
+            source = kept.data_ptr()
         if size > 1:
             engine.run(engine.plan((signature, nbytes), make), source, target)
         if source + rank * step != target + rank * part:
@@ -227,6 +243,11 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor, timeout: float = 
         engine.end()
 
     return run
+
+
+def _in_the_way(source: Span, target: Span, place: int) -> bool:
+    """Whether what comes would be written over what has still to be sent. At ``place`` the source may lie."""
+    return source[0] != place and source[0] < target[0] + target[1] and target[0] < source[0] + source[1]
 
 
 def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum, timeout: float = 0.0) -> Run:
@@ -242,8 +263,11 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum, timeout: fl
             fold = Fold(how.code, engine.rank * nbytes, 0, nbytes, False)
             return streams.plan(code_of(signature), 0, outs, dict.fromkeys(streams.order, (0, nbytes)), fold)
 
+        own, kept = input.data_ptr() + engine.rank * nbytes, input
+        if _in_the_way(span(output), span(input), own):
+            kept = input.clone()
         if engine.size > 1:
-            engine.run(engine.plan((signature, nbytes), make), input.data_ptr(), output.data_ptr())
+            engine.run(engine.plan((signature, nbytes), make), kept.data_ptr(), output.data_ptr())
         else:
             kernels.copy(output.data_ptr(), input.data_ptr(), nbytes)
         if how.average:

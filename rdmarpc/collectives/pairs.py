@@ -226,9 +226,9 @@ class Pairs:
         if message is None:
             apart = torch.empty(nbytes, dtype=torch.uint8)
             message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart")
-        elif (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
-            raise problem
         way.current = message
+        if message.kind != _APART and (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
+            raise problem  # whoever waits for the message gets it, too: it is the current one
         message.source = way.peer
         way.arriving = head
         way.begin(head, message.data, out=False)

@@ -1,7 +1,8 @@
 """How tensors are added up: in the order of the ranks, pair by pair from the left, so with the same bits at every rank.
 
 Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 through float32, rounded
-after each pair. Float16, complex products and all other types are summed by torch. Bools: a sum is an or, a product an and."""
+after each pair. Minima and maxima keep what is no number, as torch's do. Float16, complex products and all other types are
+summed by torch. Bools: a sum is an or, a product an and."""
 
 from __future__ import annotations
 
@@ -57,8 +58,16 @@ class Sum:
         else:
             self.code = fold_code(str(dtype).removeprefix("torch."), plain)
         self.function = _BY_TORCH.get(plain)
-        if self.code < 0 and self.function is None:
+        if self.code < 0 and not self._has_torch():
             raise NotSupported(f"{name} of {dtype}")
+
+    def _has_torch(self) -> bool:
+        """Whether torch has the operation for this type. Before the call begins: one that fails ends its group."""
+        one = torch.zeros(1, dtype=self.dtype)
+        try:
+            return self.function is not None and self.function(one, one).dtype == self.dtype
+        except (NotImplementedError, RuntimeError):
+            return False
 
     def add_up(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """``result = parts[0] OP parts[1] OP ...``: flat tensors of one size; ``result`` may be one of them."""

@@ -23,23 +23,38 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
 
 
 def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
-    """Whether these are dense, contiguous, on the CPU and of one type: what most calls are made with."""
-    one = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    """Whether these are dense, on the CPU, of one type, and what their memory says: what most calls are made with."""
+    one = tensor.is_cpu and tensor.layout is torch.strided and literal(tensor)
     return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
 
 
+def literal(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds its values, one after the other. A view may be the conjugate or the negative of what
+    lies there."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def source(tensor: torch.Tensor) -> Flat:
-    """The values of a tensor, in its memory if it is contiguous."""
-    return tensor.detach().contiguous().view(-1)
+    """The values of a tensor, in its memory if they lie there."""
+    values = tensor.detach()
+    return values.view(-1) if literal(values) else values.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise unless each element of these has a place of its own."""
+    for tensor in tensors:
+        if tensor.numel() > 1 and any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape)):
+            raise ValueError(f"{what} into a tensor several of whose elements are one place in memory: clone it before")
 
 
 def target(tensor: torch.Tensor, back: list[Callable[[], object]], *, read: bool = False) -> Flat:
-    """Where a tensor's new values go: its memory if it is contiguous, else a buffer, and ``back`` gets the call that copies the
-    buffer into the tensor. ``read``: the values are read before."""
+    """Where a tensor's new values go: its memory if they may lie there, else a buffer, and ``back`` gets the call that copies
+    the buffer into the tensor. ``read``: the values are read before."""
     plain = tensor.detach()
-    if plain.is_contiguous():
+    if literal(plain):
         return plain.view(-1)
-    buffer = plain.contiguous() if read else torch.empty(plain.shape, dtype=plain.dtype)
+    check_places([plain], "a collective")
+    buffer = source(plain).view(plain.shape) if read else torch.empty(plain.shape, dtype=plain.dtype)
     back.append(lambda: plain.copy_(buffer))
     return buffer.view(-1)
 

@@ -190,10 +190,13 @@ def _fold_all(builder: Any, kind: str, operation: str, places: Any) -> None:
 def _folded(builder: Any, kind: str, operation: str, a: Any, b: Any) -> Any:
     is_float, unsigned = kind in FOLD_FLOATS, kind == "uint8"
     if operation in ("min", "max"):
-        # As std::min and std::max, which keep the first of two that are equal or not ordered.
+        # As torch: what is no number stays. Of two that are equal the first is kept.
         x, y = (b, a) if operation == "min" else (a, b)
-        compare = builder.fcmp_ordered if is_float else builder.icmp_unsigned if unsigned else builder.icmp_signed
-        return builder.select(compare("<", x, y), b, a)
+        if not is_float:
+            compare = builder.icmp_unsigned if unsigned else builder.icmp_signed
+            return builder.select(compare("<", x, y), b, a)
+        better = builder.select(builder.fcmp_unordered("<", x, y), b, a)
+        return builder.select(builder.fcmp_unordered("uno", a, a), a, better)
     integer = {"sum": builder.add, "product": builder.mul, "band": builder.and_, "bor": builder.or_, "bxor": builder.xor}
     real = {"sum": builder.fadd, "product": builder.fmul}
     return (real if is_float else integer)[operation](a, b)

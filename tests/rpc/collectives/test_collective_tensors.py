@@ -1,0 +1,154 @@
+"""Tensors that a collective must not take as they lie in memory, beside what torch computes in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from group import Meeting, results, run_group
+from test_collective_failures import join
+
+COUNT = 400_000
+"""Floats of a part: more than the slots between two ranks hold, so what is overwritten too early is noticed."""
+SIZE = 3
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert torch.equal(found, expected), f"{what}: {found.flatten()[:8]} for {expected.flatten()[:8]}"
+
+
+def _part(value: float) -> torch.Tensor:
+    return torch.full((COUNT,), float(value))
+
+
+def _shared(rank: int) -> None:
+    """Inputs and outputs that share memory."""
+    everybody = range(SIZE)
+    whole = torch.cat([_part(10 * other + rank) for other in everybody])
+
+    data = torch.cat([_part(10 * rank + other) for other in everybody])
+    dist.all_to_all_single(data, data)
+    same(data, whole, "all_to_all_single in place")
+    parts = [_part(10 * rank + other) for other in everybody]
+    dist.all_to_all(parts, parts)
+    same(torch.cat(parts), whole, "all_to_all in place")
+
+    gathered = torch.cat([_part(other + 1) for other in everybody])
+    for place in (0, rank, SIZE - 1):  # its own part, which is usual, or that of another rank
+        data = torch.zeros(SIZE * COUNT)
+        mine = data[place * COUNT : (place + 1) * COUNT].fill_(rank + 1)
+        dist.all_gather_into_tensor(data, mine)
+        same(data, gathered, f"all_gather_into_tensor from part {place}")
+        parts = [_part(rank + 1) for _ in everybody]
+        dist.all_gather(parts, parts[place])
+        same(torch.cat(parts), gathered, f"all_gather from part {place}")
+    parts = [_part(rank + 1) for _ in everybody]
+    dist.gather(parts[0], parts if rank == 1 else None, dst=1)
+    if rank == 1:
+        same(torch.cat(parts), gathered, "gather from another rank's part")
+
+    total = _part(sum(other + rank for other in everybody))
+    for place in (0, rank, SIZE - 1):
+        data = torch.cat([_part(other + rank) for other in everybody])
+        out = data[place * COUNT : (place + 1) * COUNT]
+        dist.reduce_scatter_tensor(out, data)
+        same(out, total, f"reduce_scatter_tensor into part {place}")
+        parts = [_part(other + rank) for other in everybody]
+        dist.reduce_scatter(parts[place], parts)
+        same(parts[place], total, f"reduce_scatter into part {place}")
+
+
+def _negative(rank: int) -> None:
+    """Views that are the negative of what lies in memory. torch itself refuses those that are the conjugate."""
+
+    def view(*values: float) -> torch.Tensor:
+        return torch._neg_view(-torch.tensor(values))
+
+    data = view(1.0, 2.0) if rank == 0 else torch.zeros(2)
+    dist.broadcast(data, 0)
+    same(data, torch.tensor([1.0, 2.0]), "broadcast of a negative view")
+    data = torch.tensor([1.0, 2.0]) if rank == 0 else view(0.0, 0.0)
+    dist.broadcast(data, 0)
+    same(data, torch.tensor([1.0, 2.0]), "broadcast into a negative view")
+    data = view(float(rank), -1.0)
+    dist.all_reduce(data, dist.ReduceOp.MAX)
+    same(data, torch.tensor([SIZE - 1.0, -1.0]), "all_reduce of negative views")
+    out = torch.zeros(2 * SIZE)
+    dist.all_gather_into_tensor(out, view(float(rank), 5.0))
+    same(out, torch.tensor([value for other in range(SIZE) for value in (other, 5.0)]), "all_gather of a negative view")
+    if rank == 0:
+        dist.send(view(7.0, 8.0), 1)
+        dist.send(torch.tensor([7.0, 8.0]), 1)
+    elif rank == 1:
+        data, other = torch.zeros(2), view(0.0, 0.0)
+        dist.recv(data, 0)
+        dist.recv(other, 0)
+        same(data, torch.tensor([7.0, 8.0]), "send of a negative view")
+        same(other, torch.tensor([7.0, 8.0]), "recv into a negative view")
+
+
+def _no_numbers(rank: int) -> None:
+    """What is no number stays, whichever rank has it."""
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for operation, of_torch in ((dist.ReduceOp.MIN, torch.minimum), (dist.ReduceOp.MAX, torch.maximum)):
+            rows = torch.tensor([[float("nan"), 1, 1, 2, -0.0], [3, float("nan"), 1, 1, 0.0], [3, 4, float("nan"), 3, 0.0]])
+            rows = rows.to(dtype).repeat(1, 100)
+            expected = of_torch(of_torch(rows[0], rows[1]), rows[2])
+            data = rows[rank].clone()
+            dist.all_reduce(data, operation)
+            assert torch.allclose(data, expected, equal_nan=True), f"{operation}, {dtype}: {data[:5]} for {expected[:5]}"
+
+
+def _refused(rank: int) -> None:
+    """Calls that cannot be made are errors before they begin: the group goes on."""
+
+    def refused(kind: Any, text: str, call: Any, *given: Any) -> None:
+        with pytest.raises(kind, match=text):
+            call(*given)
+
+    import rdmarpc as rpc
+
+    refused(ValueError, "one place in memory", dist.all_reduce, torch.zeros(1).expand(5))
+    refused(ValueError, "one place in memory", dist.broadcast, torch.zeros(1, 3).expand(2, 3), (rank + 1) % SIZE)
+    refused(ValueError, "one place in memory", dist.recv, torch.zeros(1).expand(5), (rank + 1) % SIZE)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn):
+        refused(rpc.NotSupported, f"sum of {dtype}", dist.all_reduce, torch.ones(5).to(dtype))
+    data = torch.ones(5)
+    dist.all_reduce(data)
+    same(data, torch.full((5,), float(SIZE)), "the call after refused ones")
+
+
+def _misfits(meeting: Meeting) -> list[str]:
+    """The errors of rank 1, which asks for other messages than come, from rank 0 or from anybody; and of those that send."""
+    found = []
+    for what, peer in (("named", 0), ("any", None)):
+        join(meeting, SIZE, what)
+        with pytest.raises(Exception) as error:
+            if meeting.rank == 1:
+                dist.recv(torch.zeros(5), peer)
+            else:
+                dist.send(torch.zeros(4), 1)
+                dist.recv(torch.zeros(1), 1)  # never comes: the sender hears of it here
+        found.append(f"{type(error.value).__name__}: {error.value}")
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_message_that_does_not_fit_is_an_error_at_once():
+    for rank, errors in enumerate(results(run_group(_misfits, SIZE, dynamic=True))):
+        for error in errors:
+            assert error.startswith("Mismatch: rank 1 receives 20 bytes of torch.float32 from rank "), (rank, error)
+
+
+def _all(meeting: Meeting) -> None:
+    join(meeting, SIZE, "tensors")
+    for part in (_shared, _negative, _no_numbers, _refused):
+        part(meeting.rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_tensors_that_are_not_as_they_lie_in_memory(device: str):
+    results(run_group(_all, SIZE, dynamic=True, environment={"RDMARPC_COLLECTIVES_DEVICE": device}))
