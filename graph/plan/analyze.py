@@ -176,7 +176,7 @@ class _Analysis:
             return
         worker = self.place(node, args, kwargs)
         terms = self.readers.terms(node, args, kwargs)
-        level = self.level((args, kwargs), worker, terms)
+        level = max(self.level((args, kwargs), worker, terms), node.meta.get("level", 0))
         if node in self.capture.draws:
             level = self.draws.level(node, worker, level)
         self.where[node] = worker, level

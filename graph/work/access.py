@@ -17,6 +17,7 @@ from ...transport import NotSupported
 from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
 from ..guards.side_effects import Globals, changes_there
+from ..plan.replicas import Replica
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
@@ -116,7 +117,7 @@ class Access:
         self._submit(sow, commands)
 
     def take(self, pack: Callable[[Mapping[str, Any]], Any], commands: int) -> Any:
-        """All parts, by path, as ``pack`` makes them ready to travel."""
+        """All parts but replicas of others, by path, as ``pack`` makes them ready to travel."""
         parts: dict[str, Any] = {}
 
         def walk(module: nn.Module, path: str) -> None:
@@ -124,7 +125,7 @@ class Access:
                 below = f"{path}.{name}" if path else name
                 if type(part) is nn.Module:
                     walk(part, below)
-                else:
+                elif not isinstance(part, Replica):
                     parts[below] = part
 
         def job() -> Any:

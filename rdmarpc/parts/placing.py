@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..graph.plan.replicas import Replica, replica_path
 from ..graph.trace.devices import CPU
 from ..graph.trace.devices import tensors_of as own_tensors
 from ..ground.advice import warn
@@ -24,10 +25,15 @@ _RANK = re.compile(r"rank:(\d+)")
 class Places:
     """A placement of one model. ``homes`` has an entry for every placed module, ranges taken apart; what lies below one
     belongs to it unless it is placed itself, and what lies below none belongs to ``caller``. ``devices`` has those whose entry
-    says on which device they compute."""
+    says on which device they compute. A part with replicas is at home where the first is; each of them, the first too, has an
+    entry of its own (``replica_path``)."""
 
     def __init__(self, homes: Mapping[str, str], caller: str, devices: Mapping[str, torch.device] | None = None) -> None:
         self.homes, self.caller, self.devices = dict(homes), caller, dict(devices or {})
+        self.replicated = [path.removeprefix("@0.") for path in homes if path.startswith("@0.")]
+        """The parts that have replicas."""
+        self.replicas = max((int(path[1 : path.index(".")]) + 1 for path in homes if path.startswith("@")), default=1)
+        """How many each of them has."""
         self.entry = functools.cache(self._entry)
         self.placed = functools.cache(self._placed)
         self.whole = functools.cache(self._whole)
@@ -65,13 +71,14 @@ class Places:
 
 def resolve(
     net: nn.Module,
-    placement: Mapping[str, str],
+    placement: Mapping[str, str | Sequence[str]],
     caller: str,
     workers: Sequence[str],
     ranked: Callable[[int], str] | None = None,
 ) -> Places:
     """The places that a placement describes. ``a.0-5`` stands for the numbered children 0 to 5 of ``a``. Workers are named
-    as ``RemoteModule`` has it: ``worker``, ``worker/cuda:1``, ``rank:1/cuda:1`` (``ranked`` gives the worker of a rank).
+    as ``RemoteModule`` has it: ``worker``, ``worker/cuda:1``, ``rank:1/cuda:1`` (``ranked`` gives the worker of a rank). With
+    several names there is a replica at each.
 
     Raises ``ValueError`` for an unknown worker, a device that is none, a path or number that does not exist, an empty range, or
     two entries for one module; ``NotSupported`` for a tensor that would lie on several workers or devices, or that has no
@@ -80,24 +87,74 @@ def resolve(
     homes: dict[str, str] = {}
     devices: dict[str, torch.device] = {}
     source: dict[str, str] = {}
+    replicas: dict[str, list[str]] = {}
     for key, value in placement.items():
-        worker, device = (value, None) if value in workers else _split(key, value)
-        rank = _RANK.fullmatch(worker)
-        if worker not in workers and rank is not None and ranked is not None:
-            worker = ranked(int(rank[1]))
-        if worker not in workers:
-            raise ValueError(
-                f"placement puts {key!r} on worker {worker!r}, which is not in this group; its workers are " + _listed(workers)
-            )
+        found = [_place(key, name, workers, ranked) for name in ([value] if isinstance(value, str) else value)]
         for path in _expand(net, key):
             if path in homes:
                 raise ValueError(f"placement has two entries for {path!r}: {source[path]!r} and {key!r}")
-            homes[path], source[path] = worker, key
+            if not isinstance(value, str):
+                replicas[path] = _checked_replicas(key, found, caller)
+            (worker, device), source[path] = found[0], key
+            homes[path] = worker
             if device is not None:
                 devices[path] = device
     places = _together(net, Places(homes, caller, devices))
     _check_tensors(net, places)
-    return places
+    return _with_replicas(net, places, replicas) if replicas else places
+
+
+def _place(
+    key: str, value: str, workers: Sequence[str], ranked: Callable[[int], str] | None
+) -> tuple[str, torch.device | None]:
+    worker, device = (value, None) if value in workers else _split(key, value)
+    rank = _RANK.fullmatch(worker)
+    if worker not in workers and rank is not None and ranked is not None:
+        worker = ranked(int(rank[1]))
+    if worker not in workers:
+        raise ValueError(
+            f"placement puts {key!r} on worker {worker!r}, which is not in this group; its workers are " + _listed(workers)
+        )
+    return worker, device
+
+
+def _checked_replicas(key: str, places: Sequence[tuple[str, torch.device | None]], caller: str) -> list[str]:
+    names = [worker for worker, _ in places]
+    if len(names) < 2 or len({*names}) < len(names):
+        raise ValueError(
+            f"placement gives {key!r} replicas at {_listed(names) or 'no worker'}: name two workers or more, each once"
+        )
+    if caller in names:
+        raise NotSupported(
+            f"placement gives {key!r} a replica at {caller!r}, which calls wrap()", hint="place it at other workers"
+        )
+    if any(device is not None for _, device in places):
+        raise NotSupported(f"placement gives {key!r} replicas on devices: replicas compute on the CPU")
+    return names
+
+
+def _with_replicas(net: nn.Module, places: Places, replicas: Mapping[str, Sequence[str]]) -> Places:
+    """The same with an entry for each replica. Raises ``ValueError`` where parts have different numbers of them,
+    ``NotSupported`` for parts that are no operation of their own."""
+    counts = {path: len(workers) for path, workers in replicas.items()}
+    if len({*counts.values()}) > 1:
+        raise ValueError(f"all parts with replicas must have the same number of them, got {counts}")
+    for path in replicas:
+        module = net.get_submodule(path)
+        inside = [other for other in places.homes if other.startswith(path + ".") or path.startswith(other + ".")]
+        if inside or type(module) in (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict) or is_compiled(module):
+            why = f"{inside[0]!r} is placed too" if inside else f"it is a {type(module).__name__}"
+            raise NotSupported(f"{path!r} cannot have replicas: {why}", hint="give replicas to modules that the forward calls")
+        if not all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
+            raise NotSupported(f"{path!r} cannot have replicas: it has tensors on an accelerator")
+    for shared in _shared(net):
+        owners = {next((path for path in replicas if name.startswith(path + ".")), "") for name in shared}
+        if len(owners) > 1:
+            raise NotSupported(f"{' and '.join(map(repr, shared))} are one tensor: a part that has replicas must have it alone")
+    homes = dict(places.homes)
+    for path, workers in replicas.items():
+        homes.update({replica_path(at, path): worker for at, worker in enumerate(workers)})
+    return Places(homes, places.caller, places.devices)
 
 
 def _together(net: nn.Module, places: Places) -> Places:
@@ -202,7 +259,7 @@ def home_of(places: Places, path: str) -> str:
 
 def divide(net: nn.Module, places: Places) -> dict[str, dict[str, nn.Module | torch.Tensor]]:
     """What each worker but the caller gets, by path, in the order of ``named_modules``: modules that stay whole, and the
-    parameters, buffers and plain tensors that lie in a module which does not."""
+    parameters, buffers and plain tensors that lie in a module which does not; then ``Replica`` of parts that have such."""
     parts: dict[str, dict[str, nn.Module | torch.Tensor]] = {}
 
     def walk(module: nn.Module, path: str) -> None:
@@ -219,6 +276,11 @@ def divide(net: nn.Module, places: Places) -> dict[str, dict[str, nn.Module | to
                 walk(child, join(path, name))
 
     walk(net, "")
+    for path in places.replicated:
+        for at in range(places.replicas):
+            # Behind all others: parameters are counted in this order.
+            key = replica_path(at, path)
+            parts.setdefault(places.homes[key], {})[key] = Replica(net.get_submodule(path))
     return {worker: own for worker, own in parts.items() if own}
 
 

@@ -175,8 +175,7 @@ class _Split:
         try:
             return self.plans()
         except Uncaptured as error:
-            if self._state.method not in ("auto", "eager"):
-                raise error.error or error from None
+            self._state.check_falls_back(error)
             return None
 
     def _plan(self, at: int, recurring: bool = False) -> Plan:

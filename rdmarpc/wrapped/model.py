@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from .state import State, flatten, state_of
 
 def wrap(
     net: nn.Module,
-    placement: Mapping[str, str],
+    placement: Mapping[str, str | Sequence[str]],
     *,
     depth: int = 2,
     timeout: float = 60.0,
@@ -55,6 +55,22 @@ def wrap(
     part's tensors keep theirs, on the GPU of the same index at its worker. Inputs may lie on any device. Results lie on the
     device of the first tensor input; for a model on several devices, where the model alone would have them. Tensors that
     ``state_dict`` fetches from other workers lie on the CPU.
+
+    A list of workers gives a part *replicas*: ``{"features": ["worker1", "worker2"]}``. All such parts have the same number of
+    them, ``k``. Every tensor input is split into ``k`` equal shards along its first dimension, replica ``i`` computes shard
+    ``i``, and tensors in the result are joined along their first dimension. Parameters lie at the first worker of the list, as
+    without replicas, so there is one ``state_dict`` and one step of the optimizer. The others get them by writes in each
+    forward, and their gradients come back in each backward. The bits are those of one process that computes ::
+
+        shards = x.chunk(k)
+        copies = [{name: p.view_as(p) for name, p in parameters_of_these_parts.items()} for _ in shards]
+        torch.cat([torch.func.functional_call(net, copy, (shard,)) for copy, shard in zip(copies, shards)])
+
+    so gradients are summed, and a loss that is a mean over the result is one over the batch. Norms with running statistics
+    normalise each shard by itself and keep the statistics of the first one, as ``nn.DataParallel`` does. Each batch size has a
+    plan of its own. Refused by name: batches that do not divide, results that are no batch, parts that draw random numbers, set
+    attributes or write other buffers, weights tied across parts, entries inside of such a part, devices, this process among
+    the workers, and forwards that no method captures.
 
     * ``depth``: forwards that may wait for their backward.
     * ``timeout``: seconds that a step may wait for a worker.
@@ -95,8 +111,8 @@ def wrap(
     applied to keeps the names of its parameters. ``torch.compile(model)`` of what ``wrap`` returns leaves its forward as it
     is.
 
-    Raises ``ValueError`` for an unknown worker or part, and ``NotSupported`` for a part that cannot move, both before anything
-    is moved.
+    Raises ``ValueError`` for an unknown worker or part, or unequal numbers of replicas, and ``NotSupported`` for a part that
+    cannot move, both before anything is moved.
     """
     agent = _agent.current()
     if is_compiled(net):
@@ -107,6 +123,8 @@ def wrap(
     if staging not in ("traced", "always"):
         raise ValueError(f"staging is 'traced' or 'always', got {staging!r}")
     methods_of(capture)
+    if places.replicas > 1 and capture in ("eager", "here"):
+        raise NotSupported(f"parts with replicas need a forward that is captured, not capture={capture!r}")
     batches.checked(chunks)
     remote_optimizer.install()
     options = (depth, timeout, plans, staging == "always")
@@ -203,16 +221,14 @@ class WrappedModel(nn.Module):
         try:
             leaves, tree = flatten(args, kwargs)
         except values.Unknown as error:
-            if state.method not in ("auto", "eager"):
-                raise
+            state.check_falls_back(error)
             return state.eagerly(args, kwargs, self.training, [error.message])
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         mode = session.mode()
         try:
             plan = state.plan(tensors, leaves, tree, self.training)
         except Uncaptured as error:
-            if state.method not in ("auto", "eager"):
-                raise error.error or error from None
+            state.check_falls_back(error)
             refused, again = error.refused, error.again
         else:
             return session.caller.forward(plan, tensors, mode)

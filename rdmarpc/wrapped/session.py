@@ -19,6 +19,7 @@ from ..graph.edges.station import Leased
 from ..graph.guards.side_effects import Globals
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
+from ..graph.plan.replicas import Replica
 from ..graph.trace.capture import skeleton
 from ..graph.trace.devices import Devices
 from ..graph.work.command import Command
@@ -33,7 +34,7 @@ from ..parts.remote_part import RemotePart, copy_hooks
 from ..parts.remote_values import RemoteValues
 from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
-from ..transport import RdmaError, TransferTimeout
+from ..transport import NotSupported, RdmaError, TransferTimeout
 from .settings import Settings
 from .skeleton import without_hooks
 
@@ -58,7 +59,9 @@ class Session:
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
         self.shape = without_hooks(uncompiled(skeleton(net)))
-        self.settings = Settings(self.ask_owner, self.shape, lambda: (self.caller.steps, *self.caller.control.begun.values()))
+        self.settings = Settings(
+            self._ask_settings, self.shape, lambda: (self.caller.steps, *self.caller.control.begun.values())
+        )
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
@@ -95,9 +98,10 @@ class Session:
         self._parameters: dict[str, list[nn.Parameter]] = {}
         for worker, parts in remote.items():
             # The same tree as the worker's own: modules and parameters are counted in its order.
-            tree = Tree({path: made.get(id(part), part) for path, part in parts.items()})
+            tree = Tree({path: _stand_in(part, made) for path, part in parts.items()})
             self._modules[worker] = list(tree.modules())[1:]
             self._parameters[worker] = list(tree.parameters())
+            self._count[worker] = len(self._parameters[worker])  # with those of replicas
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         # The names of the modules it runs are looked up here: those that stayed, or came to stand there later.
         live = self.stand_in
@@ -202,6 +206,13 @@ class Session:
         answer = self.ask(method, {worker: (*args, commands)})[worker]
         self.values.bring_back()
         return answer
+
+    def _ask_settings(self, worker: str, method: str, *args: Any) -> Any:
+        paths = [path for path, _ in args[0]] if method == "write" else [args[0]] if method == "delete" else []
+        for path in paths:
+            if any(path == part or path.startswith(part + ".") for part in self.places.replicated):
+                raise NotSupported(f"attributes of {path!r}, which has replicas, were set here: set them before wrap()")
+        return self.ask_owner(worker, method, *args)
 
     def _operate(self, operations: Mapping[str, Sequence[Operation]]) -> dict[str, Any]:
         commands = self.caller.control.sync()
@@ -317,6 +328,12 @@ class Session:
         if not self.closed:
             self.closed = True
             self._close_parts()
+
+
+def _stand_in(part: Any, made: Mapping[int, Any]) -> Any:
+    if isinstance(part, Replica):
+        return Replica(made[id(part.part)])
+    return made.get(id(part), part)
 
 
 def _given(net: nn.Module, places: Places, path: str) -> torch.device | None:

@@ -14,6 +14,7 @@ from ..fetched.here import needed
 from ..graph.caller.stage import Plan
 from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
+from ..graph.plan.replicas import replicate, shard_of
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec
 from ..graph.trace.methods import Uncaptured, capture_by, methods_of, symbolic
@@ -133,7 +134,10 @@ class State:
 
     def only_here(self) -> str:
         """Why a forward that starts now runs in this process, if it does."""
-        return needed() or ('capture="here"' if self.method == "here" else "")
+        why = needed() or ('capture="here"' if self.method == "here" else "")
+        if why and self.session.places.replicas > 1:
+            raise NotSupported(f"a forward of parts with replicas cannot run in this process: {why}")
+        return why
 
     def here(self, args: Any, kwargs: Any, training: bool, why: str) -> Any:
         """Run the forward in this process, over fetched parts."""
@@ -141,6 +145,13 @@ class State:
         self.session.settings.push()
         self.captured = f"here: {why}"
         return self.session.here.forward(args, kwargs, "" if self.method == "here" else why)
+
+    def check_falls_back(self, error: NotSupported) -> None:
+        """Raise why no method captures the forward, unless it is to run eagerly then."""
+        if self.session.places.replicas > 1:
+            raise error
+        if self.method not in ("auto", "eager"):
+            raise getattr(error, "error", None) or error from None
 
     @property
     def eager(self) -> bool:
@@ -189,7 +200,12 @@ class State:
         names = input_names(shape, join, len(specs))
         graphs: list[TransferGraph] = []
 
+        count = session.places.replicas
+        given = specs if count == 1 else shard_of(specs, count)
+
         def use(found: Capture) -> None:
+            if count > 1:
+                found = replicate(found, shape, specs, session.places.replicated, count)
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
@@ -197,12 +213,14 @@ class State:
             graphs.append(graph)
 
         if sizes.varying or not sizes.known:
+            if count > 1:
+                raise NotSupported("replicas have a plan for each batch size")
             if "fx" not in self._methods:
                 raise NotSupported(f"capture={self.method!r} knows sizes only as numbers")
             found = symbolic(shape, specs, join, whole, self._away, sizes)
             use(found)
         else:
-            found, refused = capture_by(self._methods, shape, specs, join, whole, use, self._away)
+            found, refused = capture_by(self._methods, shape, given, join, whole, use, self._away)
             self.captured = "\n".join([found.how, *refused])
         if self.runner is not None:
             self._before.append(self.runner)
