@@ -77,6 +77,11 @@ EXPERIMENTS = (
         minutes=2, quick_minutes=0.3,
     ),
     Experiment(
+        "gpt", "mlsys", "A GPT in stages",
+        "A transformer by micro-batches over stages, beside torch RPC, torch.distributed.pipelining and one process.",
+        minutes=5, quick_minutes=0.3,
+    ),
+    Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
         minutes=6, quick_minutes=0.4, quick=("workers=[2]", "rounds=1", "cases.wide=null"),

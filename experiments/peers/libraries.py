@@ -22,11 +22,12 @@ from torch import Tensor
 from .functions import WRITES, function, together
 
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "grpc": "gRPC"}
-PEERS = frozenset(TITLES) - {"rdmarpc"}
+PEERS = frozenset({"torch_rpc", "grpc", "pipelining"})
+"""Libraries that are left out where they fail."""
 PACKAGES = {"grpc": "grpc"}
 """What has to be installed for a library, beside torch."""
 
-TENSORPIPE = {
+TENSORPIPE: dict[str, dict[str, Any]] = {
     "shm": {"_transports": ["shm"], "_channels": ["cma", "basic"]},
     "tcp": {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]},
     "verbs": {"_transports": ["ibv"], "_channels": ["basic"]},

@@ -1,1 +1,1 @@
-"""Orders of micro-batches, ours and those of torch.distributed.pipelining (``schedules``)."""
+"""Pipelines by micro-batches: orders of chains of layers (``schedules``), and a GPT in stages (``gpt``)."""
