@@ -55,7 +55,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         rows.append([TITLES[library], *row, text(values["games"], "{:,.0f}"), text(values["moves"], "{:.0f}")])
     for number, (grpc_fetch, grpc_update, torch_fetch, torch_update) in PUBLISHED.items():
         for title, fetch, update in (("torch RPC", torch_fetch, torch_update), ("gRPC", grpc_fetch, grpc_update)):
-            rows.append([f"published: {title}, {number} actors", text(fetch), text(update), "-", "-", "-", "-"])
+            rows.append(
+                [f"published: {title}, {number} actor{'s' * (number > 1)}", text(fetch), text(update), "-", "-", "-", "-"]
+            )
     findings.table(
         f"{actors} actors over {job['device']}",
         ["library", "a fetch, ms", "an update, ms", f"s until {job['goal']:g} moves", "reached", "games", "moves"],

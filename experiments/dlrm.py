@@ -53,10 +53,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     from .shapes.picture import draw
 
     tables = job["tables"] * job["servers"]
-    note = (
-        f"{job['trainers']} trainers, {job['servers']} servers with {job['tables']} tables of {job['rows']:,} x {job['width']}"
-    )
-    note += f" each; a batch of a trainer takes a bag of {job['bag']} rows from each of the {tables} tables"
+    note = f"Trainers: {job['trainers']}, servers: {job['servers']}, each with {job['tables']} tables"
+    note += f" of {job['rows']:,} x {job['width']};"
+    note += f" a batch of a trainer takes a bag of {job['bag']} rows from each of the {tables} tables"
     table(findings, job, "A step, ms", "step", False, note)
     note = "from the question for all bags of a batch to their arrival; a part of the step"
     table(findings, job, "The forward calls alone, ms", "lookup", False, note)

@@ -39,9 +39,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The table and the picture."""
     from .shapes.picture import draw
 
-    note = f"milliseconds of a step, medians: {job['trainers']} trainers, {job['servers']} servers; {job['layers']} dense"
+    note = f"Medians. Trainers: {job['trainers']}, servers: {job['servers']}; {job['layers']} dense"
     note += f" layers of width {job['width']}, a table of {job['rows']} rows, {job['batch']} x {job['bag']} of them a batch"
-    table(findings, job, "a step", "step", False, note)
+    table(findings, job, "A step, ms", "step", False, note)
     draw(findings, job, "step", "milliseconds a step", "processes", folder / "parameter_server.png")
 
 

@@ -43,9 +43,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     """The tables and the picture."""
     from .shapes.picture import draw
 
-    note = "milliseconds from an observer's question to the agent's answer, medians"
-    table(findings, job, "an action", "latency", False, note)
-    table(findings, job, "actions a second", "actions", True, "of all observers together, medians of the episodes")
+    note = "From an observer's question to the agent's answer, medians"
+    table(findings, job, "An action, ms", "latency", False, note)
+    table(findings, job, "Actions a second", "actions", True, "Of all observers together, medians of the episodes")
     label = "processes: an agent and its observers"
     draw(findings, job, "latency", "milliseconds an action", label, folder / "reinforcement.png")
 

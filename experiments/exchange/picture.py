@@ -65,10 +65,12 @@ def _panel(axes: Axes, row: dict[str, Any]) -> None:
 def _finding(rows: list[dict[str, Any]]) -> str:
     torch_rpc = [row["times_faster_than_torch_rpc"] for row in rows if row["times_faster_than_torch_rpc"] is not None]
     floor = [row["times_floor"] for row in rows]
-    said = f"Weights and gradients cross in {min(floor):.2f} to {max(floor):.2f} times a memcpy"
-    if torch_rpc:
-        said += f", {min(torch_rpc):.1f} to {max(torch_rpc):.1f} times faster than torch RPC"
-    return said
+    said = f"Weights and gradients cross in {_span(floor, '.2f')} times a memcpy"
+    return f"{said}, {_span(torch_rpc, '.1f')} times faster than torch RPC" if torch_rpc else said
+
+
+def _span(values: list[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 def _how_measured(result: dict[str, Any]) -> str:

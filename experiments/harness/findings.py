@@ -150,7 +150,13 @@ def target_text(target: dict[str, Any]) -> str:
     if target["met"] is None:
         return f"not measured: {target['name']} (asked {target['relation']} {target['asked']:g})"
     said = "met" if target["met"] else "missed"
-    return f"{said}: {target['name']}: {target['measured']:.3g}, asked {target['relation']} {target['asked']:g}"
+    measured, asked = number_text(target["measured"]), number_text(target["asked"])
+    return f"{said}: {target['name']}: {measured}, asked {target['relation']} {asked}"
+
+
+def number_text(value: float) -> str:
+    """Three digits at least, and never an exponent where a reader would not want one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def print_findings(found: dict[str, Any]) -> None:

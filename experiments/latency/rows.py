@@ -195,6 +195,7 @@ def verdicts(bench: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "name": row["name"],
+            "unit": MEASURES[key].text.partition("} ")[2],
             "measured": MEASURES[key].text.format(row[MEASURES[key].field]),
             "asked": f"{MEASURES[key].relation} {target:,g}",
             "value": row[MEASURES[key].field],

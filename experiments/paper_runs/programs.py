@@ -65,11 +65,12 @@ def run(command: list[str], place: Path, limit_s: float, progress: Progress) -> 
     remove_abandoned(place.parent)
     folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{RUNNING}{platform.node()}-{os.getpid()}-"))
     try:
-        begin = time.monotonic()
+        begin, load = time.monotonic(), os.getloadavg()[0]
         _execute([*command, f"hydra.run.dir={folder}"], folder / OUTPUT, limit_s, progress)
         record = {
             "command": command,
             "seconds": round(time.monotonic() - begin, 1),
+            "load": round(load, 1),
             "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..harness.findings import spread, target_text
 from .catalogue import PAPERS, Experiment
-from .programs import OUTPUT
+from .programs import OUTPUT, RUNNING
 
 MOST_LINES = 120
 """So much of a program's own output is shown where it has no tables in the common form."""
@@ -67,11 +67,12 @@ def _result(folder: Path, entry: Entry) -> dict[str, Any]:
         result["details"] = found if path.name == "result.json" else None
     result["samples"] += [_sample(each) for each in samples]
     for picture in sorted(entry.place.glob("*.png")):
-        name = f"{experiment.name}_{picture.name.removeprefix(experiment.name + '_')}"
+        name = picture.name if picture.name.startswith(experiment.name) else f"{experiment.name}_{picture.name}"
         shutil.copyfile(picture, folder / name)
         result["pictures"].append(name)
     if not result["tables"]:
-        result["output"] = "\n".join((entry.place / OUTPUT).read_text(errors="replace").splitlines()[-MOST_LINES:])
+        lines = (entry.place / OUTPUT).read_text(errors="replace").splitlines()[-MOST_LINES:]
+        result["output"] = "\n".join(line for line in lines if RUNNING not in line)  # a folder that is there no more
     return result
 
 
@@ -82,6 +83,7 @@ def target(found: dict[str, Any]) -> dict[str, Any]:
     asked = found.get("target", found.get("asked"))
     relation = found["asked"][0] if isinstance(found.get("asked"), str) else "≤" if "most" in str(found.get("what")) else "≥"
     name = found.get("name") or " ".join(str(found[each]) for each in ("model", "what") if each in found)
+    name += f", {found['unit']}" if found.get("unit") else ""
     measured = found.get("value", found.get("measured"))
     return {"name": name, "measured": measured, "relation": relation, "asked": asked, "met": found.get("met")}
 
@@ -123,21 +125,23 @@ def _lines(whole: dict[str, Any]) -> list[str]:
     finished = [each for each in results if each["state"] == "finished"]
     targets = [target for each in finished for target in each["targets"]]
     met = sum(target["met"] is True for target in targets)
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name != "cores")
+    known = {name: version for name, version in machine["packages"].items() if name != "cores"}
+    packages = ", ".join(version if name == "machine" else f"{name} {version}" for name, version in known.items())
     lines = [
         "# The experiments of the papers",
         "",
         f"{len(finished)} of {len(results)} experiments; {met} of {len(targets)} targets met."
         + (" **Quick run: few samples and small sizes; no figure here is a result.**" if whole["quick"] else "")
-        + (" **Interrupted: the same command goes on from here.**" if whole["interrupted"] else ""),
+        + (" **Not complete: the same command goes on from here.**" if whole["interrupted"] else ""),
         "",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB,"
         f" GPUs: {', '.join(machine['gpus']) or 'none'}; {packages}. Commit {whole['commit']}.",
         "",
-        "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it.",
+        "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it."
+        " load: programs that wanted a core in the minute before an experiment began; on an idle machine less than 1.",
         "",
-        "| experiment | state | targets | minutes |",
-        "|---|---|---|---|",
+        "| experiment | state | targets | minutes | load |",
+        "|---|---|---|---|---|",
         *map(_row, results),
     ]
     missed = [(each["name"], target) for each in finished for target in each["targets"] if target["met"] is False]
@@ -162,7 +166,8 @@ def _row(result: dict[str, Any]) -> str:
     met = sum(target["met"] is True for target in result["targets"])
     said = f"{met} of {len(result['targets'])} met" if result["targets"] else "-"
     minutes = f"{result['seconds'] / 60:.1f}" if "seconds" in result else "-"
-    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} |"
+    load = f"{result['load']:.1f}" if "load" in result else "-"
+    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} | {load} |"
 
 
 def _section(result: dict[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ def table(findings: Findings, job: dict[str, Any], title: str, name: str, larger
         ours, theirs = (findings.median(case, size, library) for library in LIBRARIES)
         faster = ratio(ours, theirs) if larger_is_better else ratio(theirs, ours)
         rows.append([case.partition(":")[0], str(size), text(ours), text(theirs), times(faster)])
-    columns = ["", "processes", *(TITLES[each] for each in LIBRARIES), "times better"]
+    columns = ["case", "processes", *(TITLES[each] for each in LIBRARIES), "times better"]
     note += ". All turns of a case must leave the same bits, over both libraries"
     findings.table(f"{title}, {job['device']}", columns, rows, note)
 

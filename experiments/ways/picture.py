@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from ..harness.findings import Findings
+from ..harness.findings import Findings, size_text
 from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
 
 LOOKS = {
@@ -35,7 +35,8 @@ def draw_sizes(findings: Findings, job: dict[str, Any], titles: dict[str, str], 
                 )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_xlabel("bytes of a tensor")
+            axes.set_xticks(job["sizes"], [size_text(size) for size in job["sizes"]], fontsize=10)
+            axes.set_xlabel("size of a tensor")
             axes.set_title(device, loc="left")
             axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
         panels[0][0].set_ylabel("microseconds a step (median)")

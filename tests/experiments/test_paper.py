@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from rdmarpc.experiments import paper
-from rdmarpc.experiments.harness.findings import Findings, spread
+from rdmarpc.experiments.harness.findings import Findings, number_text, spread
 from rdmarpc.experiments.paper_runs import catalogue, here, programs, report
 from rdmarpc.experiments.paper_runs.catalogue import EXPERIMENTS, Experiment, chosen
 
@@ -108,11 +108,11 @@ def test_the_report_reads_from_top_to_bottom(run: Any, tmp_path: Path) -> None:
         "* broken: error: it has no heart",
         "* gpus: there is no GPU",
         "### own: A title",
-        "![A title](own_own.png)",
+        "![A title](own.png)",
     ]
     assert [text.find(part) for part in parts] == sorted(text.find(part) for part in parts) and all(p in text for p in parts)
     assert "so far so good" in text[text.index("### own") :], "a program without tables is shown by its output"
-    assert (tmp_path / "report/own_own.png").read_bytes() == b"picture"
+    assert (tmp_path / "report/own.png").read_bytes() == b"picture"
     assert not list((tmp_path / "kept").glob(".running-*")), "nothing stays of what failed"
 
 
@@ -147,7 +147,7 @@ paper.main()
     running.send_signal(signal.SIGINT)
     assert running.wait(30) == 130, (tmp_path / "said").read_text()
     assert "the same command goes on from here" in (tmp_path / "said").read_text()
-    assert "**Interrupted" in (tmp_path / "report/report.md").read_text()
+    assert "**Not complete" in (tmp_path / "report/report.md").read_text()
     assert sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()) == ["first"]
     mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(path)]
     assert not mine or all(path.parent.name == str(os.getpid()) for path in mine)
@@ -239,3 +239,10 @@ def test_rows_that_keep_their_own_targets(tmp_path: Path) -> None:
     ]
     [sample] = result["samples"]
     assert (sample["n"], sample["median"], sample["p90"]) == (7, 20.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(9421.3, "9,421"), (50000.0, "50,000"), (0.3651, "0.365"), (1.0, "1"), (36.52, "36.5")]
+)
+def test_numbers_are_plain(value: float, says: str) -> None:
+    assert number_text(value) == says
