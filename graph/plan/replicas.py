@@ -27,6 +27,7 @@ from ...transport import NotSupported
 from ..trace.capture import Capture, TensorSpec, propagate, unchanged
 from ..trace.values import encode, pick
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _JOIN = "@"
 """The scope of what splits and joins: nobody's but the caller's."""
 
@@ -67,6 +68,9 @@ def replicate(shard: Capture, model: nn.Module, inputs: list[TensorSpec], parts:
     """The forward of a whole batch, of that of a shard (``shard_of`` the ``inputs``), whose ``parts`` have ``count`` replicas.
     ``model`` is the skeleton that was captured. ``NotSupported``, with the reason, where the result is not proven to be that of
     one process."""
+    for path in parts:
+        if any(table for m in model.get_submodule(path).modules() for name, table in vars(m).items() if name.endswith(_HOOKS)):
+            raise NotSupported(f"part {path!r} has replicas, and hooks: each replica would have its own")
     made = _Replicated(shard, model, parts)
     made.fill(inputs, count)
     with _standing(model, parts, count), unchanged(model, lambda path: made.part_of(path) is None):

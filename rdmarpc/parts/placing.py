@@ -3,6 +3,7 @@ that worker."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +96,7 @@ def resolve(
                 raise ValueError(f"placement has two entries for {path!r}: {source[path]!r} and {key!r}")
             if not isinstance(value, str):
                 replicas[path] = _checked_replicas(key, found, caller)
+                found = [(worker, None) for worker in replicas[path]]
             (worker, device), source[path] = found[0], key
             homes[path] = worker
             if device is not None:
@@ -119,18 +121,15 @@ def _place(
 
 
 def _checked_replicas(key: str, places: Sequence[tuple[str, torch.device | None]], caller: str) -> list[str]:
+    """Their workers, the caller last: what it has of a part is a copy, and the part is at the first of them."""
     names = [worker for worker, _ in places]
     if len(names) < 2 or len({*names}) < len(names):
         raise ValueError(
             f"placement gives {key!r} replicas at {_listed(names) or 'no worker'}: name two workers or more, each once"
         )
-    if caller in names:
-        raise NotSupported(
-            f"placement gives {key!r} a replica at {caller!r}, which calls wrap()", hint="place it at other workers"
-        )
     if any(device is not None for _, device in places):
         raise NotSupported(f"placement gives {key!r} replicas on devices: replicas compute on the CPU")
-    return names
+    return sorted(names, key=lambda name: name == caller)
 
 
 def _with_replicas(net: nn.Module, places: Places, replicas: Mapping[str, Sequence[str]]) -> Places:
@@ -280,8 +279,15 @@ def divide(net: nn.Module, places: Places) -> dict[str, dict[str, nn.Module | to
         for at in range(places.replicas):
             # Behind all others: parameters are counted in this order.
             key = replica_path(at, path)
-            parts.setdefault(places.homes[key], {})[key] = Replica(net.get_submodule(path))
+            if places.homes[key] != places.caller:
+                parts.setdefault(places.homes[key], {})[key] = Replica(net.get_submodule(path))
     return {worker: own for worker, own in parts.items() if own}
+
+
+def replicas_here(net: nn.Module, places: Places) -> dict[str, Replica]:
+    """Those that the caller runs, by path: of copies."""
+    keys = {replica_path(places.replicas - 1, path): path for path in places.replicated}
+    return {key: Replica(copy.deepcopy(net.get_submodule(keys[key]))) for key in keys if places.homes[key] == places.caller}
 
 
 def place_here(net: nn.Module, places: Places) -> None:

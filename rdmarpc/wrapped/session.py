@@ -29,7 +29,7 @@ from ..graph.work.stored import Piece
 from ..parts import owner
 from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
-from ..parts.placing import Places, divide, place_here
+from ..parts.placing import Places, divide, place_here, replicas_here
 from ..parts.remote_part import RemotePart, copy_hooks
 from ..parts.remote_values import RemoteValues
 from ..parts.seeds import Seeds
@@ -105,7 +105,12 @@ class Session:
         self._modes: dict[dict[str, Mode] | tuple[Any, ...], int] = {}
         # The names of the modules it runs are looked up here: those that stayed, or came to stand there later.
         live = self.stand_in
-        machine = Machine(live.get_submodule, lambda path: _attribute(self.constants, live, path), list(net.parameters()))
+        self._replicas = replicas_here(net, places)
+        machine = Machine(
+            lambda path: self._replicas[path] if path in self._replicas else live.get_submodule(path),
+            lambda path: _attribute(self.constants, live, path),
+            list(net.parameters()),
+        )
         self.constants: dict[str, torch.Tensor] = {}
         self._caller = Caller(
             agent.name,
@@ -286,6 +291,10 @@ class Session:
                 )
                 for worker in self._modules
             )
+        for key, replica in self._replicas.items():
+            stands = self.stand_in.get_submodule(key.partition(".")[2])
+            for module, there in zip(replica.part.modules(), stands.modules()):
+                module.training = there.training
         number = self._modes.get(flags)
         if number is None:
             number = len(self._modes) + 1

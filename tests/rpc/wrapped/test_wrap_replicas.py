@@ -149,6 +149,15 @@ def test_norms_in_training_keep_the_statistics_of_the_first_shard() -> None:
     drive(partial(train, "convolutions", "sgd", TWO, False, (8,) * 4), 3)
 
 
+ISSUE = {"features": ["worker0", "worker1"], "classifier": ["worker2", "worker3"]}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_replica_at_the_caller(training: bool, device: str) -> None:
+    drive(partial(train, "convolutions", "adam", ISSUE, training, (8, 4) * 3), 4, transport=device)
+
+
 def test_three_replicas_beside_parts_without() -> None:
     drive(partial(train, "transformer", "sgd", {**THREE, "classifier": "worker1"}, True, (6, 9, 3) * 3), 4)
 
@@ -232,6 +241,16 @@ class Writing(nn.Linear):
         return super().forward(x)
 
 
+def hooked() -> nn.Module:
+    part = nn.Linear(4, 4)
+    part.register_forward_hook(note_call)
+    return part
+
+
+def note_call(module: nn.Module, args: Any, result: Any) -> None:
+    """A hook that replicas would run each in its own process."""
+
+
 class Loss(nn.Module):
     def __init__(self, features: nn.Module) -> None:
         super().__init__()
@@ -253,7 +272,6 @@ def refused() -> None:
         (nested, {**PLACED, "features.0": "worker1"}, NotSupported, "placed too"),
         (nested, {**PLACED, "classifier": ["worker1"]}, ValueError, "two workers"),
         (nested, {"features": ["worker1", "worker1"]}, ValueError, "each once"),
-        (nested, {"features": ["worker0", "worker1"]}, NotSupported, "calls wrap"),
         (nested, {"features": ["worker1", "worker9"]}, ValueError, "not in this group"),
         (nested, {**PLACED, "classifier": ["worker1", "worker2", "worker3"]}, ValueError, "same number"),
     ):
@@ -265,6 +283,7 @@ def refused() -> None:
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(4, 4), "random numbers"),
         (Counting(4, 4), torch.randn(4, 4), "calls"),
         (Writing(4, 4), torch.randn(4, 4), "seen"),
+        (hooked(), torch.randn(4, 4), "hooks"),
         (nn.Linear(4, 4), torch.randn(5, 4), "does not divide"),
         (nn.Linear(4, 4), torch.randn(()), "first dimension"),
     ):
