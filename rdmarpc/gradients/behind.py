@@ -96,15 +96,15 @@ def adds_up(target: torch.Tensor | GradientEdge) -> bool:
 def _held_elsewhere(leaf: torch.Tensor) -> Node | None:
     """The accumulator of a leaf; ``None`` if there was none a moment ago, so that nothing can stand behind it. An accumulator
     that nothing else holds dies with our look at it, and the next look finds another one, without our note."""
-    for _ in range(2):
-        with torch.enable_grad():
+    with torch.enable_grad():
+        for _ in range(2):
             view: Node = leaf.view_as(leaf).grad_fn
-        accumulator = view.next_functions[0][0]
-        notes = accumulator.metadata
-        if _SEEN in notes:
-            return accumulator
-        notes[_SEEN] = True
-        del view, accumulator, notes
+            accumulator = view.next_functions[0][0]
+            notes = accumulator.metadata
+            if _SEEN in notes:
+                return accumulator
+            notes[_SEEN] = True
+            del view, accumulator, notes
     return None
 
 

@@ -52,6 +52,7 @@ _ENTRY_BYTES = 512
 _ALIGN = 64
 
 _HEADER = struct.Struct("<IBBHQQIIII")
+_HEADER_BYTES = _HEADER.size
 
 
 _new_frame = tuple.__new__
@@ -177,9 +178,9 @@ class Link:
     ) -> bool:
         """Send one frame if it can go at once; ``False`` if it has to be queued (``post``). The body is at most ``MAX_BODY``.
         ``PeerLost`` when the connection has ended."""
-        sizes = len(function), len(payload), len(table), len(data)
-        used = _HEADER.size + sum(sizes)
-        length = (used + _ALIGN - 1) // _ALIGN * _ALIGN
+        nf, np, nt, nd = len(function), len(payload), len(table), len(data)
+        used = _HEADER_BYTES + nf + np + nt + nd
+        length = used + _ALIGN - 1 & -_ALIGN
         window = self._window
         if window is None:
             return False
@@ -199,9 +200,9 @@ class Link:
                         return False
                     self._written += room
                     at = 0
-                _HEADER.pack_into(self._out, at, length, kind, flags, tensors, call, told, *sizes)
-                start, end = at + _HEADER.size, at + used - len(data)
-                self._out[start:end] = b"".join((function, payload, table))
+                header = _HEADER.pack(length, kind, flags, tensors, call, told, nf, np, nt, nd)
+                end = at + used - nd
+                self._out[at:end] = b"".join((header, function, payload, table))
                 self._out[end : at + used] = data
                 if window.put_now(at, length):
                     return False
@@ -323,14 +324,14 @@ class Link:
         for bytes that are no frame: nothing after them can be trusted."""
         at = self._read % RING_BYTES
         length, kind, flags, tensors, call, credit, function, payload, table, data = _HEADER.unpack_from(self._in, at)
-        used = _HEADER.size + function + payload + table + data
+        used = _HEADER_BYTES + function + payload + table + data
         if not used <= length <= RING_BYTES - at or length % _ALIGN or not REQUEST <= kind <= WRAP:
             raise RdmaError(f"what came is no frame (kind {kind}, {used} of {length} bytes)", peer=self.name)
         self._credit = credit
         if kind == WRAP or kind == CREDIT:
             self._read += length
             return None
-        start, end = at + _HEADER.size, at + used - data
+        start, end = at + _HEADER_BYTES, at + used - data
         body, content = bytes(self._in[start:end]), bytearray(self._in[end : at + used])
         self._read += length
         # Not by name: a call of its own, which costs as much as the rest of this line.

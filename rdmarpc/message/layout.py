@@ -10,6 +10,8 @@ Conjugate and negative bits travel as bits: memory goes as it lies.
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
 from typing import NamedTuple
 
@@ -75,8 +77,8 @@ def outline(tensor: torch.Tensor) -> Outline:
 def _outline(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], requires_grad: bool) -> Outline:
     if len(_outlines) >= _MAX_CACHE:
         _outlines.clear()
-    count, elements = shape.numel(), span(shape, strides)
-    row_major = strides == dense(shape)
+    count, row_major = shape.numel(), strides == dense(shape)
+    elements = count if row_major else span(shape, strides)
     gathered = wasteful(elements * dtype.itemsize, count * dtype.itemsize)
     kept = None if row_major or gathered else strides
     nbytes = (count if gathered else elements) * dtype.itemsize
@@ -93,6 +95,7 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
 
 
+@functools.lru_cache(_MAX_CACHE)
 def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides that torch gives to a new tensor."""
     strides, step = [], 1
@@ -152,7 +155,8 @@ def _decode(text: bytes) -> Description:
 
 def _inside(what: Description) -> bool:
     """Whether a tensor lies in its run: all of it, where it is plain."""
-    used = span(what.shape, dense(what.shape) if what.strides is None else what.strides) * what.dtype.itemsize
+    elements = math.prod(what.shape) if what.strides is None else span(what.shape, what.strides)
+    used = elements * what.dtype.itemsize
     if what.plain:
         return what.strides is None and not what.offset and not what.flips and 0 < used == what.nbytes
     return not used or what.offset * what.dtype.itemsize + used <= what.nbytes

@@ -119,6 +119,8 @@ class RRefContext:
         self._strangers: dict[int, set[int]] = {}
         """For each sender the unknown workers that it named."""
         self._refused = 0
+        self._burying = False
+        """Whether a job that lets dead values go has still to begin."""
         self.closed = False
         """Whether RPC was shut down. All handles count as deleted then."""
 
@@ -266,12 +268,14 @@ class RRefContext:
                 self._run(self._jobs.popleft())
             except IndexError:
                 break
-        if self.store.dead:
+        if self.store.dead and not self._burying:
+            self._burying = True
             self._run(self._bury)
         self.mail.flush()
 
     def _bury(self) -> None:
         """Values die here: their finalizers are users' code."""
+        self._burying = False  # before we look: what dies from now on has a job of its own
         while self.store.dead:
             try:
                 owned = self.store.dead.popleft()

@@ -38,6 +38,9 @@ class Taken:
 
     def take(self, number: int) -> bool:
         """Take a number; ``False`` if it was taken before. Raises ``NotTheirs`` for a sender that leaves out numbers."""
+        if number == self.watermark and not self.above:  # as nearly always
+            self.watermark += 1
+            return True
         if number < self.watermark or number in self.above:
             return False
         if len(self.above) >= MAX_AHEAD:
@@ -72,7 +75,7 @@ class Mail:
             while entries:
                 batch: list[bytes] = []
                 try:
-                    while len(batch) < _BATCH:
+                    for _ in range(min(len(entries), _BATCH)):
                         batch.append(entries.popleft())
                 except IndexError:
                     pass  # another thread may flush, too
@@ -91,7 +94,12 @@ class Mail:
             if not FORK <= kind <= GONE:
                 raise struct.error(f"there is no kind {kind} of entry")
         with self._lock:
-            if sender in self._lost or not self._taken.setdefault(sender, Taken()).take(number):
+            if sender in self._lost:
+                return ()
+            taken = self._taken.get(sender)
+            if taken is None:
+                taken = self._taken[sender] = Taken()
+            if not taken.take(number):
                 return ()
         return entries
 
