@@ -123,7 +123,7 @@ def _breakdowns(findings: Findings, job: dict[str, Any]) -> None:
                 rows.append([f"{model}, {group}", *map(text, each), text(each.speed_up, "{:.0f} %")])
         ours, theirs = found["rdmarpc"], found["gloo"]
         if ours is not None and theirs is not None:
-            less = ratio(theirs.exposed, max(ours.exposed, 1e-3))
+            less = theirs.exposed / max(ours.exposed, 1e-3) if theirs.exposed > 0 else None  # else noise is all there is
             findings.target(f"{model}: communication that is not hidden, times less than gloo's", less, "≥", 3)
     note = (
         "Differences of medians. exposed: the step less one of the same model without communication. hidden: what overlap"

@@ -362,6 +362,8 @@ class Pairwise(Collectives):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         tensor = _one(tensors)
+        if plain(tensor) and not torch.autograd._profiler_enabled():
+            return self._keep(self.pairs.send(tensor, dst, tag, [tensor]))
         check([tensor], "send")
         with _event("send"):
             return self._keep(self.pairs.send(source(tensor), dst, tag, [tensor]))
@@ -373,13 +375,14 @@ class Pairwise(Collectives):
         return self._receive(_one(tensors), -1, tag)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        if plain(tensor) and not torch.autograd._profiler_enabled():
+            return self._keep(self.pairs.receive(tensor, src, tag, None, [tensor]))
         check([tensor], "recv")
-        plain = tensor.detach()
-        check_places([plain], "recv")
-        whole = literal(plain)
-        data = plain if whole else torch.empty(plain.shape, dtype=plain.dtype)
+        check_places([tensor], "recv")
+        place = tensor.detach()
+        data = place if literal(place) else torch.empty(place.shape, dtype=place.dtype)
         with _event("recv"):
-            return self._keep(self.pairs.receive(data.view(-1), src, tag, None if whole else plain, [tensor]))
+            return self._keep(self.pairs.receive(data, src, tag, None if data is place else place, [tensor]))
 
 
 class ProcessGroup(Pairwise):

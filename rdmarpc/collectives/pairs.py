@@ -10,22 +10,27 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 
 from ..ranks.engine import Mismatch, aside
 from ..ranks.meeting import Ranks, has_left, look
-from ..ranks.signature import Signature, code_of
+from ..ranks.signature import Signature
 from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kernels
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
-from .calls import span
 from .queue import Work, nothing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256
 _REST_S, _LINGER = 0.002, 25
 _SEND, _RECEIVE, _APART = "send", "receive", "apart"
+
+
+@lru_cache(64)
+def _code(dtype: torch.dtype) -> int:
+    return Signature("send", dtype).code
 
 
 class Message(Work):
@@ -35,11 +40,16 @@ class Message(Work):
         self, pairs: Pairs, data: torch.Tensor, outputs: list[torch.Tensor], peer: int, tag: int, kind: str, verb: str
     ) -> None:
         """``kind``: ``_SEND``, ``_RECEIVE``, or ``_APART`` for one that came before it was asked for."""
-        super().__init__(nothing, outputs, f"{verb}({data.numel()} elements, {data.dtype}, tag {tag})", source=peer)
+        super().__init__(nothing, outputs, verb, source=peer)
         self.pairs, self.data, self.peer, self.tag, self.kind = pairs, data, peer, tag, kind
         self.target: torch.Tensor | None = None
         """Where what came has to be copied, if it is not ``data`` itself."""
-        self.signature = Signature("send", data.dtype)
+        self.code, self.nbytes = _code(data.dtype), data.nbytes
+
+    @property
+    def describe(self) -> str:
+        peer = f"rank {self.peer}" if self.peer >= 0 else "any rank"
+        return f"{self._text} {peer}({self.data.numel()} elements, {self.data.dtype}, tag {self.tag})"
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.over:
@@ -60,9 +70,9 @@ class _Way:
         self.queue: deque[Message] = deque()
         self._plans: dict[tuple[int, int, int], Plan] = {}
 
-    def begin(self, head: Head, data: torch.Tensor, *, out: bool) -> None:
+    def begin(self, head: Head, message: Message, *, out: bool) -> None:
         """Send a message, or take one. The first of its size, type and tag makes a plan."""
-        address, nbytes = span(data)
+        address, nbytes = message.data.data_ptr(), message.nbytes
         key = (head.code, head.elements, nbytes)
         plan = self._plans.get(key)
         if plan is None:
@@ -99,7 +109,7 @@ class Pairs:
 
     def send(self, data: torch.Tensor, peer: int, tag: int, outputs: list[torch.Tensor]) -> Message:
         self._check()
-        message = Message(self, data, outputs, peer, tag, _SEND, f"send to rank {peer}")
+        message = Message(self, data, outputs, peer, tag, _SEND, "send to")
         way = self._outs[peer]
         with self._lock:
             way.queue.append(message)
@@ -111,11 +121,12 @@ class Pairs:
     ) -> Message:
         """``peer``: -1 for any. ``target``: see ``Message``."""
         self._check()
-        whom = f"rank {peer}" if peer >= 0 else "any rank"
-        message = Message(self, data, outputs, peer, tag, _RECEIVE, f"receive from {whom}")
+        message = Message(self, data, outputs, peer, tag, _RECEIVE, "receive from")
         message.target = target
         with self._lock:
-            found = next((each for each in self._apart if peer in (each[0], -1) and each[1] == tag), None)
+            found = None
+            if self._apart:
+                found = next((each for each in self._apart if peer in (each[0], -1) and each[1] == tag), None)
             if found is None:
                 self._wanted.append(message)
             else:
@@ -199,12 +210,14 @@ class Pairs:
         return moved
 
     def _begin_send(self, way: _Way) -> bool:
+        if not way.queue:
+            return False
         with self._lock:
             if not way.queue:
                 return False
             message = way.current = way.queue.popleft()
         way.count += 1
-        way.begin(Head(way.count, code_of(message.signature), message.tag), message.data, out=True)
+        way.begin(Head(way.count, message.code, message.tag), message, out=True)
         return True
 
     def _begin_receive(self, way: _Way, slice_ns: int) -> bool:
@@ -217,27 +230,32 @@ class Pairs:
             return False
         head, nbytes = found
         with self._lock:
-            wanted = [each for each in self._wanted if each.peer in (way.peer, -1)]
-            message = next((each for each in wanted if each.tag == head.elements), None)
-            if message is not None:
-                self._wanted.remove(message)
-        if message is None and not wanted:
+            message, others = None, False
+            for number, each in enumerate(self._wanted):
+                if each.peer in (way.peer, -1):
+                    others = True
+                    if each.tag == head.elements:
+                        message = self._wanted.pop(number)
+                        break
+        if not others:
             return False
         if message is None:
             apart = torch.empty(nbytes, dtype=torch.uint8)
-            message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart")
+            message = Message(self, apart, [], way.peer, head.elements, _APART, "receive apart from")
         way.current = message
         if message.kind != _APART and (problem := self._misfit(message, way.peer, head, nbytes)) is not None:
             raise problem  # whoever waits for the message gets it, too: it is the current one
         message.source = way.peer
         way.arriving = head
-        way.begin(head, message.data, out=False)
+        way.begin(head, message, out=False)
         return True
 
     def _misfit(self, message: Message, peer: int, head: Head, nbytes: int) -> Mismatch | None:
-        here = span(message.data)[1]
+        here = message.nbytes
+        if nbytes == here and head.code == message.code:
+            return None
         theirs = Signature.of(head.code, 0)
-        if nbytes == here and (theirs.dtype == message.signature.dtype or theirs.dtype is None):
+        if nbytes == here and theirs.dtype is None:
             return None
         return Mismatch(
             f"rank {self.rank} receives {here} bytes of {message.data.dtype} from rank {peer}, which sends {nbytes} of "

@@ -29,13 +29,18 @@ class Work(dist.Work):
 
     def __init__(self, run: Run, outputs: Sequence[torch.Tensor], describe: str, sequence: int = 0, source: int = -1) -> None:
         super().__init__()
-        self.run, self._outputs, self.describe, self.sequence = run, outputs, describe, sequence
+        self.run, self._outputs, self._text, self.sequence = run, outputs, describe, sequence
         self.source = source
         self.over = self._waited = self._dropped = False
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
+
+    @property
+    def describe(self) -> str:
+        """The call, for people."""
+        return self._text
 
     def finish(self, error: BaseException | None) -> None:
         with self._lock:

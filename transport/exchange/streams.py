@@ -97,6 +97,9 @@ class Streams(abc.ABC):
             self.words[row + at.LANE_CREDITED] = lane.credited
             self.words[row + at.LANE_IN] = lane.slots.data_ptr()
             self.words[row + at.LANE_RANK] = rank_there
+        self._ints = memoryview(self.words)
+        self._rows = {rank: CALL_WORDS + LANE_WORDS * number for number, rank in enumerate(self.order)}
+        self._slots = {rank: memoryview(lane.slots.numpy()) for rank, lane in self.lanes.items()}
 
     def pieces(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self.piece))
@@ -143,7 +146,7 @@ class Streams(abc.ABC):
     # -- for errors
 
     def _word(self, rank: int, word: int) -> int:
-        return int(self.words[CALL_WORDS + LANE_WORDS * self.order.index(rank) + word])
+        return self._ints[self._rows[rank] + word]
 
     def at_fault(self) -> int:
         """The rank that ``MISMATCH`` or ``CLOSED`` is about."""
@@ -169,8 +172,7 @@ class Streams(abc.ABC):
         lane, taken = self.lanes[rank], self._word(rank, at.LANE_TAKEN)
         if words.load(lane.arrived) <= taken:
             return None
-        start = taken % self.depth * lane.stride
-        sequence, code, nbytes, count = _PIECE_HEAD.unpack_from(lane.slots[start : start + _PIECE_HEAD.size].numpy())
+        sequence, code, nbytes, count = _PIECE_HEAD.unpack_from(self._slots[rank], taken % self.depth * lane.stride)
         return Head(sequence, code, count), nbytes
 
     def expected(self, rank: int) -> int:
