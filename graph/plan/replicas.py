@@ -2,7 +2,7 @@
 
 Where parts of ``net`` have replicas, the graph computes what one process computes by ::
 
-    shards = x.chunk(count)
+    shards = [shard.clone() for shard in x.chunk(count)]
     copies = [{name: p.view_as(p) for name, p in net.named_parameters() if it is one of these parts} for _ in shards]
     torch.cat([functional_call(net, copy, shard) for copy, shard in zip(copies, shards)])
 
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...transport import NotSupported
 from ..trace.capture import Capture, TensorSpec, propagate, unchanged
-from ..trace.values import encode, pick
+from ..trace.values import constants, described, encode, flatten, leaves_of, pick
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _JOIN = "@"
@@ -48,36 +48,41 @@ def replica_path(at: int, path: str) -> str:
     return f"@{at}.{path}"
 
 
-def shard_of(inputs: Sequence[TensorSpec], count: int) -> list[TensorSpec]:
-    """The inputs of one of ``count`` shards. ``NotSupported`` for inputs that are no batch, or do not divide."""
+def shards_of(inputs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
+    """The inputs of each shard, of the sizes of ``torch.chunk``: the last may be smaller. ``NotSupported`` for inputs that are
+    no batch, or too few."""
     sizes = sorted({spec.shape[0] for spec in inputs if spec.shape})
     if len(sizes) != 1:
         raise NotSupported(
             f"replicas split every tensor input along its first dimension, and these have {sizes or 'none'} there",
             hint="give what is no batch to the model as a buffer, or a number",
         )
-    if sizes[0] == 0 or sizes[0] % count:
+    parts = torch.empty(sizes[0]).chunk(count)
+    if len(parts) < count or not sizes[0]:
         raise NotSupported(
-            f"a batch of {sizes[0]} samples does not divide into {count} shards of the same size, one for each replica",
-            hint="DataLoader(drop_last=True), or a batch size that is a multiple",
+            f"torch.chunk splits a batch of {sizes[0]} samples into {len(parts)} shards, and there are {count} replicas",
+            hint="DataLoader(drop_last=True), or a larger batch",
         )
-    return [replace(spec, shape=(spec.shape[0] // count, *spec.shape[1:])) if spec.shape else spec for spec in inputs]
+    return [[replace(spec, shape=(len(part), *spec.shape[1:])) if spec.shape else spec for spec in inputs] for part in parts]
 
 
-def replicate(shard: Capture, model: nn.Module, inputs: list[TensorSpec], parts: Sequence[str], count: int) -> Capture:
-    """The forward of a whole batch, of that of a shard (``shard_of`` the ``inputs``), whose ``parts`` have ``count`` replicas.
-    ``model`` is the skeleton that was captured. ``NotSupported``, with the reason, where the result is not proven to be that of
-    one process."""
+def replicate(shards: Sequence[Capture], model: nn.Module, inputs: list[TensorSpec], parts: Sequence[str]) -> Capture:
+    """The forward of a whole batch, of those of its shards (``shards_of`` the ``inputs``): each has its replicas of the
+    ``parts``. ``model`` is the skeleton that was captured. ``NotSupported``, with the reason, where the result is not proven to
+    be that of one process."""
     for path in parts:
         if any(table for m in model.get_submodule(path).modules() for name, table in vars(m).items() if name.endswith(_HOOKS)):
             raise NotSupported(f"part {path!r} has replicas, and hooks: each replica would have its own")
-    made = _Replicated(shard, model, parts)
-    made.fill(inputs, count)
-    with _standing(model, parts, count), unchanged(model, lambda path: made.part_of(path) is None):
-        found = propagate(model, made.graph, inputs, shard.constants)
+    made = _Replicated(shards, model, parts)
+    made.fill(inputs)
+    kept = {name: tensor for shard in shards for name, tensor in shard.constants.items()}
+    with _standing(model, parts, len(shards)), unchanged(model, lambda path: made.part_of(path) is None):
+        found = propagate(model, made.graph, inputs, kept)
     made.check(found)
-    found.effects = [copy[effect] for copy in made.copies for effect in shard.effects]
-    found.how, found.roots = shard.how, shard.roots
+    found.effects = [copy[effect] for shard, copy in zip(shards, made.copies) for effect in shard.effects]
+    found.how = shards[0].how
+    different = list({id(shard): shard for shard in shards}.values())
+    found.roots = lambda live: [root for shard in different for root in shard.roots(live)]
     return found
 
 
@@ -100,26 +105,30 @@ def _standing(model: nn.Module, parts: Sequence[str], count: int) -> Iterator[No
 class _Replicated:
     """``graph`` is filled; ``copies`` has, by shard, what became of each node of the shard's graph."""
 
-    def __init__(self, shard: Capture, model: nn.Module, parts: Sequence[str]) -> None:
+    def __init__(self, shards: Sequence[Capture], model: nn.Module, parts: Sequence[str]) -> None:
         self.graph = fx.Graph()
         self.copies: list[dict[fx.Node, fx.Node]] = []
-        self._shard, self._model, self._parts = shard, model, parts
+        self._shards, self._model, self._parts = shards, model, parts
         self._attributes: dict[str, fx.Node] = {}
         self._aliases: dict[tuple[int, str], fx.Node] = {}
 
-    def fill(self, inputs: list[TensorSpec], count: int) -> None:
-        graph = self.graph
+    def fill(self, inputs: list[TensorSpec]) -> None:
+        graph, count = self.graph, len(self._shards)
         whole = [graph.placeholder(f"input{at}") for at in range(len(inputs))]
         pieces: list[list[fx.Node]] = [[] for _ in range(count)]
         for node, spec in zip(whole, inputs):
             split = self._joint(graph.call_method("chunk", (node, count))) if spec.shape else None
             for at, row in enumerate(pieces):
-                row.append(node if split is None else self._joint(graph.call_function(pick, (split, at))))
-        for at, row in enumerate(pieces):
-            self._copy(at, row)
-        [output] = [node for node in self._shard.graph.nodes if node.op == "output"]
-        batch = next(spec.shape[0] for spec in inputs if spec.shape)
-        graph.output(fx.map_arg(output.args[0], lambda node: self._joined(node, batch // count)))
+                piece = None if split is None else self._joint(graph.call_function(pick, (split, at)))
+                # Kernels give other bits where memory is not aligned, as it is in slots, and in copies.
+                row.append(node if piece is None else self._joint(graph.call_method("clone", (piece,))))
+        outputs = [self._copy(at, row) for at, row in enumerate(pieces)]
+        # What is no tensor must be the same in all shards.
+        given = [flatten(shard.values[output]) for shard, output in zip(self._shards, outputs)]
+        if len({(described(tree), constants(leaves)) for leaves, tree in given}) > 1:
+            raise NotSupported("the forward gives other objects for the last shard, which is smaller")
+        tensors = zip(*(self._tensors(at, output) for at, output in enumerate(outputs)))
+        graph.output(fx.map_arg(outputs[0].args[0], lambda node: self._joined(node, tensors)))
 
     def part_of(self, path: str) -> str | None:
         """The replicated part that this path belongs to."""
@@ -143,11 +152,12 @@ class _Replicated:
         place = str(node.target) if node.op == "call_module" else node.meta.get("scope", "")
         return place.startswith("@") and place != _JOIN
 
-    def _copy(self, at: int, pieces: list[fx.Node]) -> None:
+    def _copy(self, at: int, pieces: list[fx.Node]) -> fx.Node:
+        """The node of the shard's output."""
         nodes: dict[fx.Node, fx.Node] = {}
         self.copies.append(nodes)
         left = iter(pieces)
-        for node in self._shard.graph.nodes:
+        for node in self._shards[at].graph.nodes:
             if node.op == "placeholder":
                 nodes[node] = next(left)
             elif node.op == "get_attr":
@@ -159,6 +169,7 @@ class _Replicated:
                 scope = made.meta.get("scope", "")
                 if self.part_of(scope) is not None:
                     self._place(made, at, scope)
+        return node
 
     def _place(self, node: fx.Node, at: int, path: str) -> None:
         """At the worker of this replica. The first one starts above the level of the parameters, which lie there too: so
@@ -202,28 +213,36 @@ class _Replicated:
         node.meta["scope"], node.meta["grad"] = _JOIN, True
         return node
 
-    def _joined(self, node: fx.Node, size: int) -> Any:
-        """What all shards have of a result, one behind the other."""
-        value, number = self._shard.values[node], itertools.count()
+    def _tensors(self, at: int, output: fx.Node) -> list[fx.Node]:
+        """Those in the result of a shard, in order. ``NotSupported`` for one that is no batch."""
+        shard, found = self._shards[at], list[fx.Node]()
+        given = [shard.values[node] for node in shard.graph.nodes if node.op == "placeholder"]
+        size = next(len(tensor) for tensor in given if tensor.dim())
+        results: list[fx.Node] = []
+        fx.map_arg(output.args[0], results.append)
+        for node in results:
+            value, made = shard.values[node], self.copies[at][node]
+            for number, leaf in enumerate(leaves_of(value)):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                if tuple(leaf.shape[:1]) != (size,):
+                    raise NotSupported(
+                        "results of replicas are joined along their first dimension, the batch's, and "
+                        f"{node.name} has the shape {tuple(leaf.shape)} for {size} samples",
+                        hint="compute the loss outside of the model",
+                    )
+                found.append(made if leaf is value else self._joint(self.graph.call_function(pick, (made, number))))
+        return found
 
-        def join(leaf: Any, nodes: list[fx.Node]) -> Any:
-            if tuple(leaf.shape[:1]) != (size,):
-                raise NotSupported(
-                    f"results of replicas are joined along their first dimension, the batch's, and {node.name} has the shape "
-                    f"{tuple(leaf.shape)} for {size} samples",
-                    hint="compute the loss outside of the model",
-                )
-            return self._joint(self.graph.call_function(torch.cat, (nodes,)))
+    def _joined(self, node: fx.Node, tensors: Iterator[tuple[fx.Node, ...]]) -> Any:
+        """A result of the first shard with those of all, one behind the other, in the place of its tensors."""
 
         def put(leaf: Any) -> Any:
-            at = next(number)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return join(leaf, [self._joint(self.graph.call_function(pick, (copy[node], at))) for copy in self.copies])
+            return self._joint(self.graph.call_function(torch.cat, (list(next(tensors)),)))
 
-        if isinstance(value, torch.Tensor):
-            return join(value, [copy[node] for copy in self.copies])
-        return encode(value, put)
+        return encode(self._shards[0].values[node], put)
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

@@ -57,18 +57,18 @@ def wrap(
     ``state_dict`` fetches from other workers lie on the CPU.
 
     A list of workers gives a part *replicas*: ``{"features": ["worker1", "worker2"]}``. All such parts have the same number of
-    them, ``k``. Every tensor input is split into ``k`` equal shards along its first dimension, each replica computes one, and
+    them, ``k``. Every tensor input is split into ``k`` shards along its first dimension, each replica computes one, and
     tensors in the result are joined along their first dimension. Parameters lie at the first worker of the list that is not
     this one, as without replicas, so there is one ``state_dict`` and one step of the optimizer. The others get them by
     writes in each forward, and their gradients come back in each backward. The bits are those of one process that computes ::
 
-        shards = x.chunk(k)
+        shards = [shard.clone() for shard in x.chunk(k)]
         copies = [{name: p.view_as(p) for name, p in parameters_of_these_parts.items()} for _ in shards]
         torch.cat([torch.func.functional_call(net, copy, (shard,)) for copy, shard in zip(copies, shards)])
 
     so gradients are summed, and a loss that is a mean over the result is one over the batch. Norms with running statistics
     normalise each shard by itself and keep the statistics of the first one, as ``nn.DataParallel`` does. Each batch size has a
-    plan of its own. Refused by name: batches that do not divide, results that are no batch, parts that draw random numbers, set
+    plan of its own. Refused by name: batches of too few samples, results that are no batch, parts that draw random numbers, set
     attributes or write other buffers, weights tied across parts, entries inside of such a part, devices, and forwards that no
     method captures.
 

@@ -14,7 +14,7 @@ from ..fetched.here import needed
 from ..graph.caller.stage import Plan
 from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
-from ..graph.plan.replicas import replicate, shard_of
+from ..graph.plan.replicas import replicate, shards_of
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec
 from ..graph.trace.methods import Uncaptured, capture_by, methods_of, symbolic
@@ -201,11 +201,14 @@ class State:
         graphs: list[TransferGraph] = []
 
         count = session.places.replicas
-        given = specs if count == 1 else shard_of(specs, count)
+        shards = [specs] if count == 1 else shards_of(specs, count)
 
         def use(found: Capture) -> None:
             if count > 1:
-                found = replicate(found, shape, specs, session.places.replicated, count)
+                last = found
+                if shards[-1] != shards[0]:
+                    last, _ = capture_by(self._methods, shape, shards[-1], join, whole, away=self._away)
+                found = replicate([found] * (count - 1) + [last], shape, specs, session.places.replicated)
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)
@@ -220,13 +223,13 @@ class State:
             found = symbolic(shape, specs, join, whole, self._away, sizes)
             use(found)
         else:
-            found, refused = capture_by(self._methods, shape, given, join, whole, use, self._away)
+            found, refused = capture_by(self._methods, shape, shards[0], join, whole, use, self._away)
             self.captured = "\n".join([found.how, *refused])
         if self.runner is not None:
             self._before.append(self.runner)
             self.runner, self._again = None, False
-        session.constants.update(found.constants)
         [graph] = graphs
+        session.constants.update(graph.constants)
         self.tell(graph)
         graph.constants = {}  # they stay here
         return graph
