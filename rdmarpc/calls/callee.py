@@ -400,6 +400,8 @@ class Callee:
                 if not sizes and not message and link.try_send(RESPONSE, call, flags, 1, b"", b"", alone[0], alone[1]):
                     return
                 out = Outgoing(alone[0], alone[1], 1, [])
+            elif result is None and context is None:
+                flags, payload, out = flags | FLAT, serialize.NONE, NOTHING
             else:
                 answer.append(result)
                 result = None

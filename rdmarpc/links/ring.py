@@ -178,8 +178,8 @@ class Link:
     ) -> bool:
         """Send one frame if it can go at once; ``False`` if it has to be queued (``post``). The body is at most ``MAX_BODY``.
         ``PeerLost`` when the connection has ended."""
-        nf, np, nt, nd = len(function), len(payload), len(table), len(data)
-        used = _HEADER_BYTES + nf + np + nt + nd
+        of_function, of_payload, of_table, of_data = len(function), len(payload), len(table), len(data)
+        used = _HEADER_BYTES + of_function + of_payload + of_table + of_data
         length = used + _ALIGN - 1 & -_ALIGN
         window = self._window
         if window is None:
@@ -200,8 +200,8 @@ class Link:
                         return False
                     self._written += room
                     at = 0
-                header = _HEADER.pack(length, kind, flags, tensors, call, told, nf, np, nt, nd)
-                end = at + used - nd
+                header = _HEADER.pack(length, kind, flags, tensors, call, told, of_function, of_payload, of_table, of_data)
+                end = at + used - of_data
                 self._out[at:end] = b"".join((header, function, payload, table))
                 self._out[end : at + used] = data
                 if window.put_now(at, length):

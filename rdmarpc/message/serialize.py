@@ -301,19 +301,20 @@ def load_flat(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
 
 ONE_TENSOR = pickle.dumps((_TENSOR,), 5)
 """``dump_flat_one`` of a tensor."""
-_NONE = pickle.dumps((None,), 5)
+NONE = pickle.dumps((None,), 5)
+"""``dump_flat_one(None)``."""
 
 
 def dump_flat_one(value: Any) -> bytes:
     """``dump_flat`` of one value, or of a tuple of such."""
     if value is None:
-        return _NONE
+        return NONE
     return dump_flat((_TUPLE, *value) if type(value) is tuple else (value,))
 
 
 def load_flat_one(payload: bytes, tensors: list[torch.Tensor]) -> Any:
     """Inverse of ``dump_flat_one``."""
-    if payload == _NONE:
+    if payload == NONE:
         return None
     values = load_flat(payload, tensors)
     first = values[0]
