@@ -467,7 +467,7 @@ def restore(live: Any, new: Any) -> Any:
         made = {name: restore(live[name], item) if name in live else item for name, item in new.items()}
         live.clear()
         live.update(made)
-    elif _by_attributes(cls) and hasattr(live, "__dict__") and not hasattr(cls, "__slots__"):
+    elif _by_attributes(cls) and hasattr(live, "__dict__") and not _slots(cls):
         mine, made = vars(live), vars(new)
         made = {name: restore(mine[name], item) if name in mine else item for name, item in made.items()}
         mine.clear()
@@ -477,6 +477,11 @@ def restore(live: Any, new: Any) -> Any:
     elif any(map(differ, leaves_of(live), leaves_of(new))) or flatten(live)[1] != flatten(new)[1]:
         raise NotSupported(f"a part changes a {cls.__name__} that it is given, which only its own worker sees")
     return live
+
+
+def _slots(cls: type) -> bool:
+    """Whether objects of this class have attributes in slots. (Abstract ones say that they have none.)"""
+    return any(vars(base).get("__slots__") for base in cls.__mro__)
 
 
 def places_of(tree: Any) -> dict[int, str]:

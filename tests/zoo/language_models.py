@@ -228,6 +228,9 @@ ENTRIES: dict[str, Entry] = {
         places=({"deberta.encoder.layer.1": "worker1"}, {"deberta.encoder": "worker1"}),
     ),
     "T5": Entry(T5, _pairs, places=({"encoder.block.1": "worker1", "decoder.block.1": "worker2"},)),
+    "T5, whole stacks": Entry(
+        T5, _pairs, places=({"encoder": "worker1"}, {"decoder": "worker1"}, {"encoder": "worker1", "decoder": "worker1"})
+    ),
     "BART": Entry(
         _model(
             "BartForConditionalGeneration",
