@@ -79,8 +79,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["quick"]:
         job |= {"seeds": job["seeds"][:1], "width": min(job["width"], 64), "most_games": min(job["most_games"], 60)}
     apps.some_of(job, libraries=TITLES)
-    if not job["seeds"]:
-        raise SystemExit("error: seeds=[] must name at least one")
+    apps.device(job)
+    apps.numbers(job, 0, "seeds")
     apps.at_least_one(job, "actors", "width", "most_games")
     return job
 

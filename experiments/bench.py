@@ -105,6 +105,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if not 1 <= job["rounds"] <= most:
         raise SystemExit(f"error: rounds={job['rounds']} must be from 1 to {most}")
     apps.at_least_one(job, "linear")
+    apps.device(job)
     if job["all_to_all"] == 1 or job["all_to_all"] < 0:
         raise SystemExit(f"error: all_to_all={job['all_to_all']} must be 0 or at least 2 workers")
     if job["all_to_all"] and job["all_to_all_torch"] == "auto":

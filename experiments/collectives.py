@@ -49,8 +49,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["quick"]:
         job |= QUICK
     apps.some_of(job, cases=CASES)
-    if not job["ranks"] or min(job["ranks"]) < 2 or job["rounds"] < 1:
-        raise SystemExit("error: at least two ranks and one round are expected")
+    apps.numbers(job, 2, "ranks")
+    apps.at_least_one(job, "rounds")
     return job
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from omegaconf import DictConfig
 
 from .harness import apps
@@ -41,6 +42,8 @@ def main(cfg: DictConfig) -> None:
     from .gpus.report import print_tables, summary
 
     job = checked(cfg)
+    if job["device"] == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"error: there is no GPU that torch {torch.__version__} can use")
     with apps.ending():
         found = run(job, apps.run_folder())
     result = summary(found.samples.records(), found.failed, job)

@@ -33,8 +33,7 @@ def main(cfg: DictConfig) -> None:
 def job_of(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
     job = apps.plain(cfg)
-    if not job["batches"] or min(job["batches"]) < 1:
-        raise SystemExit(f"error: batches={job['batches']} must be numbers of samples")
+    apps.numbers(job, 1, "batches")
     if job["quick"]:
         job |= {"batches": job["batches"][:1], "rows": min(job["rows"], 2000), "steps": min(job["steps"], 5)}
     cases = [f"batch of {count}" for count in job["batches"]]

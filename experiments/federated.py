@@ -94,8 +94,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["quick"]:
         job |= {"parameters": min(job["parameters"], 1_000_000), "clients": min(job["clients"], 2), "turns": 1, "rounds": 1}
     apps.some_of(job, libraries=TITLES)
-    if not job["gbits"] or min(job["gbits"]) < 0:
-        raise SystemExit(f"error: gbits={job['gbits']} must be rates in Gb/s; 0 is loopback without a limit")
+    apps.numbers(job, 0, "gbits")
     apps.at_least_one(job, "parameters", "clients", "local_steps", "rounds", "turns")
     return job
 

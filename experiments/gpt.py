@@ -38,11 +38,12 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     apps.at_least_one(job, "rounds", "steps", "samples", "tokens", "vocabulary")
     if not job["models"]:
         raise SystemExit("error: models has none that is not null")
-    if not job["stages"] or min(job["stages"]) < 2:
-        raise SystemExit(f"error: stages={job['stages']} must be numbers from 2 on")
+    apps.device(job)
+    apps.numbers(job, 2, "stages")
+    apps.numbers(job, 1, "micro_batches")
     if job["quick"]:
         job |= {"stages": job["stages"][:1], "models": dict([*job["models"].items()][:1]), "rounds": 1, "steps": 3}
-    if not job["micro_batches"] or any(count < 1 or job["samples"] % count for count in job["micro_batches"]):
+    if any(job["samples"] % count for count in job["micro_batches"]):
         raise SystemExit(f"error: micro_batches={job['micro_batches']} must divide samples={job['samples']}")
     for name, model in job["models"].items():
         if model["blocks"] < max(job["stages"]) or model["width"] % model["heads"]:

@@ -91,8 +91,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
         job["sizes"] = [size for size in job["sizes"] if size < job["large"]]
         job |= {"rounds": min(job["rounds"], QUICK_ROUNDS), "script": False}
     apps.some_of(job, devices=DEVICES, libraries=TITLES, functions=FUNCTIONS)
-    if not job["sizes"] or min(job["sizes"]) < 4:
-        raise SystemExit(f"error: sizes={job['sizes']} must be numbers of bytes of float32 tensors")
+    apps.numbers(job, 4, "sizes")
     apps.at_least_one(job, "calls", "calls_large", "batches", "rounds", "rounds_large", "threads")
     if max(job["calls"], job["calls_large"]) > job["threads"]:
         raise SystemExit(f"error: calls={job['calls']} at once need as many threads, not {job['threads']}")

@@ -63,6 +63,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     from .exchange.models import MODELS
 
     job = apps.plain(cfg)
+    apps.device(job)
     apps.some_of(job, models=MODELS)
     apps.at_least_one(job, "rounds")
     if job["grpc"] and importlib.util.find_spec("grpc") is None:

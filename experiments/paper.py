@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
+from .harness import apps
 from .paper_runs import here, programs, report
 from .paper_runs.catalogue import Experiment, chosen
 
-CONF = str(Path(__file__).parent / "conf")
+CONF = apps.CONF
 PACKAGE = __name__.rpartition(".")[0] if __name__ != "__main__" else (__spec__.parent or "experiments")
 LATE = 10.0
 """A program is ended after so many times as long as it ought to take: other programs may use the machine, too."""
@@ -36,7 +36,7 @@ LATE = 10.0
 def main(cfg: DictConfig) -> None:
     """All that were chosen; fails, after the report, if one of them failed."""
     job = checked(cfg)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = apps.run_folder()
     console = Console(highlight=False, markup=False)
     console.print(f"the report will be {folder / 'report.md'}", soft_wrap=True)
     surroundings = here.surroundings()
@@ -126,7 +126,7 @@ def ended_by_signals() -> Iterator[None]:
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
-    job: Any = OmegaConf.to_container(cfg, resolve=True)
+    job = apps.plain(cfg)
     chosen(job["only"])
     if job["minutes"] is None:
         job["minutes"] = 5 if job["quick"] else 60
@@ -140,4 +140,4 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    apps.start(main)

@@ -28,8 +28,7 @@ CASES = ("one by one", "in batches")
 def main(cfg: DictConfig) -> None:
     """All turns, then the tables, the file and the picture. Fails if results differ."""
     job = checked(apps.plain(cfg), CASES) | {"program": "observers"}
-    if not job["observers"] or min(job["observers"]) < 1:
-        raise SystemExit(f"error: observers={job['observers']} must be numbers of observers")
+    apps.numbers(job, 1, "observers")
     if job["quick"]:
         job["observers"] = job["observers"][:2]
     run_app("reinforcement", Findings("An agent and its observers", "ms, or actions a second"), job, run, judge)

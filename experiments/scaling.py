@@ -78,7 +78,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     if "rdmarpc" in libraries and "torch_rpc" in libraries:
         for count in job["workers"]:
             ours, theirs = (findings.median("step", count, each) for each in ("rdmarpc", "torch_rpc"))
-            findings.target(f"{count} workers: a mini-batch, times faster than torch RPC", ratio(theirs, ours), "≥", 1)
+            findings.target(
+                f"{count} worker{'s' * (count > 1)}: a mini-batch, times faster than torch RPC", ratio(theirs, ours), "≥", 1
+            )
     draw_scaling(findings, found, job, folder / "scaling.png")
 
 
@@ -93,8 +95,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["net"] not in COMPUTE_MS:
         raise SystemExit(f"error: net={job['net']} must be one of {', '.join(COMPUTE_MS)}")
     apps.some_of(job, libraries=TITLES)
-    if not job["workers"] or min(job["workers"]) < 1 or min(job["hosts"], default=1) < 1:
-        raise SystemExit(f"error: workers={job['workers']} and hosts={job['hosts']} must be numbers of at least 1")
+    apps.device(job)
+    apps.numbers(job, 1, "workers", "hosts")
     apps.at_least_one(job, "servers", "steps", "rounds")
     job["compute_ms"] = COMPUTE_MS[job["net"]] if job["compute_ms"] is None else job["compute_ms"]
     import torch

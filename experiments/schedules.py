@@ -59,8 +59,8 @@ def note(records: list[dict[str, Any]], count: int, group: str, event: tuple[Any
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values; ends the program if it makes no sense."""
     job = apps.plain(cfg)
-    if not job["workers"] or min(job["workers"]) < 2:
-        raise SystemExit(f"error: workers={job['workers']} must be numbers from 2 on")
+    apps.device(job)
+    apps.numbers(job, 2, "workers")
     apps.at_least_one(job, "rounds", "steps", "chunks_a_worker")
     job["cases"] = {name: case for name, case in job["cases"].items() if case}
     return job

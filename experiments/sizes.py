@@ -108,7 +108,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
         job["rounds"] = min(job["rounds"], QUICK_ROUNDS)
     apps.some_of(job, devices=DEVICES, ways=WAYS)
-    if not job["sizes"] or any(size < 4 or size % 4 for size in job["sizes"]):
+    apps.numbers(job, 4, "sizes")
+    if any(size % 4 for size in job["sizes"]):
         raise SystemExit(f"error: sizes={job['sizes']} must be numbers of bytes of float32 tensors")
     apps.at_least_one(job, "rounds", "rounds_large")
     return job

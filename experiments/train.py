@@ -87,6 +87,7 @@ def checked(cfg: DictConfig, task: slurm.Task | None) -> dict[str, Any]:
     if not 1 <= job["batch_size"] <= images // 2:
         raise SystemExit(f"error: batch_size={job['batch_size']} must lie between 1 and {images // 2} ({images} images)")
     apps.at_least_one(job, "epochs")
+    apps.device(job)
     return job
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -11,17 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from .processes import WorkerFailed
 
+DEVICES = ("shm", "tcp", "verbs", "cuda", "auto")
 CONF = str(Path(__file__).parents[1] / "conf")
 
 
 def start(app: Callable[[], None]) -> None:
-    """Runs an app of hydra, with the ordinary flag ``--json`` besides hydra's ``json=true``."""
+    """Runs an app of hydra, with the ordinary flag ``--json`` besides hydra's ``json=true``. What hydra does not understand
+    becomes one line."""
     sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
-    app()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises, rather than prints and ends
+    try:
+        app()
+    except HydraException as error:
+        said, *_ = str(error).partition("Config search path")
+        raise SystemExit(f"error: {' '.join(said.split())}") from None
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -42,6 +51,23 @@ def at_least_one(job: dict[str, Any], *names: str) -> None:
     for name in names:
         if not isinstance(job[name], (int, float)) or job[name] < 1:
             raise SystemExit(f"error: {name}={job[name]} must be at least 1")
+
+
+def numbers(job: dict[str, Any], least: float, *names: str) -> None:
+    """Ends the program unless each of these is a list of numbers, none of them below ``least``."""
+    for name in names:
+        values = job[name]
+        if not isinstance(values, list) or not values or any(not isinstance(v, (int, float)) or v < least for v in values):
+            raise SystemExit(f"error: {name}={values} must be a list of numbers from {least:g} on")
+
+
+def device(job: dict[str, Any]) -> None:
+    """Ends the program unless ``job["device"]`` can be opened here: one of ``DEVICES``, with or without an address."""
+    kind = str(job["device"]).partition("://")[0]
+    if kind not in DEVICES:
+        raise SystemExit(f"error: device={job['device']} must be one of {', '.join(DEVICES)}")
+    if kind == "verbs" and not any(Path("/sys/class/infiniband").glob("*")):
+        raise SystemExit(f"error: device={job['device']}: there is no RDMA device")
 
 
 def run_folder() -> Path:

@@ -43,6 +43,7 @@ def checked(job: dict[str, Any], cases: tuple[str, ...]) -> dict[str, Any]:
     """The job; ends the program if it makes no sense."""
     if job["quick"]:
         job["rounds"] = min(job["rounds"], QUICK_ROUNDS)
+    apps.device(job)
     apps.some_of(job, cases=cases, libraries=LIBRARIES)
     apps.at_least_one(job, *(name for name, value in job.items() if isinstance(value, int) and not isinstance(value, bool)))
     return job

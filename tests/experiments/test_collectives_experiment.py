@@ -30,7 +30,10 @@ def test_it_measures_beside_gloo(tmp_path: Path) -> None:
     assert f"targets met: {met} of 4" in done.stdout
 
 
-@pytest.mark.parametrize(("override", "says"), [("cases=[sum]", "sum"), ("ranks=[1]", "two ranks"), ("rounds=0", "one round")])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("cases=[sum]", "sum"), ("ranks=[1]", "ranks=[1]"), ("ranks=2", "a list of numbers"), ("rounds=0", "rounds=0")],
+)
 def test_it_refuses_what_makes_no_sense(override: str, says: str) -> None:
     with initialize_config_dir(collectives.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
         collectives.checked(compose("collectives", [override]))

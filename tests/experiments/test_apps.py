@@ -1,0 +1,48 @@
+"""Bad input to any app is one clear line, whoever notices it; ``experiments.harness.apps``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import programs
+import pytest
+
+from rdmarpc.experiments.harness import apps
+
+RDMA = any(Path("/sys/class/infiniband").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("train model=vgg", "error: In 'train': Could not find 'model/vgg' Available options in 'model': cnn mlp"),
+        ("a3c typo=1", "error: Could not override 'typo'."),
+        ("grid sizes=[4", "error: "),
+        ("federated gbits=fast", "error: gbits=fast must be a list of numbers from 0 on"),
+        ("dlrm device=pigeon", "error: device=pigeon must be one of shm, tcp, verbs, cuda, auto"),
+        pytest.param(
+            "schedules device=verbs",
+            "error: device=verbs: there is no RDMA device",
+            marks=pytest.mark.skipif(RDMA, reason="there is one"),
+        ),
+        ("paper only=nothing", "error: only=nothing is none of mlsys, rdma, ddp, cuda"),
+        ("paper minutes=soon", "error: minutes=soon must be more than 0"),
+    ],
+)
+def test_bad_input_is_one_line(given: str, says: str) -> None:
+    name, override = given.split()
+    done = programs.run("-m", f"experiments.{name}", override)
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith(says), done.stdout
+
+
+@pytest.mark.parametrize("value", ["tcp://lo", "auto", "shm"])
+def test_devices_with_and_without_an_address(value: str) -> None:
+    apps.device({"device": value})
+
+
+@pytest.mark.parametrize("value", [3, [], [0], ["2"], None])
+def test_what_is_no_list_of_numbers(value: object) -> None:
+    apps.numbers({"ranks": [1, 2.5]}, 1, "ranks")
+    with pytest.raises(SystemExit, match="ranks="):
+        apps.numbers({"ranks": value}, 1, "ranks")
