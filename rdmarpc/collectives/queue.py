@@ -32,6 +32,8 @@ class Work(dist.Work):
         self.run, self._outputs, self._text, self.sequence = run, outputs, describe, sequence
         self.source = source
         self.over = self._waited = self._dropped = False
+        self.threaded = False
+        """Whether a thread of the group runs it, and so may be the last to hold it."""
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
@@ -56,8 +58,9 @@ class Work(dist.Work):
 
     def __del__(self) -> None:
         """A call that nobody has waited for stays when Python drops it: C++ may hold it, as DDP's ``join`` does, and its wait
-        comes to ours through this object. Without it, it waits for ever."""
-        if not self._waited and self._future is None:
+        comes to ours through this object. Without it, it waits for ever. One that a thread ran stays even then: C++ may have
+        waited for it, and ask for its result next."""
+        if (self.threaded or not self._waited) and self._future is None:
             self._dropped = True
             if self.over:
                 self._let_go()
@@ -195,6 +198,7 @@ class Queue:
         with self._lock:
             self._starting -= 1
         while (work := self._next()) is not None:
+            work.threaded = True
             self._run(work)
             work.finish(work.error)
             del work

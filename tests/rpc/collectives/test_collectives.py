@@ -292,8 +292,9 @@ def test_imported_before_torch():
 
 
 HELD = """
-import faulthandler, torch, rdmarpc
+import faulthandler, sys, torch, rdmarpc
 import torch.distributed as dist
+sys.setswitchinterval(1e-5)  # the thread that runs the call may let go of it at any moment
 faulthandler.dump_traceback_later(80, exit=True)
 dist.init_process_group("rdmarpc", store=dist.HashStore(), rank=0, world_size=1)
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 3))
