@@ -69,11 +69,12 @@ class Expectation:
         target = state.consumed + self.count
         limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
         if kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port) != kernels.OK:
-            self._wait_on(target, timeout)
+            self._wait_on(target, timeout, time.monotonic() - kernels.SLICE_NS / 1e9)
         state.consumed = target
 
-    def _wait_on(self, target: int, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout - kernels.SLICE_NS / 1e9
+    def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
+        """Go on with a wait that has begun then (``time.monotonic``), without consuming anything."""
+        deadline = None if timeout is None else begin + timeout
         limit = kernels.SLICE_NS
         while True:
             if kernels.load(self._record) >= target:
@@ -94,9 +95,12 @@ class Expectation:
             kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
 
 
-def wait_done(word: int, target: int, timeout: float | None, port: int, *, peer: str, device: str) -> None:
-    """Block until a count of finished copies has reached ``target``: of ``word``, a record's address. ``TransferTimeout``."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+def wait_done(
+    word: int, target: int, timeout: float | None, port: int, *, peer: str, device: str, begin: float | None = None
+) -> None:
+    """Block until a count of finished copies has reached ``target``: of ``word``, a record's address. ``begin``: when the wait
+    began (``time.monotonic``), if that was not now. ``TransferTimeout``."""
+    deadline = None if timeout is None else (time.monotonic() if begin is None else begin) + timeout
     while kernels.load(word) < target:
         left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
         if left <= 0:

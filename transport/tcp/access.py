@@ -31,6 +31,11 @@ class Access:
         lent[key] = address, nbytes, storage
         return RemoteRegion(self._device.uid, self._device.epoch, LENT, key, 0, nbytes)
 
+    def place(self, region: int) -> tuple[int, int, int]:
+        """Key, address and bytes of a region that this peer may write to."""
+        address, size, key, _ = self._device.regions.get(region, NOWHERE)
+        return key, address, size
+
     def look_up(self, region: int, key: int, offset: int, nbytes: int, *, write: bool) -> memoryview | str:
         """Our memory that the peer names, or why it may not touch it."""
         if nbytes == 0:

@@ -7,6 +7,7 @@ Its parts, each below the one before: what comes in (``Reader``), what was poste
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -20,11 +21,14 @@ from ..channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from ..device import Device
 from ..errors import PeerLost, RdmaError, TransferTimeout, kept
 from ..memory.mapping import anonymous
+from ..notify import Expectation
 from ..peers.heartbeat import Heart
 from ..peers.questions import ANSWER_TIMEOUT_S
 from ..region import RemoteRegion
+from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from .access import Access
+from .hearing import READABLE
 from .outbox import Outbox
 from .posts import Posts
 from .reader import Reader
@@ -32,6 +36,8 @@ from .transfer import TcpTransfer, TcpWindow
 from .wire import BYE, CHECK, END_CLOSED, HEADER, MAX_COPIES, NOTIFY, refusal
 
 _BEAT_MIN_S, _BEAT_MAX_S = 0.25, 2.5
+_FIRST_S = 0.001
+_OVERDUE_S = 1.0
 
 
 class IoThread(Protocol):
@@ -39,8 +45,24 @@ class IoThread(Protocol):
 
     def is_current(self) -> bool: ...
 
-    def watch(self, sock: socket.socket, writable: bool) -> None:
-        """Have ``flush`` of that socket's channel called when it has room."""
+    def watch(self, sock: socket.socket, readable: bool, writable: bool) -> None:
+        """Whether to read what comes for that socket's channel, and to call its ``flush`` when there is room."""
+
+    def attend(self, channel: TcpChannel, /) -> None:
+        """Read what has come for this channel, soon."""
+
+
+class HeardExpectation(Expectation):
+    """An ``Expectation`` whose waiting thread reads the stream itself."""
+
+    __slots__ = ()
+    _channel: TcpChannel
+
+    def wait(self, timeout: float | None = None) -> None:
+        begin, target = time.monotonic(), self._count.consumed + self.count
+        if not self._channel.hear_until(self._record, target, timeout):
+            self._wait_on(target, timeout, begin)
+        self._count.consumed = target
 
 
 class TcpChannel(Channel):
@@ -77,6 +99,11 @@ class TcpChannel(Channel):
         self._posts = Posts(self.outbox, records, self._inbox + MAX_NOTIFY * RECORD_BYTES, device.bells, self.peer)
         self.reader = Reader(sock, self.peer, self.access, self.outbox, self._posts, records=self._inbox, bells=device.bells)
 
+        self._reading = threading.Lock()
+        """Held by the thread that reads the stream while it waits."""
+        self._reads_until = 0.0
+        self._posts.hear = self.hear_until
+
     def lend(self, tensor: torch.Tensor) -> RemoteRegion:
         """See ``Device.lend``. Good for this peer alone, and as long as the tensor's storage lives."""
         return self.access.lend(tensor)
@@ -105,6 +132,43 @@ class TcpChannel(Channel):
         check_notify(imm)
         return self._inbox + imm * RECORD_BYTES
 
+    def expect(self, imm: int, count: int = 1) -> Expectation:
+        return HeardExpectation(self, imm, count, self.count(imm))
+
+    def hear_until(self, record: int, target: int, timeout: float | None) -> bool:
+        """Read the stream on this thread until the record has reached ``target``: ``True``. ``False``: wait in another way,
+        because something came that is for the I/O thread, ``timeout`` seconds have passed, or the channel has ended."""
+        if kernels.load(record) >= target:
+            return True
+        if not self.outbox.started or self.error is not None or timeout == 0 or self._io.is_current():
+            return False
+        if not self._reading.acquire(blocking=False):
+            return False  # another thread reads
+        begin = time.monotonic()
+        try:
+            self.outbox.read_elsewhere(True)
+            return self._hear(record, target, math.inf if timeout is None else begin + timeout)
+        finally:
+            self.outbox.read_elsewhere(False)
+            self._reading.release()
+            soon = time.monotonic() - begin < kernels.SPIN_MAX_NS / 1e9
+            kernels.store(kernels.SPIN, kernels.SPIN_MAX_NS if soon else kernels.SPIN_MIN_NS)
+
+    def _hear(self, record: int, target: int, deadline: float) -> bool:
+        spin_ns, slice_s = kernels.load(kernels.SPIN), _FIRST_S
+        while self.error is None and (left := deadline - time.monotonic()) > 0:
+            # What the I/O thread was reading a moment ago it may signal without our notice: so the first slices are short.
+            self._reads_until = time.monotonic() + slice_s + _OVERDUE_S
+            found = self.reader.await_bytes(record, target, spin_ns, int(min(slice_s, left) * 1e9))
+            if found == READABLE and not self.reader.hear():
+                self._io.attend(self)
+                return kernels.load(record) >= target
+            if kernels.load(record) >= target:
+                return True
+            if found != READABLE:
+                spin_ns, slice_s = 0, min(2 * slice_s, kernels.SLICE_NS / 1e9)
+        return False
+
     def fence(self, timeout: float | None = None) -> None:
         self._posts.ask(NOTIFY).wait(timeout)
 
@@ -128,6 +192,8 @@ class TcpChannel(Channel):
 
     def look(self, seconds: float) -> float:
         """Note that ``seconds`` have passed since the last look. Returns for how long (s) nothing has come (I/O thread)."""
+        if self.outbox.read_by_waiter and time.monotonic() > self._reads_until:
+            self.outbox.read_elsewhere(False)  # a signal handler raised before that thread had given it back
         self._silence = 0.0 if self.reader.heard else self._silence + seconds
         self.reader.heard = False
         return self._silence

@@ -2,9 +2,9 @@
 
 A memory of its own is private; payload travels between the two tensors and the sockets without a copy in between.
 
-Threads: one I/O thread (``tcp/loop``), which never blocks, one that beats
-(``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent stranger blocks
-nobody.
+Threads: one I/O thread (``tcp/loop``), which never blocks (a thread that waits reads small frames itself, ``tcp/hearing``), one
+that beats (``peers/heartbeat``), and one short-lived thread per incoming connection during its handshake, so that a silent
+stranger blocks nobody.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TcpDevice(Device):
                 f"  buffers        {', '.join(limits) or 'unknown'}",
                 f"  death          an ended process at once, a stopped or cut-off one after {self._looks.timeout:g} s",
                 *(self.memory.explain() if self._own_memory else ()),
-                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, then a futex; one I/O thread",
+                f"  waiting        spins {kernels.SPIN_MIN_NS // 1000} us, reads the socket; one I/O thread for the rest",
             )
         )
 

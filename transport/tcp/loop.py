@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from .wire import END_BROKEN, END_SILENT
 
 _LINGER_S = 1.0  # for the peers to hang up too
 _END_PAUSE_S, _RETRY_S, _JOIN_S = 0.05, 0.05, 5.0
-_IN, _INOUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
+_IN = select.EPOLLIN
 
 
 class Loop:
@@ -45,6 +46,7 @@ class Loop:
         self.handshakes = Handshakes(listener, welcome, wake=self.wake, guard=guard)
         self._looks, self._guard, self._lost, self._dropped = looks, guard, lost, dropped
         self._by_fd: dict[int, TcpChannel] = {}
+        self._asked: deque[TcpChannel] = deque()
         self._stop_at = 0.0
         self._lock = threading.RLock()
         self._epoll = select.epoll()
@@ -70,9 +72,15 @@ class Loop:
         with self._lock:
             return list(self._by_fd.values())
 
-    def watch(self, sock: socket.socket, writable: bool) -> None:
-        """Have ``flush`` of that socket's channel called when it has room. While the socket is open."""
-        self._epoll.modify(sock, _INOUT if writable else _IN)
+    def watch(self, sock: socket.socket, readable: bool, writable: bool) -> None:
+        """Whether to read what comes for that socket's channel, and to call its ``flush`` when there is room. While the socket
+        is open."""
+        self._epoll.modify(sock, (_IN if readable else 0) | (select.EPOLLOUT if writable else 0))
+
+    def attend(self, channel: TcpChannel) -> None:
+        """Read what has come for this channel, soon. Any thread."""
+        self._asked.append(channel)
+        self.wake()
 
     def wake(self) -> None:
         with self._lock:
@@ -100,12 +108,14 @@ class Loop:
                 self.handshakes.accept()
             elif fd == self._woken:
                 os.eventfd_read(self._woken)
+                self._read_asked()
             elif (channel := self._by_fd.get(fd)) is not None:
                 self._attend(channel, "hearing a peer", self._hear, channel, events)
         self.handshakes.hang_up_on_the_slow()
         if seconds := self._looks.due():
-            # What came until now has been received before.
+            # What came until now has been received before; what a waiting thread was to read is now.
             for channel in self.channels():
+                self._attend(channel, "hearing a peer", self._hear, channel, _IN)
                 self._attend(channel, "looking after a peer", self._look, channel, seconds)
 
     def _attend(self, channel: TcpChannel, doing: str, step: Callable[..., None], *args: Any) -> None:
@@ -117,6 +127,12 @@ class Loop:
                 self._guard.note(error, doing)
             broke = channel.end(broken_by(error, doing, peer=channel.peer, device="tcp"), goodbye=END_BROKEN)
             self._lose(channel, broke)
+
+    def _read_asked(self) -> None:
+        while self._asked:
+            channel = self._asked.popleft()
+            if channel in self._by_fd.values():
+                self._attend(channel, "hearing a peer", self._hear, channel, _IN)
 
     def _look(self, channel: TcpChannel, seconds: float) -> None:
         """Give the peer up if nothing came of it for too long. Should it ever run again, it finds our goodbye."""

@@ -7,6 +7,7 @@ two frames, never inside one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -20,8 +21,9 @@ from .wire import TURN_BYTES, Buffers
 class Outbox:
     """The unsent frames of one channel. Callers hold ``lock``, except for ``start`` and ``flush``, which take it."""
 
-    def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, bool], None]) -> None:
-        """``watch(sock, wanted)`` tells the I/O thread whether to call ``flush`` when the socket has room."""
+    def __init__(self, sock: socket.socket, watch: Callable[[socket.socket, bool, bool], None]) -> None:
+        """``watch(sock, readable, writable)`` tells the I/O thread whether to read what comes, and to call ``flush`` when the
+        socket has room."""
         self.lock = threading.RLock()
         self.inlined = 0
         """Bytes that were copied because the socket was full."""
@@ -30,6 +32,8 @@ class Outbox:
         self._queue: deque[tuple[memoryview, int]] = deque()  # with the region number it reads from, or 0
         self._given = 0  # how many buffers at its front the pulse is sending
         self._closed = False
+        self.read_by_waiter = False
+        """Whether a thread that waits reads the stream, and the I/O thread does not."""
 
     @property
     def started(self) -> bool:
@@ -111,7 +115,16 @@ class Outbox:
 
     def _await_room(self) -> None:
         if not self._closed:
-            self._watch(self._sock, bool(self._queue))
+            self._watch(self._sock, not self.read_by_waiter, bool(self._queue))
+
+    def read_elsewhere(self, elsewhere: bool) -> None:
+        """Whether another thread reads the stream now, and the I/O thread does not."""
+        with self.lock:
+            if self.read_by_waiter != elsewhere:
+                self.read_by_waiter = elsewhere
+                if self._pulse is not None:
+                    with contextlib.suppress(OSError):  # it is served no more
+                        self._await_room()
 
     def revoke(self, region: int) -> None:
         """Copy the unsent bytes of a region of ours. The region is not read any more when this returns."""

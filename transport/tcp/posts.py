@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,13 @@ from ..words import kernels
 from .outbox import Outbox
 from .wire import HEADER, LAST, NOTIFY, SILENT, Buffers
 
+Hear = Callable[[int, int, float | None], bool]
+"""See ``TcpChannel.hear_until``."""
 _ENDED = 1 << 62  # added to the answers at the end, so that every wait on them returns
+
+
+def never(record: int, target: int, timeout: float | None) -> bool:
+    return False
 
 
 class Posts:
@@ -28,6 +35,7 @@ class Posts:
         self.answered = 0
         """The last post that was answered."""
         self.error: RdmaError | None = None
+        self.hear: Hear = never
         self.count = self.nbytes = 0
         self.last = 0
         """The number of the last post."""
@@ -114,12 +122,33 @@ class Posts:
                     callbacks.append(work.callback)
                 if work.error is None and work.imm is not None:
                     self.notify(work.imm)
-            if (came := seq - self.answered) > 0:  # with the lock: what is not pending any more is done
-                self.answered = seq
-                kernels.add(self.answers, came - 1)
-                kernels.signal(self.answers, self._bells)
+            self._advance(seq)
         for callback in callbacks:
             callback()
+
+    def settle(self, seq: int) -> bool:
+        """As ``answer``, on a thread that waits: only where nothing else is to be done for these posts, else ``False``. Should
+        a signal handler interrupt it, it is done again later."""
+        with self._outbox.lock:
+            if self.error is not None:
+                return False
+            for number, work in self._pending.items():
+                if number > seq:
+                    break
+                if work.reads or work.imm is not None or work.error is not None or work.callback is not None:
+                    return False
+            while self._pending and (first := next(iter(self._pending))) <= seq:
+                self._pending[first].keep = ()
+                del self._pending[first]
+            self._advance(seq)
+        return True
+
+    def _advance(self, seq: int) -> None:
+        """Count the posts up to ``seq`` as answered. With the lock: what is not pending any more is done."""
+        if seq > self.answered and self.error is None:
+            kernels.store(self.answers, seq - 1)
+            kernels.signal(self.answers, self._bells)
+            self.answered = seq
 
     def refuse(self, seq: int, error: RemoteAccessError) -> None:
         """As ``answer``, but the post ``seq`` itself failed with ``error``."""
@@ -165,8 +194,9 @@ class TcpWork(Work):
         return kernels.load(self._posts.answers) >= self.seq
 
     def wait(self, timeout: float | None = None) -> None:
-        posts = self._posts
-        wait_done(posts.answers, self.seq, timeout, 0, peer=posts.peer, device="tcp")
+        posts, begin = self._posts, time.monotonic()
+        if not posts.hear(posts.answers, self.seq, timeout):
+            wait_done(posts.answers, self.seq, timeout, 0, peer=posts.peer, device="tcp", begin=begin)
         if (error := self.exception()) is not None:
             raise fresh(error)
 

@@ -1,7 +1,7 @@
 """The frames that come in on one TCP stream.
 
-The I/O thread looks up a region before it receives payload, and receives straight into the region. It reads refused payload and
-throws it away, and the channel goes on.
+A thread that waits takes small frames itself (``hearing``). For all others the I/O thread looks up a region before it receives
+payload, and receives straight into the region. It reads refused payload and throws it away, and the channel goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ..tls.stream import failure
 from ..words import kernels
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES
 from .access import Access
+from .hearing import Hearing
 from .outbox import Outbox
 from .posts import Posts
 from .wire import (
@@ -38,8 +39,8 @@ from .wire import (
 
 
 class Reader:
-    """Reads the stream of one channel, on the I/O thread. It holds ``lock`` while it handles frames. A thread that needs both
-    locks takes ``lock`` before the outbox's; no thread holds either of them while it waits."""
+    """Reads the stream of one channel, on the I/O thread, or by ``hear`` on one that waits. It holds ``lock`` while it handles
+    frames. A thread that needs both locks takes ``lock`` before the outbox's; no thread holds either of them while it waits."""
 
     def __init__(
         self, sock: socket.socket, peer: str, access: Access, outbox: Outbox, posts: Posts, *, records: int, bells: int
@@ -52,6 +53,8 @@ class Reader:
         self._access, self._outbox, self._posts = access, outbox, posts
         self._records, self._bells = records, bells
         self._scratch = memoryview(bytearray(64 << 10))
+        self._hearing = Hearing(sock.fileno(), records, bells)
+        self._torn = False
         # State of the frame that is being received:
         self._header = bytearray(HEADER.size)
         self._header_got = 0
@@ -70,6 +73,7 @@ class Reader:
         with self.lock:
             room = TURN_BYTES
             try:
+                self._answer_heard()
                 while room > 0:
                     wanted, got = self._receive_some()
                     self.heard = True
@@ -88,6 +92,33 @@ class Reader:
                 return error
             self._send_ack()
         return None
+
+    def await_bytes(self, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
+        """Wait until there is something to ``hear``, or the record has reached ``target``: see ``hearing.await_bytes``."""
+        return self._hearing.until_bytes(record, target, spin_ns, slice_ns)
+
+    def hear(self) -> bool:
+        """Take what has come, on a thread that waits. ``False``: something is left for the I/O thread."""
+        with self.lock:
+            if self._posts.error is not None or self._torn or self._header_got or self._left or self._refusal:
+                return False
+            taken = self._hearing.take(self._posts.last)
+            self._torn = taken < 0
+            if taken <= 0:
+                return False
+            self.heard = True
+            self._ack_due = self._hearing.due() or self._ack_due
+            self._send_ack()
+            acked = self._hearing.acked
+            return acked <= self._posts.answered or self._posts.settle(acked)
+
+    def _answer_heard(self) -> None:
+        """What ``hear`` has left to be answered."""
+        if self._torn:
+            raise self._malformed("bytes that could not be read")
+        self._ack_due = self._hearing.due() or self._ack_due
+        if (acked := self._hearing.acked) > self._posts.answered and self._posts.error is None:
+            self._posts.answer(acked)
 
     def _receive_some(self) -> tuple[int, int]:
         """Make one system call: receive payload straight into its place, and the next header behind it. Returns the bytes asked
@@ -133,6 +164,7 @@ class Reader:
                 self._refusal = self._refusal or found
             elif op == WRITE:
                 self._target = found
+                self._hearing.know(region, *self._access.place(region))
             elif op == READ and not self._refusal:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)
@@ -178,8 +210,9 @@ class Reader:
 
     def _send_ack(self) -> None:
         if self._ack_due:
-            due, self._ack_due = self._ack_due, 0
-            self._answer(ACK, due, [])
+            self._answer(ACK, self._ack_due, [])
+            self._ack_due = 0
+            self._hearing.sent()
 
     def _answer(self, op: int, seq: int, parts: Buffers, *, region: int = 0, index: int = 0, flags: int = LAST) -> None:
         nbytes = sum(len(part) for part in parts)
@@ -191,6 +224,7 @@ class Reader:
 
     def revoke(self, region: int) -> None:
         """Stop a copy into a region of ours. Its memory is not written after the return. Call it with ``lock`` held."""
+        self._hearing.forget(region)
         if self._target_region == region and self._left:
             self._target = None
             self._refusal = self._refusal or f"region {region} was closed during the copy"

@@ -207,13 +207,17 @@ def test_a_region_closed_during_a_copy_out_of_it(pair: Pair) -> None:
 @pytest.mark.parametrize("end", ["answer", "abort"])
 def test_what_is_not_pending_any_more_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """``then`` comes between the moments when a post is taken off the list and when it counts as done."""
-    add = posts.kernels.add
+    real = posts.kernels
 
-    def late(word: int, value: int) -> None:
-        time.sleep(0.1)
-        add(word, value)
+    def late(change: Callable[[int, int], int]) -> Callable[[int, int], None]:
+        def changed(word: int, value: int) -> None:
+            time.sleep(0.1)
+            change(word, value)
 
-    monkeypatch.setattr(posts, "kernels", SimpleNamespace(add=late, load=posts.kernels.load, signal=posts.kernels.signal))
+        return changed
+
+    slow = SimpleNamespace(add=late(real.add), store=late(real.store), load=real.load, signal=real.signal)
+    monkeypatch.setattr(posts, "kernels", slow)
     remote = pair.remote(filled(pair.b, 1 << 10, S))
     ending = threading.Thread(target=pair.ab.abort)
     seen: list[bool] = []

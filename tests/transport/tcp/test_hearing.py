@@ -1,0 +1,197 @@
+"""A thread that waits on a tcp channel reads the stream itself."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transport_peer import C, Pair, S, filled
+
+from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
+from rdmarpc.transport.tcp.channel import TcpChannel
+
+T = 20.0
+
+
+@pytest.fixture
+def kind() -> str:
+    return "tcp"
+
+
+def ends(pair: Pair) -> tuple[TcpChannel, TcpChannel]:
+    assert isinstance(pair.ab, TcpChannel) and isinstance(pair.ba, TcpChannel)
+    return pair.ab, pair.ba
+
+
+def waiting(channel: TcpChannel, imm: int) -> tuple[threading.Thread, list[BaseException | None]]:
+    """A thread that waits for this notification, and reads; and how it ended."""
+    ended: list[BaseException | None] = []
+
+    def wait() -> None:
+        try:
+            channel.expect(imm).wait(T)
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: reads(channel) or bool(ended))
+    return thread, ended
+
+
+def reads(channel: TcpChannel) -> bool:
+    """Whether a thread that waits reads, and the I/O thread has been told."""
+    with channel.outbox.lock:
+        return channel.outbox.read_by_waiter
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + T
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def read_by_io(channel: TcpChannel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that the I/O thread reads from now on, one number a system call."""
+    found: list[int] = []
+    receive_some = channel.reader._receive_some
+
+    def noted() -> tuple[int, int]:
+        wanted, got = receive_some()
+        found.append(got)
+        return wanted, got
+
+    monkeypatch.setattr(channel.reader, "_receive_some", noted)
+    return found
+
+
+def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second write into a region on, small frames are for the thread that waits; the sender hears that it has them."""
+    ab, ba = ends(pair)
+    there, here = filled(pair.b, 64, S), filled(pair.a, 64, C)
+    transfer = ab.prepare([(pair.remote(there), here)], notify=3)
+    transfer.post().wait(T)
+    ba.expect(3).wait(T)
+    by_io = read_by_io(ba, monkeypatch)
+    monkeypatch.setattr(pair.b._loop._looks, "due", lambda: 0.0)  # type: ignore[attr-defined]  # before a look it reads all
+    for number in range(20):
+        here.fill_(number)
+        thread, ended = waiting(ba, 3)
+        work = transfer.post()
+        thread.join(T)
+        assert ended == [None] and there.tolist() == [number] * 64
+        work.wait(T)
+    assert not by_io
+    until(lambda: not ba.outbox.read_by_waiter)
+    here.fill_(99)
+    transfer.post().wait(T)  # nobody waits there: the I/O thread reads again
+    assert by_io and there.tolist() == [99] * 64
+
+
+def test_what_is_not_small_goes_to_the_io_thread_in_order(pair: Pair) -> None:
+    """Writes of all sizes, reads and refusals between them, while the other end waits for every notification."""
+    ab, ba = ends(pair)
+    rng = random.Random(0)
+    there = [filled(pair.b, size, S) for size in (1, 48, 4000, 4048, 4049, 70_000)]
+    here = [torch.zeros_like(tensor) for tensor in there]
+    remote = [pair.remote(tensor) for tensor in there]
+    closed = pair.b.register(pair.b.empty(16, dtype=torch.uint8))
+    gone = closed.export()
+    closed.close()
+    expected = ba.expect(5)
+    for number in range(300):
+        at = rng.randrange(len(there))
+        here[at].fill_(number % 251)
+        kind = rng.randrange(4)
+        if kind == 0:
+            with pytest.raises(RemoteAccessError):
+                ab.memcpy(RemoteRegion.load(gone), torch.zeros(16, dtype=torch.uint8), notify=5).wait(T)
+        elif kind == 1:
+            other = (at + 1) % len(there)
+            back = torch.empty_like(there[other])
+            ab.memcpy(back, remote[other], notify=5).wait(T)
+            expected.wait(T)
+            assert torch.equal(back, there[other])
+        else:
+            works = [ab.memcpy(remote[at], here[at], notify=5) for _ in range(rng.randrange(1, 4))]
+            for work in works:
+                expected.wait(T)
+                assert torch.equal(there[at], here[at])
+                work.wait(T)
+    assert ab._posts.answered == ab._posts.last
+
+
+def test_a_region_that_was_closed_is_not_written_any_more(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    there = torch.zeros(8, dtype=torch.uint8)
+    region = pair.b.register(there)
+    transfer = ab.prepare([(RemoteRegion.load(region.export()), filled(pair.a, 8, C))], notify=1)
+    for _ in range(2):
+        transfer.post().wait(T)
+        ba.expect(1).wait(T)
+    region.close()
+    there.zero_()
+    thread, ended = waiting(ba, 2)
+    with pytest.raises(RemoteAccessError):
+        transfer.post().wait(T)
+    ab.notify(2)
+    thread.join(T)
+    assert ended == [None] and there.tolist() == [0] * 8 and not ba.expect(1).done()
+
+
+@pytest.mark.parametrize("where", ["settle", "_send_ack"])
+def test_an_interrupted_wait_loses_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A signal handler may raise wherever Python code runs: frames that were taken are answered later."""
+    ab, ba = ends(pair)
+    there, here = filled(pair.b, 8, S), filled(pair.a, 8, C)
+    transfer = ab.prepare([(pair.remote(there), here)], notify=1)
+    transfer.post().wait(T)
+    ba.expect(1).wait(T)
+    owner: Any = ab._posts if where == "settle" else ba.reader
+    real, raised = getattr(owner, where), []
+
+    def interrupted(*given: Any) -> Any:
+        if not raised and not (ab if where == "settle" else ba)._io.is_current():
+            raised.append(True)
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    if where == "settle":
+        thread, ended = waiting(ab, 7)
+        work = transfer.post()
+        ba.expect(1).wait(T)
+    else:
+        thread, ended = waiting(ba, 1)
+        work = transfer.post()
+    thread.join(T)
+    assert raised and isinstance(ended[0], KeyboardInterrupt)
+    work.wait(T)
+    if where == "_send_ack":
+        ba.expect(1).wait(T)
+    assert ab._posts.answered == ab._posts.last and not ba.expect(1).done()
+    transfer.post().wait(T)
+    ba.expect(1).wait(T)
+
+
+def test_the_end_of_a_channel_ends_the_wait(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    thread, ended = waiting(ba, 1)
+    ab.close()
+    thread.join(T)
+    assert isinstance(ended[0], PeerLost) and ended[0].status == "CLOSED"
+
+
+def test_malformed_frames_while_somebody_waits(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    thread, ended = waiting(ba, 1)
+    ab.sock.sendall(b"\xff" * 48)
+    thread.join(T)
+    assert isinstance(ended[0], PeerLost) and ended[0].status == "PROTOCOL"
