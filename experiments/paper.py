@@ -28,7 +28,7 @@ from .paper_runs.catalogue import Experiment, chosen
 
 CONF = apps.CONF
 PACKAGE = __name__.rpartition(".")[0] if __name__ != "__main__" else (__spec__.parent or "experiments")
-LATE = 10.0
+LATE = 15.0
 """A program is ended after so many times as long as it ought to take: other programs may use the machine, too."""
 
 
@@ -103,6 +103,11 @@ def run_one(
     with status or contextlib.nullcontext():
         try:
             record = programs.run(command, place, min(LATE * takes_s, left_s), progress)
+        except programs.TooLate as error:
+            if left_s >= LATE * takes_s:
+                return report.Entry(experiment, reason=str(error), failed=True, output=error.output)
+            reason = f"no time: it had not ended when minutes={job['minutes']:g} were over"
+            return report.Entry(experiment, reason=reason)
         except programs.Failed as error:
             return report.Entry(experiment, reason=str(error), failed=True, output=error.output)
     return report.Entry(experiment, place, record=record)

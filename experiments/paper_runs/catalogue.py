@@ -18,7 +18,7 @@ class Experiment:
     """One program. ``name``: its module in ``experiments``; ``paper``: a key of ``PAPERS``.
 
     ``quick`` are its overrides for a quick run, beside ``overrides`` of every run. ``minutes`` and ``quick_minutes``: how long
-    it takes on two cores, about; it is ended after ten times as long. ``gib``, ``quick_gib``: memory that it needs.
+    it takes on two cores, about; it is ended after fifteen times as long. ``gib``, ``quick_gib``: memory that it needs.
     ``packages``: without one of these it says nothing.
     """
 
@@ -49,84 +49,84 @@ EXPERIMENTS = (
     Experiment(
         "grid", "mlsys", "Many calls at once",
         "10 identity calls, or calls with 200 operations, at the same time: the paper's first measurement.",
-        minutes=13, quick_minutes=0.5, gib=6.0, quick_gib=1.5,
+        minutes=13, quick_minutes=0.25, gib=6.0, quick_gib=1.5,
     ),
     Experiment(
         "lines", "mlsys", "Lines of code",
         "The same programs over gRPC, torch RPC and rdmarpc, run, compared and counted.",
-        minutes=1, quick_minutes=0.35, quick=("programs=[parameter_server,pipeline]",),
+        minutes=1, quick_minutes=0.25, quick=("programs=[parameter_server,pipeline]",),
     ),
     Experiment(
         "a3c", "mlsys", "Asynchronous reinforcement learning",
         "Actors fetch parameters and push gradients: time to a reward.",
-        minutes=3, quick_minutes=0.3, packages=("gymnasium",),
+        minutes=3, quick_minutes=0.25, packages=("gymnasium",),
     ),
     Experiment(
         "reinforcement", "mlsys", "PyTorch's benchmark of reinforcement learning",
         "One agent, many observers, calls in batches.",
-        minutes=3, quick_minutes=0.4,
+        minutes=3, quick_minutes=0.25,
     ),
     Experiment(
         "parameter_server", "mlsys", "PyTorch's benchmark of parameter servers",
         "Trainers, servers, embedding tables and sparse gradients.",
-        minutes=3, quick_minutes=0.4,
+        minutes=3, quick_minutes=0.25,
     ),
     Experiment(
         "dlrm", "mlsys", "A recommendation model",
         "Embedding tables at servers by RPC, the dense part at trainers by DDP, one distributed autograd over both.",
-        minutes=2, quick_minutes=0.3,
+        minutes=2, quick_minutes=0.25,
     ),
     Experiment(
         "gpt", "mlsys", "A GPT in stages",
         "A transformer by micro-batches over stages, beside torch RPC, torch.distributed.pipelining and one process.",
-        minutes=5, quick_minutes=0.3,
+        minutes=5, quick_minutes=0.25,
     ),
     Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
-        minutes=6, quick_minutes=0.4, quick=("workers=[2]", "rounds=1", "cases.wide=null"),
+        minutes=6, quick_minutes=0.25, quick=("workers=[2]", "rounds=1", "cases.wide=null"),
     ),
     Experiment(
         "federated", "mlsys", "Federated learning",
         "FedAvg and FedSGD over links of 10 and 1 Gb/s.",
-        minutes=6, quick_minutes=0.5, gib=8.0,
+        minutes=6, quick_minutes=0.25, gib=8.0,
     ),
     Experiment(
         "sizes", "rdma", "Message sizes",
         "One tensor a step to a light consumer, from 4 bytes to 1 GB.",
-        minutes=7, quick_minutes=0.4, quick=("quick=true", "devices=[shm]"), gib=8.0,
+        minutes=7, quick_minutes=0.25, quick=("quick=true", "devices=[shm]"), gib=8.0,
     ),
     Experiment(
         "bench", "rdma", "Latency beside its floor",
         "Every kind of call beside a memcpy and a flag, and beside torch RPC.",
-        minutes=5, quick_minutes=0.5, overrides=("rounds=3", "start=3"),
+        minutes=5, quick_minutes=0.25, overrides=("rounds=3", "start=3"),
         quick=("quick=true", "start=0", "autograd=false", "sizes=[4,4194304]"), gib=4.0,
     ),
     Experiment(
         "minibatch", "rdma", "Mini-batches of the paper's models",
         "All gradients to a parameter server and all weights back; average tensor sizes.",
-        minutes=6, quick_minutes=0.4, overrides=("rounds=3",),
+        minutes=6, quick_minutes=0.25, overrides=("rounds=3",),
         quick=("models=[GRU]", "rounds=2", "batch.GRU=4"), gib=8.0, packages=("grpc",),
     ),
     Experiment(
         "train", "rdma", "Training: computation and communication",
         "A small CNN split over two workers, beside one process and torch RPC: the same losses.",
-        minutes=1, quick_minutes=0.4, quick=("epochs=2",),
+        minutes=1, quick_minutes=0.25, quick=("epochs=2",),
     ),
     Experiment(
         "scaling", "rdma", "More workers",
         "1 to 8 workers with emulated computation, and a simulated continuation to 256 hosts.",
-        minutes=4, quick_minutes=0.4, gib=4.0,
+        minutes=4, quick_minutes=0.25, gib=4.0,
     ),
     Experiment(
         "ddp", "ddp", "Data parallel training",
         "DistributedDataParallel over our backend and over gloo: buckets, overlap, skipped synchronisation, more ranks.",
-        minutes=6, quick_minutes=0.35, gib=5.0,
+        minutes=6, quick_minutes=0.25, gib=5.0,
     ),
     Experiment(
         "collectives", "ddp", "Collectives",
         "Each collective beside gloo and beside its floor.",
-        minutes=5, quick_minutes=0.5,
+        minutes=5, quick_minutes=0.25,
     ),
     Experiment(
         "cuda", "cuda", "CUDA tensors",

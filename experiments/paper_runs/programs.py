@@ -42,6 +42,10 @@ class Failed(Exception):
     output = ""
 
 
+class TooLate(Failed):
+    """It had not ended in time."""
+
+
 def key(arguments: list[str], surroundings: dict[str, Any]) -> str:
     described = json.dumps([arguments, surroundings], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -110,7 +114,7 @@ def _execute(command: list[str], output: Path, limit_s: float, progress: Progres
     try:
         while child.poll() is None:
             if time.monotonic() > deadline:
-                raise Failed(f"it did not end within {limit_s:.0f} s")
+                raise TooLate(f"it did not end within {limit_s:.0f} s")
             progress(_last_line(output))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.5)

@@ -116,6 +116,11 @@ def test_the_report_reads_from_top_to_bottom(run: Any, tmp_path: Path) -> None:
     assert not list((tmp_path / "kept").glob(".running-*")), "nothing stays of what failed"
 
 
+def test_what_the_deadline_ends_is_left_out_and_not_failed(run: Any, tmp_path: Path) -> None:
+    [entry] = run([made("own", tmp_path, "sleep=60", minutes=0.01)], minutes=0.03)["experiments"]
+    assert entry["state"] == "left out" and entry["reason"] == "no time: it had not ended when minutes=0.03 were over"
+
+
 def test_an_interruption_ends_the_program_and_the_next_run_goes_on(tmp_path: Path) -> None:
     """As a user sees it: Ctrl-C in the middle, a report of what there is, and no process left."""
     (tmp_path / "own.py").write_text(PROGRAM)
