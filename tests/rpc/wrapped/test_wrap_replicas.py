@@ -96,20 +96,21 @@ def in_one_process(net: nn.Module, parts: Sequence[str], count: int, x: torch.Te
     return torch.cat(results)
 
 
-def pair(
-    make: Callable[[], nn.Module], placement: dict[str, Any]
-) -> tuple[Any, nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pair(make: Callable[[], nn.Module], placement: dict[str, Any], **options: Any) -> tuple[Any, nn.Module, Run]:
     torch.manual_seed(1)
     net = make()
     twin = copy.deepcopy(net)
     replicated = {path: workers for path, workers in placement.items() if not isinstance(workers, str)}
     count = len(next(iter(replicated.values())))
-    return wrap(net, placement, timeout=20), twin, partial(in_one_process, twin, list(replicated), count)
+    return wrap(net, placement, timeout=20, **options), twin, partial(in_one_process, twin, list(replicated), count)
 
 
-def train(model: str, optimizer: str, placement: dict[str, Any], training: bool, sizes: Sequence[int]) -> None:
+def train(model: str, optimizer: str, placement: dict[str, Any], training: bool, sizes: Sequence[int], **options: Any) -> None:
     make, shape = MODELS[model]
-    net, twin, run = pair(make, placement)
+    net, twin, run = pair(make, placement, **options)
     net.train(training)
     twin.train(training)
     mine, theirs = OPTIMIZERS[optimizer](net.parameters()), OPTIMIZERS[optimizer](twin.parameters())
@@ -147,6 +148,11 @@ def test_bits_are_those_of_one_process(model: str, device: str) -> None:
 def test_norms_in_training_keep_the_statistics_of_the_first_shard() -> None:
     """Here ``BatchNorm`` is in training mode; in ``test_bits_are_those_of_one_process`` it is, too, and is read in the end."""
     drive(partial(train, "convolutions", "sgd", TWO, False, (8,) * 4), 3)
+
+
+def test_operations_inside_of_parts() -> None:
+    """An export takes parts apart: their operations run at their replica, over buffers of the first one."""
+    drive(partial(train, "convolutions", "adam", TWO, False, (8, 7) * 3, capture="export"), 3)
 
 
 ISSUE = {"features": ["worker0", "worker1"], "classifier": ["worker2", "worker3"]}
