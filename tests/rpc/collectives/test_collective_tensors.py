@@ -89,6 +89,31 @@ def _negative(rank: int) -> None:
         same(other, torch.tensor([7.0, 8.0]), "recv into a negative view")
 
 
+def _types(rank: int) -> None:
+    """Types that gloo has not got, of sizes that differ from rank to rank, into places with gaps; waited for backwards."""
+    for dtype in (torch.bool, torch.complex64, torch.complex128, torch.int16):
+        for rows in (0, 1, 50_000):
+            sent = [(torch.arange((other + 1) * rows) % (other + 2)).to(dtype) for other in range(SIZE)]
+            everybody = [torch.zeros(len(each), 2, dtype=dtype)[:, 0] for each in sent]
+            at_root = [torch.zeros_like(each) for each in sent] if rank == 1 else None
+            mine, from_left = torch.zeros_like(sent[rank]), torch.zeros_like(sent[rank - 1])
+            exchanged = [torch.zeros_like(sent[rank]) for _ in sent]
+            works = [
+                dist.all_gather(everybody, sent[rank], async_op=True),
+                dist.gather(sent[rank], at_root, 1, async_op=True),
+                dist.scatter(mine, sent if rank == 2 else None, 2, async_op=True),
+                dist.all_to_all(exchanged, sent, async_op=True),
+                dist.isend(sent[rank], (rank + 1) % SIZE),
+                dist.irecv(from_left, (rank - 1) % SIZE),
+            ]
+            for work in reversed(works):
+                work.wait()
+            found = [*everybody, *(at_root or []), mine, from_left, *exchanged]
+            expected = [*sent, *(sent if at_root else []), sent[rank], sent[rank - 1], *[sent[rank]] * SIZE]
+            for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+                same(one, other, f"{dtype}, {rows} rows, tensor {number}")
+
+
 def _no_numbers(rank: int) -> None:
     """What is no number stays, whichever rank has it."""
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
@@ -144,7 +169,7 @@ def test_a_message_that_does_not_fit_is_an_error_at_once():
 
 def _all(meeting: Meeting) -> None:
     join(meeting, SIZE, "tensors")
-    for part in (_shared, _negative, _no_numbers, _refused):
+    for part in (_shared, _negative, _types, _no_numbers, _refused):
         part(meeting.rank)
     dist.destroy_process_group()
 

@@ -19,7 +19,8 @@ from group import Meeting, results, run_group
 
 SUMS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
-GLOOS = {torch.bfloat16: torch.float32}
+TYPES += (torch.int16,)
+GLOOS = {torch.bfloat16: torch.float32, torch.int16: torch.int32}
 """Types that gloo has not got everywhere, and what the oracle computes in."""
 
 
