@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..parts.placing import Places
-from ..parts.remote_part import RemotePart
+from ..parts.remote_part import TABLES_OF_HOOKS, RemotePart
 from ..parts.stand_in import Shell
 from ..parts.tables import TABLES
 from ..transport import NotSupported
@@ -61,7 +61,9 @@ def _carry_over(before: nn.Module, now: nn.Module) -> None:
         if module is then:
             continue
         if isinstance(module, RemotePart):
-            vars(module).update({key: value for key, value in vars(then).items() if key.endswith("_hooks")})
+            kept = (*TABLES_OF_HOOKS, "_is_full_backward_hook")
+            vars(module).update({key: value for key, value in vars(then).items() if key in kept or key.endswith("_hooks")})
+            module._place.prepended = then._place.prepended
             object.__setattr__(module, "training", then.training)
         elif name == "" or isinstance(module, Shell) or type(module) is type(then):
             own = {key: value for key, value in vars(then).items() if key not in (*TABLES, "_away")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 from test_wrap import batches, both, drive
 from torch import nn
 from twins import train_both
+
+import rdmarpc as rpc
 
 DATA = batches(4, 6, 20)
 PLACEMENT = {"part": "worker1", "head": "worker1"}
@@ -289,3 +292,25 @@ def order() -> None:
 
 def test_hooks_among_those_of_before_wrap():
     drive(order)
+
+
+def moved() -> None:
+    """Hooks stay when another worker takes over: their order, and those that are given names of arguments, too."""
+    model, twin = both(Hooked, {"part": "worker1"}, capture="eager")
+    notes: list[Notes] = [[], []]
+    for network, noted in zip((model, twin), notes):
+        among_others(network, noted)
+        by_name(network, noted)
+        old_gradients(network, noted)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        train(model, twin, DATA[:1])
+        rpc.save_checkpoint({"model": model}, f"{folder}/at")
+        model.replace("worker1", "worker2")
+        train(model, twin, DATA)
+    assert len(notes[0]) == len(notes[1]) and all(map(torch.equal, *notes))
+    model.close()
+
+
+def test_hooks_stay_when_a_worker_is_replaced():
+    drive(moved, 3)
