@@ -93,14 +93,26 @@ def _has_code(part: nn.Module) -> bool:
 
 
 def _code_of(part: nn.Module) -> dict[types.CodeType, dict[str, Any]]:
-    """That of its classes, and of the functions that it has as attributes and hooks."""
-    kinds, functions = set(), []
+    """That of its forwards, of the functions that it has as attributes and hooks, and what is called from there: a method
+    counts as called where something of its name is used."""
+    kinds: set[type] = set()
+    functions: list[Any] = []
     for module in part.modules():
-        kinds.add(type(module))
+        kinds.update(kind for kind in type(module).__mro__ if not foreign(kind.__module__))
         for value in vars(module).values():
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
             functions += [found for item in inside if (found := _function_in(item)) is not None]
-    return reachable(kinds, functions)
+    methods: dict[str, list[Any]] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            methods.setdefault("forward" if name[:2] == "__" and name != "__init__" else name, []).append(value)
+    names = {"forward"}
+    while True:
+        codes = reachable((), [*functions, *(value for name in names for value in methods.get(name, ()))])
+        new = {name for code in codes for name in code.co_names if name in methods} - names
+        if not new:
+            return codes
+        names |= new
 
 
 def _function_in(value: Any) -> types.FunctionType | None:

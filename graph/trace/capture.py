@@ -485,6 +485,9 @@ class _Propagator(fx.Interpreter):
         parts = self.fetch_attr(str(node.target)).modules() if node.op == "call_module" else ()
         return any(isinstance(part, nn.RNNBase) and part.training and part.dropout and part.num_layers > 1 for part in parts)
 
+    def _part(self, node: fx.Node) -> nn.Module | None:
+        return self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+
     _outputs: dict[fx.Node, Any]
     _after: bool
 
@@ -507,7 +510,7 @@ class _Propagator(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._after = bool(n.meta.get("after"))
         self.allocations.at(n.name, place_of(n))
-        grad, writes = torch.set_grad_enabled(n.meta.get("grad", True)), writes_of(n, self.env, self.writes)
+        grad, writes = torch.set_grad_enabled(n.meta.get("grad", True)), writes_of(n, self.env, self.writes, self._part(n))
         read = self.counted.before(self.env[node] for node in n.all_input_nodes)
         with static(f"{n.op} {n.target!r}"), grad, writes:
             result = super().run_node(n)

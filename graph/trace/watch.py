@@ -121,6 +121,7 @@ class Watch:
         for root, value in self._roots[0].values():
             reach.add([value, root.value()], "")
         modules = {id(vars(module)): (path, module) for path, module in self._modules.values()}
+        modules |= {id(module._buffers): (path, module) for path, module in self._modules.values()}
         self._set: list[tuple[str, str, bool]] = []
         named = self._roots[2] | self._roots[0]
         rebound = {key: root.label for key, (root, value) in named.items() if root.value() is not value}

@@ -83,16 +83,26 @@ class Write:
 
 
 @contextlib.contextmanager
-def writes_of(node: fx.Node, values: Mapping[fx.Node, Any], found: list[Write]) -> Iterator[None]:
-    """Note what the operation that runs meanwhile writes into, of the values that it is given."""
+def writes_of(
+    node: fx.Node, values: Mapping[fx.Node, Any], found: list[Write], part: nn.Module | None = None
+) -> Iterator[None]:
+    """Note what the operation that runs meanwhile writes into, of the values that it is given, and of the buffers of the
+    ``part`` that it calls."""
     given = [
         (leaf, leaf._version)
         for other in node.all_input_nodes
         for leaf in leaves_of(values[other])
         if isinstance(leaf, torch.Tensor)
     ]
+    statistics: list[torch.Tensor] = []
+    for module in () if part is None else part.modules():
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        given += [(buffer, buffer._version) for buffer in buffers]
+        if module.training and isinstance(module, nn.modules.batchnorm._NormBase):
+            statistics += buffers  # it writes into them behind the version counter
     yield
-    found += [Write(node, number) for number in dict.fromkeys(_storage(t) for t, version in given if t._version != version)]
+    changed = [*statistics, *(tensor for tensor, version in given if tensor._version != version)]
+    found += [Write(node, number) for number in dict.fromkeys(map(_storage, changed))]
 
 
 def check_seen(
@@ -107,22 +117,20 @@ def check_seen(
             aliases.setdefault(storage, []).append(node)
     for write in writes:
         node, here = write.node, where.get(write.node)
-        before = [other for other in aliases.get(write.storage, ()) if order[other] < order[node] and other in where]
-        if here is None or not before:
+        seen = [other for other in aliases.get(write.storage, ()) if other in where]
+        before = [other for other in seen if order[other] < order[node]]
+        if here is None or not seen:
             continue
-        if before[0].op == "placeholder" and here[0] != caller:
+        if before and before[0].op == "placeholder" and here[0] != caller:
             raise NotSupported(
                 f"{_named(node)} writes into an input of the model, and worker {here[0]!r} has a copy of it",
                 hint="use the operation that makes a new tensor there, for example ReLU(inplace=False)",
             )
         entering = [v for v in before if where[v] != here and any(where.get(user) == here for user in v.users)]
-        for value in before:
-            for user in value.users:
-                if (
-                    user is not node
-                    and user in where
-                    and not _unseen(value, user, here, where, order[user] < order[node], entering)
-                ):
+        for value in (other for other in seen if other.op == "get_attr" or other in before):
+            users = {user: order[user] < order[node] for user in value.users if user is not node and user in where}
+            for user in users:
+                if not _unseen(value, user, here, where, users, entering):
                     raise NotSupported(
                         f"{_named(node)} writes into a tensor that is used again by {_named(user)}",
                         hint="use what makes a new tensor (x = x + y, not x += y or x.add_(y); ReLU(inplace=False))",
@@ -130,12 +138,21 @@ def check_seen(
 
 
 def _unseen(
-    value: fx.Node, user: fx.Node, here: Place, where: Mapping[fx.Node, Place], earlier: bool, entering: list[fx.Node]
+    value: fx.Node,
+    user: fx.Node,
+    here: Place,
+    where: Mapping[fx.Node, Place],
+    users: Mapping[fx.Node, bool],
+    entering: list[fx.Node],
 ) -> bool:
-    """Whether a user of a value sees of a write ``here`` what it would see in one process."""
-    home, there = where[value], where[user]
-    if value.op == "get_attr":  # no copy of it at its worker
-        return there[0] == home[0] == here[0] and (there == here or earlier == (there[1] < here[1]))
+    """Whether a user of a value sees of a write ``here`` what it would see in one process. ``users``: whether they come
+    before the write."""
+    home, there, earlier = where[value], where[user], users[user]
+    if value.op == "get_attr":  # no copy of it at its worker; it is read once where it lies for all others
+        at = there if there[0] == home[0] else home
+        if at != here:
+            return at[0] == here[0] and earlier == (at[1] < here[1])
+        return there == here or len({before for other, before in users.items() if where[other][0] != home[0]}) == 1
     if there == here:
         return home == here or entering == [value]
     if not earlier:

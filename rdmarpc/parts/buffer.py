@@ -58,7 +58,8 @@ class RemoteBuffer(torch.Tensor):
             if not isinstance(leaf, RemoteBuffer):
                 return leaf
             if id(leaf) not in fetched:
-                value = leaf.value()
+                with torch.inference_mode(False):  # else it would have no version
+                    value = leaf.value()
                 fetched[id(leaf)] = leaf, value, value._version
             return fetched[id(leaf)][1]
 

@@ -164,15 +164,16 @@ class RemoteValues:
             worker, operation, version = other
             if other != request and other not in self._known and self._version(worker, operation) == version:
                 wanted.setdefault(worker, []).append(other)
-        self._send(wanted)
+        self._send(wanted, request)
 
-    def _send(self, wanted: Mapping[str, list[Request]]) -> None:
+    def _send(self, wanted: Mapping[str, list[Request]], asked: Request | None = None) -> None:
+        """``asked``: the one that must not fail; the others are only brought along."""
         order = self._order()
         queue, self._queue, self._queued_bytes = self._queue, {}, 0
         order.deferred = self.flush if self._lent else None
         messages = {}
         for worker in {**queue, **wanted}:
-            reads = [operation._replace(maybe=at > 0) for at, (_, operation, _) in enumerate(wanted.get(worker, ()))]
+            reads = [request[1]._replace(maybe=request != asked) for request in wanted.get(worker, ())]
             messages[worker] = [*queue.get(worker, ()), *reads]
         self.messages += len(messages)
         found = self._ask(messages)

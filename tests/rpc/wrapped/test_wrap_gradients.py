@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_wrap import batches, drive
+from test_wrap import batches, both, drive
 from torch import nn
 
 import rdmarpc as rpc
@@ -340,8 +340,32 @@ def rescale_nothing(parameters: list[nn.Parameter]) -> Any:
     return sum(float(p.grad.norm()) + float(p.detach().norm()) for p in parameters if p.grad is not None)
 
 
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.calls = nn.Linear(20, 20), nn.Linear(20, 20), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.one(x) if self.calls % 2 else self.two(x)
+
+
+def taking_turns() -> None:
+    """What was read in an earlier step and is no gradient any more is no error when it is brought along."""
+    model, twin = both(lambda: nn.Sequential(Sometimes(), nn.Linear(20, 4)), {"0": "worker2", "1": "worker1"}, capture="eager")
+    for x, y in batches(5, 8, 20):
+        found = []
+        for network in (model, twin):
+            network.zero_grad()
+            F.cross_entropy(network(x), y).backward()
+            found.append([float(p.grad.norm()) for p in reversed(list(network.parameters())) if p.grad is not None])
+        assert found[0] == found[1]
+    model.close()
+
+
 def rest() -> None:
     scaling()
+    taking_turns()
     make = lambda parameters: torch.optim.Adam(parameters, 1e-2)  # noqa: E731
     both_ways(lambda: hooked, make)
     both_ways(lambda: of_inputs, make)

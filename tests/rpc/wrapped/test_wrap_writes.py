@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -119,6 +120,40 @@ def seen() -> None:
     model.close()
 
 
+class Statistics(nn.Module):
+    """The forward reads a buffer that a part has written: by batch norm, which no version tells, or in place."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(20, 20), nn.Linear(20, 4)
+        self.part = nn.BatchNorm1d(20) if norm else Counted()
+
+    def forward(self, x):
+        y = self.part(torch.tanh(self.first(x)))
+        return self.head(y - self.part.running_mean)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(20))
+
+    def forward(self, x):
+        self.running_mean.mul_(0.5).add_(x.detach().mean(0))
+        return x * 2
+
+
+def statistics() -> None:
+    """``first`` is another segment of the same worker, which comes before the write."""
+    for norm, capture in itertools.product((True, False), ("auto", "eager")):
+        model, twin = both(lambda: Statistics(norm), {"first": "worker1", "part": "worker1"}, capture=capture)  # noqa: B023
+        for x, _ in batches(3, 6, 20):
+            assert torch.equal(model(x), twin(x)), (norm, capture, model.captured)
+        with torch.inference_mode():
+            assert torch.equal(model.part.running_mean + 1, twin.part.running_mean + 1)
+        model.close()
+
+
 def everything() -> None:
     harmless()
     seen()
@@ -126,3 +161,7 @@ def everything() -> None:
 
 def test_writes_in_place():
     drive(everything, timeout=100.0)
+
+
+def test_buffers_that_parts_write():
+    drive(statistics, timeout=100.0)
