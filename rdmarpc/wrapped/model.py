@@ -69,8 +69,8 @@ def wrap(
     so gradients are summed, and a loss that is a mean over the result is one over the batch. Norms with running statistics
     normalise each shard by itself and keep the statistics of the first one, as ``nn.DataParallel`` does. Each batch size has a
     plan of its own. Refused by name: batches of too few samples, results that are no batch, parts that draw random numbers, set
-    attributes or write other buffers, weights tied across parts, entries inside of such a part, devices, and forwards that no
-    method captures.
+    attributes or write other buffers, weights tied across parts, entries inside of such a part, devices, forwards that no
+    method captures, and attributes, ``apply`` and ``compile`` of such a part after ``wrap``.
 
     * ``depth``: forwards that may wait for their backward.
     * ``timeout``: seconds that a step may wait for a worker.

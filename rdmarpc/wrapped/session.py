@@ -59,9 +59,8 @@ class Session:
         self.places = places
         self.devices = Devices(net, functools.partial(_given, net, places))
         self.shape = without_hooks(uncompiled(skeleton(net)))
-        self.settings = Settings(
-            self._ask_settings, self.shape, lambda: (self.caller.steps, *self.caller.control.begun.values())
-        )
+        moment = lambda: (self.caller.steps, *self.caller.control.begun.values())  # noqa: E731
+        self.settings = Settings(self.ask_owner, self.shape, moment)
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
@@ -205,19 +204,20 @@ class Session:
         return self._call_all(owner.ask_model, {worker: (self.key, method, more) for worker, more in args.items()})
 
     def ask_owner(self, worker: str, method: str, *args: Any) -> Any:
-        """A method of one host, after everything that was asked for before."""
+        """A method of one host, after everything that was asked for before. ``NotSupported`` for what other replicas of a part
+        would not have."""
+        paths = [path for path, _ in args[0]] if method == "write" else args[:1] if method in _CHANGING else ()
+        for path in paths:
+            if any(path == part or path.startswith(part + ".") for part in self.places.replicated):
+                raise NotSupported(
+                    f"{path!r} has replicas, which were made when it was wrapped",
+                    hint="set its attributes, apply() and compile() it before wrap()",
+                )
         commands = self.caller.control.sync()
         self.caller.control.asked += 1
         answer = self.ask(method, {worker: (*args, commands)})[worker]
         self.values.bring_back()
         return answer
-
-    def _ask_settings(self, worker: str, method: str, *args: Any) -> Any:
-        paths = [path for path, _ in args[0]] if method == "write" else [args[0]] if method == "delete" else []
-        for path in paths:
-            if any(path == part or path.startswith(part + ".") for part in self.places.replicated):
-                raise NotSupported(f"attributes of {path!r}, which has replicas, were set here: set them before wrap()")
-        return self.ask_owner(worker, method, *args)
 
     def _operate(self, operations: Mapping[str, Sequence[Operation]]) -> dict[str, Any]:
         commands = self.caller.control.sync()
@@ -337,6 +337,10 @@ class Session:
         if not self.closed:
             self.closed = True
             self._close_parts()
+
+
+_CHANGING = ("delete", "call", "compile")
+"""Methods of ``Access`` that change more of a part than its tensors, besides ``write``."""
 
 
 def _stand_in(part: Any, made: Mapping[int, Any]) -> Any:

@@ -306,6 +306,10 @@ def refused() -> None:
         model(torch.randn(4, 4))
     with pytest.raises(NotSupported, match="before wrap"):
         model.features.gain = 2.0
+    with pytest.raises(NotSupported, match="before wrap"):
+        model.features.apply(nn.Module.eval)
+    with pytest.raises(NotSupported, match="before wrap"):
+        model.features.compile()
 
 
 def test_what_is_not_that_of_one_process_is_refused() -> None:
