@@ -29,7 +29,8 @@ class RpcBackendOptions:
     """Options of ``init_rpc``. The first five are those of torch's ``TensorPipeRpcBackendOptions``. All are attributes and may
     be changed until ``init_rpc``, which checks them again.
 
-    * ``num_worker_threads``: how many user functions may run here at once.
+    * ``num_worker_threads``: how many user functions may run here at once. Where all of them wait for other workers, threads
+      are added; with ``1``, functions run one after the other, and none is added.
     * ``rpc_timeout``: seconds that a call may take by default, 0: no limit. ``init_rpc`` waits as long for the other workers.
     * ``init_method``: as in ``init_process_group``; or ``"slurm://"`` in tasks of one ``srun``, where rank, size and first host
       are SLURM's (``slurm://:PORT`` for a port of your own).

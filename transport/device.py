@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import interrupts
 from .channel import Channel
 from .errors import AuthenticationError, RdmaError, RegistrationError, TransferTimeout
 from .memory.arena import Pool
@@ -186,6 +187,7 @@ class Device(AbstractContextManager["Device"], Listener, abc.ABC):
         self.pid = os.getpid()
         """The process that opened it: in another one it is of no use."""
         self.closed, self._close_by = False, 0.0
+        interrupts.protect()
         _devices.add(self)
 
     # -- memory

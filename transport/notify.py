@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from .errors import RdmaError, TransferTimeout, fresh
+from .interrupts import interruptible
 from .memory.memory import Memory
 from .peers.questions import Asking
 from .words import kernels, signals
@@ -58,6 +59,7 @@ class Expectation:
             kernels.progress(self._channel.port)
         return kernels.load(self._record) >= self._count.consumed + self.count
 
+    @interruptible()
     def wait(self, timeout: float | None = None) -> None:
         """Block until ``count`` notifications are here, and consume them. ``timeout`` in seconds; ``None`` waits as long as the
         peer lives.
@@ -72,6 +74,7 @@ class Expectation:
             self._wait_on(target, timeout, time.monotonic() - kernels.SLICE_NS / 1e9)
         state.consumed = target
 
+    @interruptible()
     def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
         """Go on with a wait that has begun then (``time.monotonic``), without consuming anything."""
         deadline = None if timeout is None else begin + timeout
@@ -95,6 +98,7 @@ class Expectation:
             kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port)
 
 
+@interruptible()
 def wait_done(
     word: int, target: int, timeout: float | None, port: int, *, peer: str, device: str, begin: float | None = None
 ) -> None:

@@ -41,7 +41,8 @@ def debug_info() -> dict[str, int]:
 
     ``agent.*``: threads that there may be, are, and idle, ``num_pending_requests`` (calls whose answer has not come),
     ``num_pending_futures`` (those of them that have a future), ``num_running`` (functions that run here for others),
-    ``num_queued`` (requests and callbacks that wait for a thread), ``num_workers``, ``num_lost``, ``uptime_ms``;
+    ``num_queued`` (requests and callbacks that wait for a thread), ``num_relieved`` (how often threads were added
+    because all of them waited for other workers), ``num_workers``, ``num_lost``, ``uptime_ms``;
     ``num_owner_rrefs`` and what else is known of references; ``link.NAME.*`` for each connected worker: ``frames``,
     ``requests`` and ``answers`` sent, ``posts`` and ``bytes`` written to its memory, ``grants_held`` (landing places it gave
     us), ``grants_given`` (we gave it), ``ring_used`` of ``ring_bytes`` (sent, and not known to be read yet),
@@ -56,6 +57,7 @@ def debug_info() -> dict[str, int]:
         "agent.num_idle_threads": len(pool.idle),
         "agent.num_running": len(pool.running),
         "agent.num_queued": len(pool.jobs),
+        "agent.num_relieved": pool.relieved,
         "agent.num_pending_requests": len(pending),
         "agent.num_pending_futures": sum(call.future is not None for call in pending),
         "agent.num_workers": len(agent.workers),

@@ -7,12 +7,17 @@ When nobody waits, a thread of the pool has the role. What it reads it runs itse
 function runs, a waiter may take the role away, and the watchdog does so after a tick (``_TICK_NS``), so that a function that
 blocks or calls back delays the others by that much only. No thread is woken for a short function.
 
+Functions that call other workers and wait can fill a pool: if what they wait for needs a thread here, nothing would ever move.
+So when all threads have waited for ``_STUCK_S`` and jobs wait too, threads that wait stop counting (``relieved``) until fewer
+functions run than the limit says. A pool of one thread is not relieved: its functions may count on running one after the other.
+
 Order of locks: none but ``_spawn_lock``, inside which nothing is waited for. The job queue is a ``deque`` (append and popleft
 are atomic under the GIL); everything else is words.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +34,8 @@ _TICK_NS = 200_000
 _IDLE_TICKS = 50
 _SECOND_NS = 1_000_000_000
 _END_S = 1.0
+_STUCK_S = 1.0
+_MOST_THREADS = 1000
 
 
 class Pool:
@@ -62,6 +69,11 @@ class Pool:
         self._guard = Guard(name)
         self._spawn_lock = threading.Lock()
         self._stopping = False
+        self.relieved = 0
+        """How often threads were added because all that there may be waited for other workers."""
+        self._relief = False
+        self._oldest: tuple[Job | None, float] = None, 0.0
+        """The job that waited first at the watchdog's last looks, and since when (s) it has been that one."""
         role.offer, role.want_finish = self._offer, self._want_finish
 
     def start(self) -> None:
@@ -145,7 +157,8 @@ class Pool:
     def _spawn(self) -> None:
         with self._spawn_lock:
             # One more than may run functions: it reads the rings when all others are busy.
-            if self._stopping or len(self.threads) > self._limit + 1:
+            extra = min(len(self._role.waiting), _MOST_THREADS) if self._relief else 0
+            if self._stopping or len(self.threads) > self._limit + 1 + extra:
                 return
             number = self._role.new_number()
             thread = threading.Thread(target=self._pool, args=(number,), name=f"{self._name}-{number}", daemon=True)
@@ -160,7 +173,7 @@ class Pool:
 
     def _run_one(self, number: int) -> bool:
         """Run the oldest job, if there is one and the limit allows it."""
-        if not self.jobs or len(self.running) >= self._limit:
+        if not self.jobs or self._full:
             return False
         self.running.add(number)
         try:
@@ -175,7 +188,14 @@ class Pool:
             self._guard.note(error, "running a job")
         finally:
             self.running.discard(number)
+            if self._relief and len(self.running) < self._limit:
+                self._relief = False
         return True
+
+    @property
+    def _full(self) -> bool:
+        """Whether no other job may begin."""
+        return len(self.running) >= self._limit and not (self._relief and len(self.running - self._role.waiting) < self._limit)
 
     def _pool(self, number: int) -> None:
         # A new thread has OpenMP's own idea of how many threads there are until it first asks torch; results depend on it.
@@ -223,7 +243,7 @@ class Pool:
             except BaseException as error:  # the token is ours: nobody would read any more
                 self._guard.note(error, "reading messages")
             self._want_finish()
-            while jobs and len(self.running) < self._limit:
+            while jobs and not self._full:
                 words.start_run(token, held, running, self._runs, self._asleep)
                 self._run_one(number)
                 if not kernels.swap_if(token, running, held):
@@ -244,8 +264,24 @@ class Pool:
             self.call_out()
         elif found == 2 and self.jobs:
             self.call_out()
-            if len(self.running) < self._limit:
+            if not self._full:
                 words.leave_to_watchdog(self._backlog, self._asleep)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """Let more functions run if all of those that may run wait for other workers, and have for a while."""
+        jobs, now = list(self.jobs)[:1], time.monotonic()
+        oldest = jobs[0] if jobs and self._limit > 1 and self._full and self.running <= self._role.waiting else None
+        if oldest is None or oldest is not self._oldest[0]:
+            self._oldest = oldest, now
+        elif now - self._oldest[1] >= _STUCK_S and not self._relief:
+            self.relieved += 1
+            self._relief = True
+            if self.relieved == 1:
+                why = "all %d threads wait for other workers while requests wait for a thread: more threads run these"
+                logging.getLogger("rdmarpc").warning(why + " (num_worker_threads)", self._limit)
+            self.call_out()
+            words.leave_to_watchdog(self._backlog, self._asleep)
 
     def stop(self) -> None:
         """End the threads. Returns when all but the caller's own have ended, or after a second: a thread inside a user

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..ground.here import Awaited
-from ..transport import Poller
+from ..transport import Poller, RdmaError
+from ..transport.interrupts import interruptible
 from ..transport.peers.ended import nobody
 from ..transport.words import kernels
 from . import words
@@ -66,6 +67,8 @@ class Role:
         of = self.words
         self._token, self._events, self._runs, self._asleep = of.token, of.events, of.runs, of.asleep
         self._bell, self._table, self._port = of.bell, of.table, of.port
+        self.waiting: set[int] = set()
+        """The numbers of those threads of the pool that wait here."""
         self._numbers = itertools.count(1)
         self._followers: set[int] = set()
         self._lingers_until = 0.0
@@ -76,7 +79,16 @@ class Role:
 
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
-        mine = self.here.waiter or self._enter()
+        mine, pool = self.here.waiter or self._enter(), self.here.pool
+        if not pool:
+            return self._wait_for(awaited, deadline, mine)
+        self.waiting.add(pool)
+        try:
+            return self._wait_for(awaited, deadline, mine)
+        finally:
+            self.waiting.discard(pool)
+
+    def _wait_for(self, awaited: Awaited, deadline: float | None, mine: int) -> bool:
         while not awaited.done:
             if words.take(self._token, mine, self._bell):
                 held = mine
@@ -89,11 +101,28 @@ class Role:
                         words.let_go(self._token, held, self._bell, self._table, self.poller.rows)
                     if self._followers:
                         words.event(self._events)
+                    if self.jobs and not awaited.done:  # a signal handler has raised: nobody else may know of these
+                        self.offer()
+            elif kernels.load(self._token) == mine:
+                self._drive_inside(awaited, mine, deadline)
+            elif self.reading:
+                raise RdmaError(
+                    "a call that a finalizer makes while its thread reads messages cannot be waited for",
+                    hint="do not wait there, or have a thread make the call",
+                )
             else:
                 self._follow(awaited, mine)
             if deadline is not None and not awaited.done and time.monotonic() >= deadline:
                 return False
         return True
+
+    def _drive_inside(self, awaited: Awaited, mine: int, deadline: float | None) -> None:
+        """Read on behalf of a signal handler that has interrupted this thread's own ``_drive``, which goes on afterwards."""
+        try:
+            self._drive(awaited, mine, deadline)
+        finally:
+            kernels.store(self._token, mine)
+            self.poller.kick()  # what the interrupted wait is for may have come
 
     def pause(self, seconds: float) -> None:
         """Make progress for that long."""
@@ -119,6 +148,7 @@ class Role:
         if words.linger(self._token, mine - 2, self._bell, self._runs, self._asleep):
             self._lingers_until = now + _LINGER_S
 
+    @interruptible(unless=lambda local: local["self"].reading)
     def _drive(self, awaited: Awaited, mine: int, deadline: float | None) -> int:
         """Read until ``awaited`` is done or the deadline has passed. Returns the token as it is left."""
         token, table, bell, poller, jobs = self._token, self._table, self._bell, self.poller, self.jobs
@@ -149,6 +179,7 @@ class Role:
                 limit = min(limit, left)
         return mine
 
+    @interruptible()
     def _follow(self, awaited: Awaited, mine: int) -> None:
         seen = kernels.load(self._events)
         self._followers.add(mine)

@@ -1,8 +1,9 @@
-"""Ctrl-C while a call is waited for."""
+"""Ctrl-C while a call is waited for, alarms that raise at any moment, and handlers that make calls."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -57,3 +58,50 @@ def interrupted(rank):
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_an_interrupted_call_is_given_up(device):
     results(run_group(interrupted, transport=device))
+
+
+def raise_timeout(number, frame):
+    raise TimeoutError
+
+
+def alarmed(rank):
+    if rank == 0:
+        draw = random.Random(0)
+        signal.signal(signal.SIGALRM, raise_timeout)
+        tensors = [torch.full((size,), float(size)) for size in (1, 20_000, 300_000)]
+        for turn in range(150):
+            with pytest.raises(TimeoutError):
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0002, 0.004))
+                while True:
+                    sent = tensors[turn % 3]
+                    assert torch.equal(rpc.rpc_sync("worker1", identity, (sent,)), sent)
+            assert rpc.rpc_sync("worker1", identity, (turn,)) == turn
+        wait_until_empty(range(2))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_alarms_at_any_moment_leave_nothing_half_done(device):
+    results(run_group(alarmed, transport=device))
+
+
+def handled(rank):
+    if rank == 0:
+        came = []
+        signal.signal(
+            signal.SIGALRM, lambda number, frame: came.append(rpc.rpc_sync("worker2", identity, (number,), timeout=20))
+        )
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        for seconds in (0.4, 0.0):  # while one call is waited for, and between many
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                assert rpc.rpc_sync("worker1", slowly, (seconds, torch.ones(3)), timeout=20)[1].tolist() == [2, 2, 2]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert len(came) > 3 and set(came) == {signal.SIGALRM}
+        wait_until_empty(range(3))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_signal_handler_makes_calls(device):
+    results(run_group(handled, 3, transport=device))

@@ -1,0 +1,133 @@
+"""Signal handlers, kept out of the middle of what this package does.
+
+Python runs a signal handler between any two instructions of the main thread. One that raises (Ctrl-C, an alarm, the time limit
+of a test), or that makes a call itself, would leave half done what it interrupts: a message that is taken and not handled, a
+frame that is written and not counted. Once a device is open, a handler therefore runs only
+
+* in code of the user, also where this package has called it,
+* where this package waits: functions that are ``interruptible``, and waits of ``threading``,
+* or ``LIMIT_S`` after its signal, wherever that is.
+
+A signal that comes elsewhere is raised again and again until then, so its handler runs as soon as the user's code goes on.
+Handlers that Python code sets later are kept in the same way, and ``signal.getsignal`` still returns what the user has set.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+
+LIMIT_S = 1.0
+_INSIST_S = 0.01
+_PACKAGE = __name__.partition(".")[0]
+_PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "cli", "__main__"))
+"""Modules of this package that are programs: their code is the user's."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+_waits: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
+
+
+def interruptible(unless: Callable[[dict[str, Any]], bool] = lambda local: False) -> Callable[[F], F]:
+    """Decorates a function that waits: handlers may run, and raise, between any two of its own instructions, ``unless`` that is
+    true of its local variables."""
+
+    def enter(function: F) -> F:
+        _waits[function.__code__] = unless
+        return function
+
+    return enter
+
+
+class Kept:
+    """A handler of the user, as Python knows it. Main thread only."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+        self._since = 0.0  # when the signal came that is still to be handled
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        now = time.monotonic()
+        if not _at_work(frame) or 0 < self._since < now - LIMIT_S:
+            self._since = 0.0
+            return self.handler(number, frame)
+        if not self._since:
+            self._since = now
+            with contextlib.suppress(RuntimeError):  # no more threads
+                # Not one of ``threading``, which may be what was interrupted.
+                _thread.start_new_thread(self._insist, (number,))
+        # The signal comes again, and finds its handler at the next instruction of the interrupted code that lets handlers run.
+        # After a call such an instruction would be this one: an iterator calls from within C.
+        (_,) = map(_thread.interrupt_main, (number,))  # type: ignore[arg-type]  # typeshed: only named signals
+        return None
+
+    def _insist(self, number: int) -> None:
+        """Send the signal until it is handled: the user's code may have gone on with a system call, which nothing else ends."""
+        while self._since:
+            time.sleep(_INSIST_S)
+            if signal.getsignal(number) is not self.handler:
+                self._since = 0.0
+            elif self._since:
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _at_work(frame: FrameType | None) -> bool:
+    """Whether the main thread, at this instruction, does something of this package that must not be left half done."""
+    waits = False
+    while frame is not None:
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if (unless := _waits.get(code)) is not None:
+            return unless(frame.f_locals)
+        if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
+            return not waits and not module.startswith(_PROGRAMS)
+        if not _of_library(code.co_filename):
+            return False
+        waits = module == "threading" and code.co_name != "start"
+        frame = frame.f_back
+    return False
+
+
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+def _of_library(file: str) -> bool:
+    """Whether code lies in Python's own library, or in torch: this package calls it, and it may call this package."""
+    return file.startswith((_TORCH, "<")) or (file.startswith(_STDLIB) and "-packages" not in file)
+
+
+def protect() -> None:
+    """Keep all handlers of Python code from now on. Only the main thread can do that: on others nothing happens."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    real = getattr(signal, "_signal")  # noqa: B009  the functions in C, which those in ``signal`` look up here at every call
+    if isinstance(real, SimpleNamespace):
+        return
+
+    def set_handler(number: int, handler: Any) -> Any:
+        return _users(real.signal(number, _kept(handler)))
+
+    def handler_of(number: int) -> Any:
+        return _users(real.getsignal(number))
+
+    for number in real.valid_signals():
+        if callable(handler := real.getsignal(number)):
+            real.signal(number, _kept(handler))
+    setattr(signal, "_signal", SimpleNamespace(**vars(real) | {"signal": set_handler, "getsignal": handler_of}))  # noqa: B010
+
+
+def _kept(handler: Any) -> Any:
+    return Kept(handler) if callable(handler) and not isinstance(handler, (Kept, int)) else handler
+
+
+def _users(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, Kept) else handler
