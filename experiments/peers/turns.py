@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +40,7 @@ def enter(entry: Entry, rank: int, job: dict[str, Any], launcher: Launcher) -> N
     try:
         entry(rank, job, launcher)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)  # some carry tracebacks of other processes
         (Path(job["meeting_place"]) / f"failed{rank}").write_text(reason)
         raise
 

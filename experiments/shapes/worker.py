@@ -14,27 +14,29 @@ from ..peers.libraries import TENSORPIPE
 TIMEOUT_S = 120.0
 
 
-def join(rank: int, job: dict[str, Any], name: str) -> Any:
-    """Be the worker ``name`` of ``job["processes"]`` workers. Returns the library's module."""
+def library(job: dict[str, Any]) -> Any:
+    return importlib.import_module("rdmarpc" if job["library"] == "rdmarpc" else "torch.distributed.rpc")
+
+
+def join(rpc: Any, rank: int, job: dict[str, Any], name: str) -> None:
+    """Be the worker ``name`` of ``job["processes"]`` workers."""
     common = {
         "init_method": f"file://{job['meeting_place']}/store",
         "num_worker_threads": max(16, 2 * job["processes"]),
         "rpc_timeout": TIMEOUT_S,
     }
     if job["library"] == "rdmarpc":
-        rpc = importlib.import_module("rdmarpc")
         options = rpc.RpcBackendOptions(transport=job["device"], **common)
     else:
-        rpc = importlib.import_module("torch.distributed.rpc")
         options = rpc.TensorPipeRpcBackendOptions(**TENSORPIPE[job["device"]], **common)
     rpc.init_rpc(name, rank=rank, world_size=job["processes"], rpc_backend_options=options)
-    return rpc
 
 
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """Rank 0 tells ("figures", ...) of its case, and ("results", {name: bytes})."""
     program: Any = importlib.import_module(f".{job['program']}", __package__)
-    program.rpc = join(rank, job, program.name_of(rank, job))
+    program.rpc = library(job)  # before others can call
+    join(program.rpc, rank, job, program.name_of(rank, job))
     found = program.run(rank, job)
     program.rpc.shutdown()
     if rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -12,7 +13,9 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import dlrm
 from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.harness.processes import Launcher
 from rdmarpc.experiments.peers.turns import Turns
+from rdmarpc.experiments.shapes import observers, worker
 from rdmarpc.experiments.shapes.runs import checked
 
 SMALL = {
@@ -58,3 +61,13 @@ def test_bad_config_is_a_clear_error() -> None:
 def test_a_recommendation_model_that_makes_no_sense(override: str, says: str) -> None:
     with initialize_config_dir(dlrm.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):
         dlrm.job_of(compose("dlrm", [override]))
+
+
+def test_a_program_knows_its_library_before_others_can_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(worker, "join", lambda rpc, *rest: seen.append((observers.rpc is rpc, rpc.__name__)))
+    monkeypatch.setattr(observers, "run", lambda rank, job: None)
+    monkeypatch.setattr(observers, "rpc", None)
+    monkeypatch.setattr(worker, "library", lambda job: SimpleNamespace(__name__="library", shutdown=lambda: None))
+    worker.main(1, {"program": "observers", "library": "rdmarpc"}, Launcher(None))  # type: ignore[arg-type]
+    assert seen == [(True, "library")]
