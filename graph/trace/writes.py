@@ -95,6 +95,9 @@ def writes_of(
         if isinstance(leaf, torch.Tensor)
     ]
     statistics: list[torch.Tensor] = []
+    if node.op == "call_function" and any(word in str(node.target) for word in ("batch_norm", "instance_norm")):
+        inputs = [other for other in node.all_input_nodes if other.op == "get_attr"]
+        statistics += [values[other] for other in inputs if not values[other].requires_grad]
     for module in () if part is None else part.modules():
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         given += [(buffer, buffer._version) for buffer in buffers]
