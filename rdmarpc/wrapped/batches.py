@@ -22,6 +22,7 @@ from .state import flatten, joined, state_of
 
 MOST = 65535
 SCHEDULES = ("1f1b", "interleaved")
+_ALIGNMENT = 64
 
 
 def checked(chunks: int) -> int:
@@ -57,11 +58,12 @@ def forward_backward(
     it is. The batch's size is that of ``target``'s first tensor, or else of the first tensor input; all tensors in ``target``
     are split.
 
-    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples
-    (``loss_fn(output)`` where ``target`` is ``None``), and its gradients, added to those that are there, in the order of the
-    micro-batches: bit for bit what the model alone gives, one micro-batch after another. With a ``loss_fn`` that is a mean over
-    samples this is the mean over the batch; one that sums gives the sum divided by the number of micro-batches (where they are
-    equal). What looks at a whole batch (batch norm) sees micro-batches.
+    What is computed: ``sum(loss_fn(model(x_i), y_i) * (n_i / n))`` over micro-batches of n_i of the n samples, each a tensor of
+    its own (``x.split(...)[i].clone()``: a view may round otherwise, see ``wrap``), and its gradients, added to those that are
+    there, in the order of the micro-batches: bit for bit what the model alone gives, one micro-batch after another. Where
+    ``target`` is ``None`` it is ``loss_fn(model(x_i))``. With a ``loss_fn`` that is a mean over samples this is the mean over
+    the batch; one that sums gives the sum divided by the number of micro-batches (where they are equal). What looks at a whole
+    batch (batch norm) sees micro-batches.
 
     A forward that no method captures runs eagerly, one micro-batch after another (``model.captured`` says why). One after
     another run, too, those of a forward that draws random numbers at several levels of one worker: dropout before and after
@@ -116,6 +118,13 @@ def forward_backward(
     return total
 
 
+def _aligned(piece: torch.Tensor) -> torch.Tensor:
+    """A linear layer rounds otherwise for an input that begins off the alignment of vectors. What crosses never does."""
+    if piece.layout != torch.strided or piece.data_ptr() % _ALIGNMENT == 0:
+        return piece
+    return piece.clone()
+
+
 class _Split:
     """The inputs of a batch by micro-batch. ``inputs``: the tensors of each, ``sizes`` their samples, ``batch`` of all."""
 
@@ -153,7 +162,7 @@ class _Split:
     def _pieces(self, tensor: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
         if tensor.shape[:1] != (self.batch,) or len(self.sizes) == 1:
             return [whole] * len(self.sizes)
-        return [self._leaf(piece) for piece in tensor.split(self.sizes)]
+        return [self._leaf(_aligned(piece)) for piece in tensor.split(self.sizes)]
 
     def target(self, at: int) -> Any:
         leaves = [column[at] for column in self._targets]

@@ -106,6 +106,9 @@ def wrap(
     rounding there, and where the program computes with an input of the model outside of it, too, or several calls of an eager
     forward read the same tensor.
 
+    A linear layer on a CPU rounds otherwise for an input that begins off 16 bytes in memory, such as ``x[1:]`` of odd width.
+    What crosses to another worker is aligned there, so such a view has the bits of its ``clone()``.
+
     A part that was compiled (``torch.compile(net.a)``, ``net.a.compile()``) is compiled at its owner in the same way, and has
     the bits of a compiled module. A compilation of the model as a whole, or of a module that is cut, is taken off; what it was
     applied to keeps the names of its parameters. ``torch.compile(model)`` of what ``wrap`` returns leaves its forward as it

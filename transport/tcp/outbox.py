@@ -115,7 +115,8 @@ class Outbox:
 
     def _await_room(self) -> None:
         if not self._closed:
-            self._watch(self._sock, not self.read_by_waiter, bool(self._queue))
+            with contextlib.suppress(OSError):  # the I/O thread has let go of it: the peer has hung up
+                self._watch(self._sock, not self.read_by_waiter, bool(self._queue))
 
     def read_elsewhere(self, elsewhere: bool) -> None:
         """Whether another thread reads the stream now, and the I/O thread does not."""
@@ -123,8 +124,7 @@ class Outbox:
             if self.read_by_waiter != elsewhere:
                 self.read_by_waiter = elsewhere
                 if self._pulse is not None:
-                    with contextlib.suppress(OSError):  # it is served no more
-                        self._await_room()
+                    self._await_room()
 
     def revoke(self, region: int) -> None:
         """Copy the unsent bytes of a region of ours. The region is not read any more when this returns."""

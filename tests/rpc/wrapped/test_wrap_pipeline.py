@@ -32,7 +32,7 @@ def one_after_another(
     """What ``forward_backward`` computes."""
     total: Any = None
     for part, target in zip(x.chunk(chunks), y.chunk(chunks)):
-        loss = loss_fn(twin(part), target)
+        loss = loss_fn(twin(part.clone()), target.clone())
         loss = loss * (len(part) / len(x)) if chunks > 1 else loss
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
@@ -77,6 +77,14 @@ def same_bits() -> None:
             train(model, twin, batches(2, 10, *shape[1:], classes=classes), 4)  # 3, 3, 3 and 1
             assert model.counters(False)["steps"] == 3 * (4 + 1) + 2 * 4
         model.close()
+    for placement in ({"0": "worker1"}, {"2": "worker1"}):  # the second micro-batch begins off the alignment of vectors
+        model, twin = both(narrow, placement)
+        train(model, twin, batches(3, 5, 6, classes=4), 2)
+        model.close()
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
 def inputs_and_whole_tensors() -> None:

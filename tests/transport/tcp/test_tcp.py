@@ -204,6 +204,15 @@ def test_a_region_closed_during_a_copy_out_of_it(pair: Pair) -> None:
     assert pair.ab.error is None
 
 
+def test_a_post_to_a_peer_that_has_just_hung_up(pair: Pair) -> None:
+    """The I/O thread has let go of the socket, and a thread that posts finds that out."""
+    remote = pair.remote(filled(pair.b, 1 << 10, S))
+    pair.ab._io._epoll.unregister(pair.ab.sock)  # type: ignore[attr-defined]
+    pair.ab.outbox.flush()  # type: ignore[attr-defined]
+    pair.ab.memcpy(remote, filled(pair.a, 1 << 10, C))
+    pair.ab.abort(0.1)
+
+
 @pytest.mark.parametrize("end", ["answer", "abort"])
 def test_what_is_not_pending_any_more_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """``then`` comes between the moments when a post is taken off the list and when it counts as done."""
