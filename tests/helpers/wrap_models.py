@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import time
 from pathlib import Path
@@ -406,13 +407,15 @@ class Hoarding(nn.Module):
         return self.two(self.one(x))
 
 
-LOG: list[tuple[str, str, int]] = []
-"""What the ``Logged`` parts of this process did, in order: name, "forward" or "backward", how many came before."""
+LOG: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
+"""What the ``Logged`` parts of this process did, in order: name, "forward" or "backward", how many came before. No list: parts
+must not change globals that could be compared."""
 
 
 def take_log() -> list[tuple[str, str, int]]:
-    taken = list(LOG)
-    LOG.clear()
+    taken = []
+    while not LOG.empty():
+        taken.append(LOG.get())
     return taken
 
 
@@ -437,7 +440,7 @@ class Logged(nn.Module):
 
     def note(self, kind: str, number: int) -> None:
         if self.delay:
-            time.sleep(random.uniform(0, self.delay))
+            time.sleep(random.SystemRandom().uniform(0, self.delay))  # of no generator that a part must not draw from
         if (kind, number) in self.after:
             flag = Path(self.folder) / "-".join(map(str, self.after[kind, number]))
             deadline = time.monotonic() + 20
@@ -445,7 +448,7 @@ class Logged(nn.Module):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self.name} {kind} {number} waits for {flag.name}")
                 time.sleep(0.001)
-        LOG.append((self.name, kind, number))
+        LOG.put((self.name, kind, number))
         if self.folder:
             (Path(self.folder) / f"{self.name}-{kind}-{number}").touch()
 
