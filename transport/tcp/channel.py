@@ -20,6 +20,7 @@ import torch
 from ..channel import Channel, Pair, Transfer, Window, check_notify, sort_pair
 from ..device import Device
 from ..errors import PeerLost, RdmaError, TransferTimeout, kept
+from ..interrupts import interruptible
 from ..memory.mapping import anonymous
 from ..notify import Expectation
 from ..peers.heartbeat import Heart
@@ -154,6 +155,7 @@ class TcpChannel(Channel):
             soon = time.monotonic() - begin < kernels.SPIN_MAX_NS / 1e9
             kernels.store(kernels.SPIN, kernels.SPIN_MAX_NS if soon else kernels.SPIN_MIN_NS)
 
+    @interruptible()
     def _hear(self, record: int, target: int, deadline: float) -> bool:
         spin_ns, slice_s = kernels.load(kernels.SPIN), _FIRST_S
         while self.error is None and (left := deadline - time.monotonic()) > 0:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..interrupts import interruptible
 from ..words import kernels
 from ..words.atomics import fence, load_acquire, memcpy, now, sched_yield, store_release
 from ..words.compiled import compiled
@@ -130,6 +131,7 @@ class Hearing:
         self._poll_fd = np.array([fd | _POLLIN << 32], np.int64)
         self._at, self._poll_at = self._state.ctypes.data, self._poll_fd.ctypes.data
 
+    @interruptible()
     def until_bytes(self, record: int, target: int, spin_ns: int, slice_ns: int) -> int:
         """See ``await_bytes``."""
         return await_bytes(self._poll_at, record, target, spin_ns, slice_ns)
