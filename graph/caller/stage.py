@@ -46,7 +46,7 @@ class Stage:
     come out of it, so autograd gives their gradient to it. Behind the others in ``returns``, and in ``backs``."""
 
     number: int
-    sends: list[tuple[str, list[Outlet]]]
+    sends: list[tuple[str, Sequence[Outlet]]]
     receives: list[tuple[str, Inlet]]
     returns: list[list[Inlet]]
     backs: list[Outlet | None]
@@ -110,17 +110,14 @@ class Plan:
 
     def _returns(self, graph: TransferGraph, name: str) -> list[Inlet]:
         value = graph.values[name]
-        found = [i for i in self.fittings.inlets.values() if (i.edge.kind, i.edge.value) == (GRADIENT, name)]
+        found = self.fittings.inlets_of(GRADIENT, name)
         if value.carried:
             return [inlet for inlet in found if inlet.edge.segment == value.producer]
         first = {graph.segments[number].worker: at for at, number in reversed([*enumerate(value.order)])}
         return sorted(found, key=lambda inlet: first[inlet.edge.source])
 
     def _inlet(self, kind: str, name: str) -> Inlet | None:
-        for inlet in self.fittings.inlets.values():
-            if (inlet.edge.kind, inlet.edge.value) == (kind, name):
-                return inlet
-        return None
+        return next(iter(self.fittings.inlets_of(kind, name)), None)
 
 
 class Carried:
@@ -156,7 +153,7 @@ class Carried:
         return found[0] if found else None
 
     def _inlet(self, name: str, segment: int) -> Inlet:
-        [found] = [i for i in self._fittings.inlets.values() if (i.edge.value, i.edge.segment) == (name, segment)]
+        [found] = [inlet for inlet in self._fittings.inlets_of(GRADIENT, name) if inlet.edge.segment == segment]
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,13 +53,28 @@ class Fittings:
         self.placement = placement
         self.inlets: dict[int, Inlet] = {}
         self.outlets: dict[int, Outlet] = {}
+        self._inlets_of: dict[tuple[str, str], list[Inlet]] = {}
+        self._outlets_of: dict[tuple[str, str], list[Outlet]] = {}
+
+    def add_inlet(self, inlet: Inlet) -> None:
+        edge = inlet.edge
+        self.inlets[edge.number] = inlet
+        self._inlets_of.setdefault((edge.kind, edge.value), []).append(inlet)
+
+    def add_outlet(self, outlet: Outlet) -> None:
+        edge = outlet.edge
+        self.outlets[edge.number] = outlet
+        self._outlets_of.setdefault((edge.kind, edge.value), []).append(outlet)
 
     def leased(self) -> Leased:
         """Which slots at our peers have tensors of ours in them."""
         return {number: leased for number, outlet in self.outlets.items() if (leased := outlet.leased())}
 
-    def outlets_of(self, kind: str, value: str) -> list[Outlet]:
-        return [outlet for outlet in self.outlets.values() if (outlet.edge.kind, outlet.edge.value) == (kind, value)]
+    def inlets_of(self, kind: str, value: str) -> Sequence[Inlet]:
+        return self._inlets_of.get((kind, value), ())
+
+    def outlets_of(self, kind: str, value: str) -> Sequence[Outlet]:
+        return self._outlets_of.get((kind, value), ())
 
 
 class Station:
@@ -116,11 +131,11 @@ class Station:
                 inlet = gpu_slot.inlet(self, edge, placement, heard) if edge.static else DynamicInlet(self, edge, heard)
                 for slot in inlet.slots:
                     self._inlet_of[slot] = inlet
-                fittings.inlets[edge.number] = inlet
+                fittings.add_inlet(inlet)
                 offer.slots[edge.number] = inlet.offer()
             elif edge.source == self.name:
                 outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
-                fittings.outlets[edge.number] = outlet
+                fittings.add_outlet(outlet)
                 offer.credits[edge.number] = outlet.numbers
         self._fitted.append(fittings)
         return fittings, offer

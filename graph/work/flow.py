@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..edges.outlet import Outlet
@@ -56,7 +57,7 @@ class Route:
 
     users: list[Duty]
     """Segments of this worker that take it as an input."""
-    sends: list[Outlet]
+    sends: Sequence[Outlet]
     """Where it goes when it is produced here."""
     producer: Duty | None
     """The segment of this worker that makes it."""
@@ -167,16 +168,14 @@ class Flow:
                 route.hops[start] = Hop(end, None if end in of else outlets[end])
             if end in of:
                 of[end].gradients_missing += 1
-        for number, inlet in self.fittings.inlets.items():
-            if (inlet.edge.kind, inlet.edge.value) == (GRADIENT, value.name):
-                self.edges[number] = (inlet.edge.segment, number)
+        for inlet in self.fittings.inlets_of(GRADIENT, value.name):
+            self.edges[inlet.edge.number] = (inlet.edge.segment, inlet.edge.number)
 
     def _remote_sources(self, name: str, order: list[int]) -> list[Source]:
         sources = []
-        for number, inlet in self.fittings.inlets.items():
-            if (inlet.edge.kind, inlet.edge.value) == (GRADIENT, name):
-                users = [place for place, at in enumerate(order) if self.graph.segments[at].worker == inlet.edge.source]
-                sources.append((min(users), number))
+        for inlet in self.fittings.inlets_of(GRADIENT, name):
+            users = [place for place, at in enumerate(order) if self.graph.segments[at].worker == inlet.edge.source]
+            sources.append((min(users), inlet.edge.number))
         return sources
 
     def production(self, duty: Duty, mode: int, grad: bool) -> Production | None:
