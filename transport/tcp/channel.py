@@ -52,6 +52,10 @@ class IoThread(Protocol):
     def attend(self, channel: TcpChannel, /) -> None:
         """Read what has come for this channel, soon."""
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks for silent peers. It then also reads, each time, what a waiting thread was to read."""
+
 
 class HeardExpectation(Expectation):
     """An ``Expectation`` whose waiting thread reads the stream itself."""
@@ -143,6 +147,8 @@ class TcpChannel(Channel):
             return True
         if not self.outbox.started or self.error is not None or timeout == 0 or self._io.is_current():
             return False
+        if not self._io.looks:
+            return False  # nobody would read while a signal handler holds this thread up
         if not self._reading.acquire(blocking=False):
             return False  # another thread reads
         begin = time.monotonic()
@@ -162,13 +168,19 @@ class TcpChannel(Channel):
             # What the I/O thread was reading a moment ago it may signal without our notice: so the first slices are short.
             self._reads_until = time.monotonic() + slice_s + _OVERDUE_S
             found = self.reader.await_bytes(record, target, spin_ns, int(min(slice_s, left) * 1e9))
-            if found == READABLE and not self.reader.hear():
-                self._io.attend(self)
+            if found == READABLE and not self._hear_now():
                 return kernels.load(record) >= target
             if kernels.load(record) >= target:
                 return True
             if found != READABLE:
                 spin_ns, slice_s = 0, min(2 * slice_s, kernels.SLICE_NS / 1e9)
+        return False
+
+    def _hear_now(self) -> bool:
+        """Take what has come, or have the I/O thread do it: ``False``."""
+        if self.reader.hear():
+            return True
+        self._io.attend(self)
         return False
 
     def fence(self, timeout: float | None = None) -> None:

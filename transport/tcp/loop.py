@@ -68,6 +68,11 @@ class Loop:
             self._by_fd[channel.sock.fileno()] = channel
             self._epoll.register(channel.sock, _IN)
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks for silent peers."""
+        return self._looks.interval is not None
+
     def channels(self) -> list[TcpChannel]:
         with self._lock:
             return list(self._by_fd.values())
@@ -131,7 +136,7 @@ class Loop:
     def _read_asked(self) -> None:
         while self._asked:
             channel = self._asked.popleft()
-            if channel in self._by_fd.values():
+            if self._by_fd.get(channel.sock.fileno()) is channel:
                 self._attend(channel, "hearing a peer", self._hear, channel, _IN)
 
     def _look(self, channel: TcpChannel, seconds: float) -> None:

@@ -164,7 +164,8 @@ class Reader:
                 self._refusal = self._refusal or found
             elif op == WRITE:
                 self._target = found
-                self._hearing.know(region, *self._access.place(region))
+                if nbytes:  # an empty copy needs no right
+                    self._hearing.know(region, *self._access.place(region))
             elif op == READ and not self._refusal:
                 self._send_ack()
                 self._answered_by_data = bool(flags & LAST)

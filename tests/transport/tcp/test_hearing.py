@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 import torch
 from transport_peer import C, Pair, S, filled
 
+from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
 from rdmarpc.transport.tcp.channel import TcpChannel
+from rdmarpc.transport.tcp.wire import LAST, WRITE
 
 T = 20.0
 
@@ -144,6 +147,54 @@ def test_a_region_that_was_closed_is_not_written_any_more(pair: Pair) -> None:
     ab.notify(2)
     thread.join(T)
     assert ended == [None] and there.tolist() == [0] * 8 and not ba.expect(1).done()
+
+
+def test_an_empty_write_gives_no_rights(pair: Pair) -> None:
+    """It needs none itself: so it must not have the region looked up for those that follow."""
+    ab, ba = ends(pair)
+    there = pair.b.empty(8, dtype=torch.uint8).fill_(S)
+    remote, here = pair.remote(there), filled(pair.a, 8, C)
+    for region in (remote.region, 1 << 63):
+        ab._posts.put(WRITE, LAST, 0, (region, 0, 0, 0), memoryview(b""))
+        ab.fence(T)
+    thread, ended = waiting(ba, 1)
+    with pytest.raises(RemoteAccessError, match="may only be read"):
+        ab.memcpy(remote, here).wait(T)
+    ab.notify(1)
+    thread.join(T)
+    assert ended == [None] and there.tolist() == [S] * 8
+
+
+@pytest.mark.parametrize("peer_timeout", [0.0, 10.0])
+def test_a_signal_handler_waits_where_its_thread_waits(peer_timeout: float) -> None:
+    """The thread that is to read the stream is in the handler: the I/O thread has to read it."""
+    with transport.open_device("tcp", peer_timeout=peer_timeout) as a, transport.open_device("tcp") as b:
+        ba = b.connect(a.address)
+        ab = a.accept(timeout=T)
+        began, ended = threading.Event(), threading.Event()
+
+        def notify() -> None:
+            time.sleep(0.2)  # by now the thread waits
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            began.wait(T)
+            ba.notify(2)
+            ended.wait(T)
+            ba.notify(1)
+
+        def handler(number: int, frame: object) -> None:
+            began.set()
+            ab.expect(2).wait(T)
+            ended.set()
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        sender = threading.Thread(target=notify)
+        try:
+            sender.start()
+            ab.expect(1).wait(2 * T)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            sender.join(T)
+        assert ended.is_set()
 
 
 @pytest.mark.parametrize("where", ["settle", "_send_ack"])
