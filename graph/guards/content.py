@@ -94,6 +94,7 @@ class Content:
         self.bare: list[Any] = []  # tables without entries, most of them of hooks
         self.sets: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Any, bytes]] = []
+        self.tensors: list[torch.Tensor] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
 
@@ -105,6 +106,7 @@ class Content:
         if kind is float or kind is complex:
             return kind, repr(value)  # -0.0 is not 0.0, and nan is nan
         if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
             if not by_path:
                 return _Same(value)
             with torch._C.DisableTorchFunctionSubclass():

@@ -20,8 +20,8 @@ from .content import MISSING, foreign, is_data
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _CHAINS = (*_LOADS, "STORE_ATTR", "DELETE_ATTR")
-_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY")
-"""They leave what a chain has come to where it is."""
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "DUP_TOP")
+"""They leave what a chain has come to where it is. (Python 3.10 has ``DUP_TOP`` where later ones have ``COPY``.)"""
 
 
 class Root(NamedTuple):

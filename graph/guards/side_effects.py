@@ -34,21 +34,21 @@ def changes_there(what: str, label: str) -> OnlyHere:
 
 
 class Globals:
-    """The data among the globals that the code of a part names, in this process. ``changed()`` names one that is not as it was,
-    ``take()`` takes down what there is now."""
+    """The data among the globals that the code of a part names, in this process, without what cannot be compared.
+    ``changed()`` names one that is not as it was, ``take()`` takes down what there is now."""
 
     def __init__(self, part: nn.Module) -> None:
-        self._roots = [root for root in _data_of(part) if _comparable(root)] if _has_code(part) else []
+        self._roots = list(_data_of(part)) if _has_code(part) else []
         self.take()
 
     def __bool__(self) -> bool:
         return bool(self._roots)
 
     def take(self) -> None:
-        self._world = World(0)
+        found = [(root, tensors) for root in self._roots if (tensors := _tensors_of(root)) is not None]
+        self._roots, self._world = [root for root, _ in found], World(0)
         self._world.add(self._roots)
-        values = [(root.label, root.value()) for root in self._roots]
-        self._tensors = [(label, value, value._version) for label, value in values if isinstance(value, torch.Tensor)]
+        self._tensors = [(root.label, tensor, tensor._version) for root, tensors in found for tensor in tensors]
 
     def changed(self) -> str:
         if not self._world.holds():
@@ -134,12 +134,14 @@ def _data_of(part: nn.Module) -> Iterator[Root]:
                 yield root
 
 
-def _comparable(root: Root) -> bool:
+def _tensors_of(root: Root) -> list[torch.Tensor] | None:
+    """Those in a global that tell when something is written into them; ``None`` if what it holds cannot be compared."""
+    content = Content()
     try:
-        Content().of(root.value(), root.label)
+        content.of(root.value(), root.label)
     except Unguardable:
-        return False
-    return True
+        return None
+    return [tensor for tensor in content.tensors if not tensor.is_inference()]
 
 
 def _draws_from_python(part: nn.Module) -> bool:

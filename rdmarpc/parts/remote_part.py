@@ -167,19 +167,19 @@ class RemotePart(nn.Module):
 
     # -- hooks
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._placed(super().register_forward_pre_hook(*args, **kwargs), **kwargs)
+    def register_forward_pre_hook(self, hook: Any, *, prepend: bool = False, **options: Any) -> Any:
+        return self._placed(super().register_forward_pre_hook(hook, prepend=prepend, **options), prepend)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._placed(super().register_forward_hook(*args, **kwargs), **kwargs)
+    def register_forward_hook(self, hook: Any, *, prepend: bool = False, **options: Any) -> Any:
+        return self._placed(super().register_forward_hook(hook, prepend=prepend, **options), prepend)
 
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._placed(super().register_full_backward_pre_hook(*args, **kwargs), **kwargs)
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._placed(super().register_full_backward_pre_hook(hook, prepend), prepend)
 
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._placed(super().register_full_backward_hook(*args, **kwargs), **kwargs)
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._placed(super().register_full_backward_hook(hook, prepend), prepend)
 
-    def _placed(self, handle: Any, prepend: bool = False, **others: Any) -> Any:
+    def _placed(self, handle: Any, prepend: bool) -> Any:
         if prepend:
             self._place.prepended.add(handle.id)
         return handle

@@ -70,7 +70,8 @@ def wrap(
     normalise each shard by itself and keep the statistics of the first one, as ``nn.DataParallel`` does. Each batch size has a
     plan of its own. Refused by name: batches of too few samples, results that are no batch, parts that draw random numbers, set
     attributes or write other buffers, weights tied across parts, entries inside of such a part, devices, forwards that no
-    method captures, and attributes, ``apply`` and ``compile`` of such a part after ``wrap``.
+    method captures, and after ``wrap`` attributes, ``apply`` and ``compile`` of such a part, and ``load_state_dict`` where its
+    modules take part in it (hooks, methods of their own, extra state).
 
     * ``depth``: forwards that may wait for their backward.
     * ``timeout``: seconds that a step may wait for a worker.

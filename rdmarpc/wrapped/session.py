@@ -158,9 +158,9 @@ class Session:
         return self.here.replica.leaf(parameter) if self.always_here else None
 
     def changed_for(self, path: str = "") -> str:
-        """A global that a part at another worker names (any part, without ``path``) and that is not what it was here when the
-        model was wrapped: the worker has its own."""
-        known = self._globals.values() if not path else [self._globals[path]] if path in self._globals else []
+        """A global that a part at another worker names and that is not what it was here when the model was wrapped: the worker
+        has its own. ``path``: of the part that has this module, instead of any part."""
+        known = [one for part, one in self._globals.items() if not path or f"{path}.".startswith(f"{part}.")]
         return next((label for one in known if (label := one.changed())), "")
 
     def fetch_parts(self, memo: dict[int, Any], hooks: bool = False) -> None:
@@ -211,7 +211,7 @@ class Session:
             if any(path == part or path.startswith(part + ".") for part in self.places.replicated):
                 raise NotSupported(
                     f"{path!r} has replicas, which were made when it was wrapped",
-                    hint="set its attributes, apply() and compile() it before wrap()",
+                    hint="set its attributes, apply() and compile() it before wrap(), and load states that it loads itself",
                 )
         commands = self.caller.control.sync()
         self.caller.control.asked += 1
@@ -339,7 +339,7 @@ class Session:
             self._close_parts()
 
 
-_CHANGING = ("delete", "call", "compile")
+_CHANGING = ("delete", "call", "compile", "load_all")
 """Methods of ``Access`` that change more of a part than its tensors, besides ``write``."""
 
 

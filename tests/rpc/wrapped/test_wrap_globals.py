@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import guard_settings as settings
+import pytest
 import torch
 import torch.nn.functional as F
 from test_wrap import batches, drive
@@ -175,3 +176,65 @@ def globals_changed() -> dict[str, str]:
 
 def test_globals_that_parts_change() -> None:
     assert not drive(globals_changed, 3, timeout=300)
+
+
+LEVEL = 1.0
+DEEP: dict[str, list[torch.Tensor]] = {"totals": [torch.zeros(8)]}
+with torch.inference_mode():
+    SHIFT = torch.full((8,), 0.5)
+
+
+def writes_deep_tensor(calls: int, x: torch.Tensor) -> None:
+    DEEP["totals"][0].add_(1)
+
+
+class WritesDeep(Part):
+    """From its third call on it writes into a tensor that a container holds."""
+
+    def __init__(self) -> None:
+        super().__init__(writes_deep_tensor, True, False)
+
+
+class Level(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.line(x) + SHIFT) * LEVEL
+
+
+class Inside(nn.Module):
+    """The forward calls a module inside of the part, which names a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(Level(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.part[0](x)
+
+
+def others_that_change() -> None:
+    global LEVEL
+    warnings.simplefilter("ignore")
+    for capture in ("auto", "eager"):
+        torch.manual_seed(1)
+        model = wrap(nn.Sequential(WritesDeep()), {"0": "worker1"}, capture=capture)
+        x = torch.randn(4, 8)
+        model(x), model(x)
+        with pytest.raises(rpc.NotSupported, match=r"'DEEP'.*and did not when it was captured"):
+            model(x), model(x)
+        model.close()
+        net = Inside()
+        twin = copy.deepcopy(net)
+        model = wrap(net, {"part": "worker1"}, capture=capture)
+        assert torch.equal(model(x), twin(x))
+        LEVEL = 3.0
+        assert torch.equal(model(x), twin(x))
+        LEVEL = 1.0
+        model.close()
+
+
+def test_tensors_in_containers_and_modules_inside_of_parts() -> None:
+    drive(others_that_change)

@@ -294,6 +294,34 @@ def test_hooks_among_those_of_before_wrap():
     drive(order)
 
 
+def tripled_gradient(module: nn.Module, grads: Any) -> Any:
+    return (grads[0] * 3,)
+
+
+def raised_gradient(module: nn.Module, grads: Any) -> Any:
+    return (grads[0] + 1e-3,)
+
+
+class HookedBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part.register_full_backward_pre_hook(tripled_gradient)
+
+
+def before_by_position() -> None:
+    model, twin = both(HookedBackward, PLACEMENT)
+    for network in (model, twin):
+        network.part.register_full_backward_pre_hook(raised_gradient, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, twin, DATA)
+    model.close()
+
+
+def test_prepend_may_be_given_by_position():
+    drive(before_by_position)
+
+
 def moved() -> None:
     """Hooks stay when another worker takes over: their order, and those that are given names of arguments, too."""
     model, twin = both(Hooked, {"part": "worker1"}, capture="eager")

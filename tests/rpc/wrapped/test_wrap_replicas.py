@@ -85,6 +85,21 @@ MODELS = {
 }
 
 
+class LoadsItself(nn.Linear):
+    """What it loads besides tensors would reach one replica only."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"gain": self.gain}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.gain = state["gain"]
+
+
 def in_one_process(net: nn.Module, parts: Sequence[str], count: int, x: torch.Tensor) -> torch.Tensor:
     """What replicas are documented to compute."""
     results = []
@@ -310,6 +325,9 @@ def refused() -> None:
         model.features.apply(nn.Module.eval)
     with pytest.raises(NotSupported, match="before wrap"):
         model.features.compile()
+    model = wrap(Net(LoadsItself(), nn.Linear(4, 4)), PLACED)
+    with pytest.raises(NotSupported, match="before wrap"):
+        model.load_state_dict(model.state_dict())
 
 
 def test_what_is_not_that_of_one_process_is_refused() -> None:
