@@ -85,7 +85,7 @@ def resident_mib() -> float:
 
 
 def repeated(run: Callable[[], None], rpc: Any, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the first run, of the median of those after it and of each, and MiB that these added at both workers."""
+    """Milliseconds of the first run and of each after it, and MiB that the first and the later ones added at both workers."""
 
     def both_mib() -> float:
         gc.collect()
@@ -191,8 +191,13 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
             rows.append(
                 [f"{size:,}", text(least["first"][at]), text(later), text(least["later"][at]), text(each, "{:,.4f}"), *memory]
             )
-        columns = [case, "first, ms", "later, ms", "best, ms", "best of each one, ms", "MiB of the first", "MiB of later ones"]
-        findings.table(f"{case}: time and memory", columns, rows, "later: the median; MiB: resident, of both workers together.")
+        columns = [case, "first, ms", "later, ms", "best, ms", "best for each one, ms", "MiB of the first", "MiB of later ones"]
+        findings.table(
+            f"{case}: time and memory",
+            columns,
+            rows,
+            "first: one sample; later: the median. MiB: resident, of workers 0 and 1.",
+        )
         for what, times in least.items():
             known = [(size, ms) for size, ms in zip(sizes, times) if ms is not None]
             found = exponent([size for size, _ in known], [ms for _, ms in known])

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from ..harness.findings import Findings
-from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
 from . import report
 
 COLOURS = {"rdmarpc": BLUE, "gloo": VERMILLION}
@@ -56,6 +56,7 @@ def _granularity(findings: Findings, job: dict[str, Any], path: Path) -> None:
             points = {count: findings.median("granularity, all", count, group) for count in job["granularity"]}
             _line(axes, points, "-o", color=colour, label=group)
         axes.set(xscale="log", yscale="log", xlabel="numbers in an all_reduce", ylabel="milliseconds in all")
+        plain_logarithmic(axes.xaxis, axes.yaxis)
         axes.set_title(f"{job['numbers'] / 1e6:g} million float32, 2 ranks")
         axes.legend(frameon=False)
 
@@ -129,6 +130,7 @@ def _convergence(findings: Findings, job: dict[str, Any], path: Path) -> None:
                 axes.plot(_smooth(losses, 20), color=colour, label=f"every {every}", linewidth=1.6)
             axes.set(xlabel="batches", ylabel="loss (mean of 20)", title=f"batch {training[0]}, rate {training[1]:g}")
             axes.set_yscale("log")
+            plain_logarithmic(axes.yaxis)
             axes.legend(frameon=False, title="synchronised")
 
 
@@ -141,6 +143,7 @@ def _scaling(findings: Findings, job: dict[str, Any], path: Path) -> None:
                 axes.plot(list(beyond), list(beyond.values()), "--x", color=colour, label=f"{group}, simulated hosts")
         axes.axhline(job["compute_ms"], linestyle=":", color=QUIET, label="the emulated computation")
         axes.set_xscale("log", base=2)
+        plain_logarithmic(axes.xaxis, base=2)
         axes.set(xlabel="ranks on this machine, or simulated hosts", ylabel="milliseconds of a step")
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=11)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogFormatter
 
 plt.switch_backend("Agg")
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports its font cache
@@ -22,6 +23,20 @@ STYLE: Any = {
     "axes.spines.right": False,
 }
 DEVICES = {"shm": "shared memory", "tcp": "TCP", "verbs": "RDMA verbs", "cuda": "GPU memory"}
+
+
+class _Plain(LogFormatter):
+    """10, 60 and 2,000,000 instead of powers of ten."""
+
+    def __call__(self, x: float, pos: Any = None) -> str:
+        return f"{x:,.10g}" if super().__call__(x, pos) else ""
+
+
+def plain_logarithmic(*axes: Any, base: float = 10) -> None:
+    """Label these logarithmic axes (``.xaxis``, ``.yaxis``) with plain numbers; between powers, too, where there are few."""
+    for axis in axes:
+        axis.set_major_formatter(_Plain(base))
+        axis.set_minor_formatter(_Plain(base, minor_thresholds=(1, 0.5)))
 
 
 def draw_comm_comp(result: dict[str, Any], path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from ..harness.findings import Findings
-from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
 from ..peers.libraries import TITLES
 from .published import PUBLISHED
 from .tables import OTHERS, cells_of, title
@@ -36,6 +36,7 @@ def draw_grid(findings: Findings, job: dict[str, Any], path: Path) -> None:
                     if published := PUBLISHED.get((name, size)):
                         axes.plot(published[where], at, "D", color=COLOURS[library], markeredgecolor=QUIET, markersize=7)
             axes.set_xscale("log")
+            plain_logarithmic(axes.xaxis)
             axes.set_yticks(range(len(cells)), [title(size, name, job) for size, name in cells], fontsize=10)
             axes.invert_yaxis()
             axes.set_xlabel("milliseconds a call (median)")

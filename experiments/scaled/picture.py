@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter
 
 from ..harness.findings import Findings
-from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
 from ..peers.libraries import TITLES
 
 COLOURS = {"rdmarpc": BLUE, "torch_rpc": VERMILLION, "grpc": SKY}
@@ -28,8 +27,7 @@ def draw_scaling(findings: Findings, simulated: dict[str, dict[int, float]], job
         axes.plot(counts, counts, ":", color=QUIET, label="computation alone")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        plain_logarithmic(axes.xaxis, axes.yaxis, base=2)
         axes.set_xlabel("workers (lines: measured here, computation emulated) or hosts (dashes: simulated)")
         axes.set_ylabel("speed-up")
         axes.legend(frameon=False)

@@ -5,7 +5,6 @@ Ranks: trainers first, then servers. As in PyTorch's benchmark, a sparse gradien
 """
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.rpc.functions import async_execution
 from torch.nn.parallel import DistributedDataParallel
 
+from . import trainers
+from .trainers import name_of as name_of
 from .worker import Stopwatch, as_bytes
 
 rpc: Any = None
@@ -22,10 +23,6 @@ rpc: Any = None
 
 Sent = Tensor | list[Any]
 _losses: list[Tensor] = []
-
-
-def name_of(rank: int, job: dict[str, Any]) -> str:
-    return f"trainer{rank}" if rank < job["trainers"] else f"server{rank - job['trainers']}"
 
 
 class Model(nn.Module):
@@ -100,12 +97,11 @@ class Buckets:
 
 
 def train(rank: int, job: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, bytes]]:
-    servers = [rpc.remote(f"server{number}", Server, args=(job["trainers"],)) for number in range(job["servers"])]
-    if rank:  # one server for all trainers: that of trainer 0
-        servers = rpc.rpc_sync("trainer0", shared)
+    if rank == 0:
+        servers = [rpc.remote(f"server{number}", Server, args=(job["trainers"],)) for number in range(job["servers"])]
+        trainers.share(servers)
     else:
-        _shared.append(servers)
-        _ready.set()
+        servers = rpc.rpc_sync("trainer0", trainers.shared)
     hook = Buckets(rank, servers, job["case"] == "all buckets")
     model = DistributedDataParallel(Model(job))
     model.register_comm_hook(None, hook.communicate)
@@ -129,26 +125,9 @@ def train(rank: int, job: dict[str, Any]) -> tuple[dict[str, list[float]], dict[
     return {"step": watch.samples[1:]}, as_bytes({"losses": losses(), **others, **parameters})
 
 
-_shared: list[list[Any]] = []
-_ready = threading.Event()
-
-
-def shared() -> list[Any]:
-    """Called at trainer 0."""
-    _ready.wait()
-    return _shared[0]
-
-
 def losses() -> Tensor:
     return torch.stack(_losses)
 
 
 def run(rank: int, job: dict[str, Any]) -> Any:
-    if rank >= job["trainers"]:
-        return None
-    store = f"file://{Path(job['meeting_place']) / 'trainers'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["trainers"])
-    try:
-        return train(rank, job)
-    finally:
-        dist.destroy_process_group()
+    return trainers.run(rank, job, train)

@@ -6,8 +6,6 @@ Trainers draw rows of their own, so the order in which they step the tables chan
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from . import trainers
+from .trainers import name_of as name_of
 from .worker import Stopwatch, as_bytes
 
 rpc: Any = None
 """The library, set by the process that runs this."""
-
-
-def name_of(rank: int, job: dict[str, Any]) -> str:
-    return f"trainer{rank}" if rank < job["trainers"] else f"server{rank - job['trainers']}"
 
 
 class Tables(nn.Module):
@@ -85,9 +81,9 @@ def batch_of(rank: int, job: dict[str, Any], drawn: torch.Generator) -> tuple[Te
 def train(rank: int, job: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, bytes]]:
     if rank == 0:
         tables = [rpc.remote(f"server{number}", Tables, args=arguments(number, job)) for number in range(job["servers"])]
-        _shared.append(tables)
-    else:  # those of trainer 0
-        tables = rpc.rpc_sync("trainer0", shared)
+        trainers.share(tables)
+    else:
+        tables = rpc.rpc_sync("trainer0", trainers.shared)
     model = DistributedDataParallel(Dense(job))
     remote = [each for table in tables for each in rpc.rpc_sync(table.owner(), parameters_of, args=(table,))]
     everything = [*remote, *(rpc.RRef(parameter) for parameter in model.parameters())]
@@ -130,23 +126,5 @@ def rpc_parts() -> tuple[Any, Any]:
     return torch.distributed.autograd, torch.distributed.optim
 
 
-_shared: list[list[Any]] = []
-
-
-def shared() -> list[Any]:
-    """Called at trainer 0."""
-    while not _shared:
-        time.sleep(0.01)
-    return _shared[0]
-
-
 def run(rank: int, job: dict[str, Any]) -> Any:
-    if rank >= job["trainers"]:
-        return None
-    job |= {"batch": int(job["case"].split()[-1])}
-    store = f"file://{Path(job['meeting_place']) / 'trainers'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["trainers"])
-    try:
-        return train(rank, job)
-    finally:
-        dist.destroy_process_group()
+    return trainers.run(rank, job | {"batch": int(job["case"].split()[-1])}, train)

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from ..harness.findings import Findings, size_text
-from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION
+from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
 
 LOOKS = {
     "grpc": (QUIET, "-"),
@@ -35,6 +35,7 @@ def draw_sizes(findings: Findings, job: dict[str, Any], titles: dict[str, str], 
                 )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            plain_logarithmic(axes.yaxis)
             axes.set_xticks(job["sizes"], [size_text(size) for size in job["sizes"]], fontsize=10)
             axes.set_xlabel("size of a tensor")
             axes.set_title(device, loc="left")

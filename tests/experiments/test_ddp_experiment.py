@@ -58,6 +58,17 @@ def test_the_parts_of_a_step() -> None:
     assert report.breakdown(findings, "GRU", "rdmarpc") is None
 
 
+def test_a_ratio_of_noise_is_no_target_that_is_met() -> None:
+    for ours, met in ((2.0, False), (0.5, True), (-0.1, None)):
+        findings = Findings("", "ms")
+        for what, backward in (("alone", 6.0), ("gloo", 9.0), ("rdmarpc", 6 + ours)):
+            for end in ("", " without overlap"):
+                findings.add("breakdown, GRU: forward", 0, what + end, 2.0)
+                findings.add("breakdown, GRU: backward", 0, what + end, backward)
+        report.judge(findings, {"parts": ["breakdown"], "models": ["GRU"]})
+        assert [target["met"] for target in findings.targets] == [met]
+
+
 def test_the_simulation_of_more_hosts() -> None:
     latency, rate = 0.5, 1e6
     measured = latency + 4e6 / rate
