@@ -80,13 +80,16 @@ class Access:
 
         self._submit(load, commands)
 
-    def load_all(self, path: str, prefix: str, state: dict[str, Any], commands: int) -> tuple[list[str], list[str], list[str]]:
+    def load_all(
+        self, path: str, prefix: str, state: dict[str, Any], metadata: dict[str, dict[str, Any]], commands: int
+    ) -> tuple[list[str], list[str], list[str]]:
         """Load a module and all in it as ``load_state_dict`` of a model does, in which it has this prefix: its hooks, and those
-        of its methods that take part, run. Returns the names that are missing, the unexpected ones and the errors."""
+        of its methods that take part, run. ``metadata`` (versions) is by prefix. Returns the names that are missing, the
+        unexpected ones and the errors."""
         lists: tuple[list[str], list[str], list[str]] = [], [], []
 
         def load(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-            module._load_from_state_dict(state, prefix, {"version": module._version}, True, *lists)
+            module._load_from_state_dict(state, prefix, metadata.get(prefix, {}), True, *lists)
             for name, child in module._modules.items():
                 if child is not None:
                     below = f"{prefix}{name}."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..transport import NotSupported
@@ -32,6 +33,30 @@ def loads_itself(module: nn.Module) -> bool:
 def loads_by_method(kind: type[nn.Module]) -> bool:
     """Whether a class has a way of its own to load what lies in its modules."""
     return kind._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+class Loading:
+    """What ``load_state_dict`` gives the modules of a part that is loaded as a whole: it calls each of them, with the metadata
+    of that one. ``left``: the prefixes of those that it has still to call."""
+
+    def __init__(self, part: Any, path: str, prefix: str, state: Mapping[str, Any]) -> None:
+        self.part, self.path, self.prefix = part, path, prefix
+        self.state = {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        self.metadata: dict[str, dict[str, Any]] = {}
+        self.left = set(_prefixes(part, prefix))
+
+    def called(self, prefix: str, metadata: Mapping[str, Any]) -> bool:
+        """A module has been called. Returns whether it was the last."""
+        self.left.discard(prefix)
+        self.metadata[prefix] = dict(metadata)
+        return not self.left
+
+
+def _prefixes(module: nn.Module, prefix: str) -> Iterator[str]:
+    yield prefix
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _prefixes(child, f"{prefix}{name}.")
 
 
 class Home(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from ..graph.trace.watch import GRADIENT_HOOKS, HOOKS
 from ..graph.work.access import INTERNAL
 from ..transport import NotSupported
 from .buffer import changed
-from .entries import entries_of, load_entries
+from .entries import Loading, entries_of, load_entries
 from .parameter import Owners
 from .tables import Table
 
@@ -28,12 +29,13 @@ _OURS = ("training", "_is_full_backward_hook")
 class Place:
     """Where the original of a stand-in is. ``top``: it is a part of its own, not inside of one; ``within``: it is inside of
     one, which may be so as well. ``hooked``: it came with hooks. ``prepended``: the hooks on the stand-in that come before
-    those. ``loads_itself``: something in its part takes part in ``load_state_dict``. ``fixed``: attributes that a class of
-    torch never changes by itself."""
+    those. ``loads_itself``: something in its part takes part in ``load_state_dict``, which is under way while there is a
+    ``loading``. ``fixed``: attributes that a class of torch never changes by itself."""
 
     def __init__(self, original: nn.Module, owners: Owners, worker: str, path: str, top: bool) -> None:
         self.owners, self.worker, self.path, self.top = owners, worker, path, top
         self.within, self.prepended, self.loads_itself = False, set[int](), False
+        self.loading: Loading | None = None
         self.hooked = any(vars(original)[name] for name in TABLES_OF_HOOKS)
         self.kind = type(original)
         self.entries = entries_of(original)
@@ -119,7 +121,9 @@ class RemotePart(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The owner's values, as of all the steps before, on the CPU."""
-        destination = {} if destination is None else destination
+        if destination is None:
+            destination = OrderedDict()
+            destination._metadata = OrderedDict()
         place = self._place
         if place.owners.apart is not None:
             place.owners.apart.append((place.worker, (place.path, prefix, None)))
@@ -127,7 +131,7 @@ class RemotePart(nn.Module):
         for key, value in place.owners.ask_owner(place.worker, "state", place.path).items():
             destination[prefix + key] = value
         if hasattr(destination, "_metadata"):
-            for name, module in self.named_modules():
+            for name, module in self.named_modules(remove_duplicate=False):
                 destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
         return destination
 
@@ -135,12 +139,22 @@ class RemotePart(nn.Module):
         place = self._place
         if not place.loads_itself:
             load_entries(place, self._modules, state_dict, prefix, local_metadata, strict, *lists)
-        elif place.top or not prefix:  # what is inside of it is loaded with it
-            if local_metadata.get("assign_to_params_buffers"):
-                raise place.refusal("load_state_dict(..., assign=True) cannot put other tensors there")
-            given = {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in state_dict.items()}
-            for found, answer in zip(lists, place.owners.ask_owner(place.worker, "load_all", place.path, prefix, given)):
+            return
+        if local_metadata.get("assign_to_params_buffers"):
+            raise place.refusal("load_state_dict(..., assign=True) cannot put other tensors there")
+        loading = place.loading
+        if loading is None or prefix not in loading.left:
+            loading = Loading(self, place.path, prefix, state_dict)
+            self._set_loading(loading)
+        if loading.called(prefix, local_metadata):
+            loading.part._set_loading(None)
+            given = loading.path, loading.prefix, loading.state, loading.metadata
+            for found, answer in zip(lists, place.owners.ask_owner(place.worker, "load_all", *given)):
                 found += answer
+
+    def _set_loading(self, loading: Loading | None) -> None:
+        for module in self.modules():
+            module._place.loading = loading  # type: ignore[union-attr]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> RemotePart:
         """``module.apply(fn)`` at the owner; ``fn`` must be picklable."""

@@ -154,6 +154,49 @@ def test_states_that_modules_load_themselves():
     drive(loaded, 3)
 
 
+class Versioned(nn.Linear):
+    """It takes states of before version 2, which have no metadata, too."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "bias"] = state_dict[prefix + "bias"] * 8
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+class OfVersions(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Versioned(20, 20)
+        self.b = nn.Sequential(Versioned(20, 20), self.a)
+
+
+def loaded_by_version() -> None:
+    model, twin = both(lambda: Net(OfVersions), PLACEMENT)
+    for network in (model, twin):
+        network.load_state_dict(dict(copy.deepcopy(network.state_dict())))
+        network.load_state_dict(copy.deepcopy(network.state_dict()))
+        network.part.load_state_dict(copy.deepcopy(network.part.state_dict()))
+        state = copy.deepcopy(network.state_dict())
+        state._metadata["part.b.0"]["version"] = 1
+        network.load_state_dict(state)
+        inner = network.part.b[0]
+        inner.load_state_dict(dict(copy.deepcopy(inner.state_dict())))
+    assert_same_state(model, twin)
+    for network in (model, twin):
+        moved = {"moved.weight": torch.ones(20, 20), "moved.bias": torch.ones(20)}
+        nn.ModuleDict({"moved": network.part.b[0]}).load_state_dict(moved)
+    assert_same_state(model, twin)
+    assert twin.part.b[0].bias[0] == 8
+    train_both(model, twin, DATA)
+    model.close()
+
+
+def test_states_of_other_versions():
+    drive(loaded_by_version)
+
+
 def doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
