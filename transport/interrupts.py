@@ -89,7 +89,7 @@ def _at_work(frame: FrameType | None) -> bool:
             return unless(frame.f_locals)
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             return not waits and not module.startswith(_PROGRAMS)
-        if not _of_library(code.co_filename):
+        if module == "__main__" or not _of_library(code.co_filename):
             return False
         waits = module == "threading" and code.co_name != "start"
         frame = frame.f_back

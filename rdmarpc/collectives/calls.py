@@ -269,7 +269,7 @@ def scatter_sum(output: torch.Tensor, input: torch.Tensor, how: Sum, timeout: fl
         if engine.size > 1:
             engine.run(engine.plan((signature, nbytes), make), kept.data_ptr(), output.data_ptr())
         else:
-            kernels.copy(output.data_ptr(), input.data_ptr(), nbytes)
+            kernels.copy(output.data_ptr(), kept.data_ptr(), nbytes)
         if how.average:
             how.finish(output.detach(), engine.size)
         engine.end()

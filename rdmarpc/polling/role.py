@@ -80,7 +80,7 @@ class Role:
     def wait_for(self, awaited: Awaited, deadline: float | None = None) -> bool:
         """Make progress until ``awaited.done``; ``False`` if ``deadline`` (``time.monotonic``) passed first."""
         mine, pool = self.here.waiter or self._enter(), self.here.pool
-        if not pool:
+        if not pool or pool in self.waiting:  # a finalizer waits in the midst of another wait
             return self._wait_for(awaited, deadline, mine)
         self.waiting.add(pool)
         try:
@@ -91,9 +91,10 @@ class Role:
     def _wait_for(self, awaited: Awaited, deadline: float | None, mine: int) -> bool:
         while not awaited.done:
             if words.take(self._token, mine, self._bell):
-                held = mine
+                held, interrupted = mine, True
                 try:
                     held = self._drive(awaited, mine, deadline)
+                    interrupted = False
                 finally:
                     wanted = self.outstanding or self.unfinished
                     if not (wanted and words.start_run(self._token, held, mine - 2, self._runs, self._asleep)):
@@ -101,7 +102,7 @@ class Role:
                         words.let_go(self._token, held, self._bell, self._table, self.poller.rows)
                     if self._followers:
                         words.event(self._events)
-                    if self.jobs and not awaited.done:  # a signal handler has raised: nobody else may know of these
+                    if interrupted and self.jobs:  # the handler may have come before the pool was told of them
                         self.offer()
             elif kernels.load(self._token) == mine:
                 self._drive_inside(awaited, mine, deadline)

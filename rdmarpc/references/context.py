@@ -18,8 +18,8 @@ G4  A user's function runs after all forks among its arguments are confirmed. No
 G5  ACCEPT means that the creating call has reached the owner, or that the fork is dead already. A FORK or a fetch that comes
     before it is parked, and the owner PROBEs the creator, which answers GONE when the call was answered, or is not known. If no
     worker was lost the creating call has come by then (G2). So no worker waits for a value that will never exist.
-G6  No lock is held while something is sent, a future is completed, a value dies or users' code runs. Messages are taken on
-    whatever thread reads them, and never queue behind users' functions.
+G6  No lock is held while something is sent, a future that somebody has is completed, a value dies or users' code runs. Messages
+    are taken on whatever thread reads them, and never queue behind users' functions.
 
 Messages (``references/mail``: each entry takes effect once):
 

@@ -76,6 +76,19 @@ def test_code_that_this_package_calls_is_the_users() -> None:
     assert not done
 
 
+def test_code_without_a_file_is_the_users() -> None:
+    """As that of ``python -c``, and what is typed."""
+    work = inside("def work(call, done):\n    call()\n    done.append(1)\n")
+    names: dict[str, Any] = {"__name__": "__main__", "signal": signal}
+    exec(compile("def call():\n    signal.raise_signal(10)\n", "<string>", "exec"), names)
+    signal.signal(signal.SIGUSR1, raises)
+    done: list[int] = []
+    with pytest.raises(TimeoutError):
+        work(names["call"], done)
+        time.sleep(60.0)
+    assert not done
+
+
 def test_a_wait_can_be_interrupted() -> None:
     wait = "@interruptible(unless=lambda local: local['busy'])\n"
     source = wait + "def work(busy, done):\n    signal.raise_signal(10)\n    done.append(len(done))\n"
