@@ -52,6 +52,16 @@ def test_what_grows_faster_than_linearly_misses_its_target() -> None:
     assert [target["met"] for target in findings.targets] == [True, False, False]
 
 
+def test_a_quick_run_judges_no_growth() -> None:
+    config = job("cases=[tensors]", "quick=true")
+    findings = Findings("Growth", "ms")
+    for size in config["tensors"]:
+        for what in ("first", "later", "MiB first", "MiB later"):
+            findings.add("tensors", size, what, 1.0)
+    growth.judge(findings, config)
+    assert [target["met"] for target in findings.targets] == [None, None, True]
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
