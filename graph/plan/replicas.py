@@ -142,7 +142,12 @@ class _Replicated:
                     f"{node.target} draws random numbers, and has replicas: each would draw its own",
                     hint="place what draws (dropout) without replicas, or call eval() on it",
                 )
-        kept = {buffer.untyped_storage()._cdata: name for name, buffer in self._model.named_buffers() if self.part_of(name)}
+        kept = {
+            buffer.untyped_storage()._cdata: f"{path}.{name}"
+            for path, module in self._model.named_modules()
+            if self.part_of(path) and not isinstance(module, _NormBase)  # has those of the first shard
+            for name, buffer in module.named_buffers(recurse=False)
+        }
         for write in found.writes:
             if write.storage in kept:
                 raise NotSupported(f"the forward writes buffer {kept[write.storage]!r} of a part that has replicas")

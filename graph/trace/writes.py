@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ def writes_of(
         if isinstance(leaf, torch.Tensor)
     ]
     statistics: list[torch.Tensor] = []
-    if node.op == "call_function" and any(word in str(node.target) for word in ("batch_norm", "instance_norm")):
+    if node.op == "call_function" and _updates_statistics(node):
         inputs = [other for other in node.all_input_nodes if other.op == "get_attr"]
         statistics += [values[other] for other in inputs if not values[other].requires_grad]
     for module in () if part is None else part.modules():
@@ -106,6 +107,17 @@ def writes_of(
     yield
     changed = [*statistics, *(tensor for tensor, version in given if tensor._version != version)]
     found += [Write(node, number) for number in dict.fromkeys(map(_storage, changed))]
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Whether a function of a batch or an instance norm writes into the statistics that it is given."""
+    target: Any = node.target
+    if not any(word in str(target) for word in ("batch_norm", "instance_norm")):
+        return False
+    schema = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else list(inspect.signature(target).parameters)
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return bool(given.get("use_input_stats", True) if "use_input_stats" in names else given.get("training", False))
 
 
 def check_seen(
