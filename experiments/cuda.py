@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from omegaconf import DictConfig
 
 from .harness import apps
@@ -40,10 +39,11 @@ GRADIENTS_WITHIN = 1e-5
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables and the file. Fails where rdmarpc does, or where its gradients are wrong."""
     from .gpus.report import print_tables, summary
+    from .gpus.workers import missing
 
     job = checked(cfg)
-    if job["device"] == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"error: there is no GPU that torch {torch.__version__} can use")
+    if job["device"] == "cuda" and (why := missing("cuda")):
+        raise SystemExit(f"error: {why}")
     with apps.ending():
         found = run(job, apps.run_folder())
     result = summary(found.samples.records(), found.failed, job)
