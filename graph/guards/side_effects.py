@@ -18,6 +18,7 @@ from .generators import python_marks, torch_mark
 from .roots import Root, globals_of, named_in, reachable
 from .world import World
 
+_WRITTEN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _HINT = 'capture="here", or keep it in an attribute of the part'
 
 
@@ -54,6 +55,11 @@ class Globals:
         if not self._world.holds():
             return self._world.changed() or "a global"
         return next((label for label, tensor, version in self._tensors if tensor._version != version), "")
+
+    def values(self) -> dict[str, str]:
+        """By label, what can be compared with another process: a number or text as Python writes it, of others the class."""
+        found = [(root.label, root.value()) for root in self._roots]
+        return {label: repr(value) if type(value) in _WRITTEN else type(value).__qualname__ for label, value in found}
 
 
 class Followed:

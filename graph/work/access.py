@@ -100,6 +100,16 @@ class Access:
         self._submit(lambda: load(self._root.get_submodule(path), prefix, state), commands)
         return lists
 
+    def other_globals(self, there: dict[str, dict[str, str]]) -> dict[str, str]:
+        """By path, a global that a part names and that is another one in the process where it has these ``Globals.values``."""
+        found = {}
+        for path, values in there.items():
+            mine = Globals(self._root.get_submodule(path)).values()
+            other = next((label for label, value in values.items() if mine.get(label, value) != value), "")
+            if other:
+                found[path] = other
+        return found
+
     def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
         self._submit(lambda: getattr(self._root.get_submodule(path), method)(*args), commands)

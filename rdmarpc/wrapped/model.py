@@ -94,10 +94,10 @@ def wrap(
     here, in the order of one process; those in a part at another worker draw from the generator there, which a warning says
     once, and ``counters()["draws_elsewhere"]`` counts them. ``torch.manual_seed`` here seeds the generators of the model's
     workers too, before the next step: so a run repeats bit for bit. Python's and numpy's generators are those of each
-    process, and so are globals and attributes of classes: a part that draws from these generators, that changes globals, or
-    whose globals have changed here since, runs here, over a fetched copy; a warning says so. If it does so only in a later
-    call, that call raises ``NotSupported``. What a part reaches in other ways than by names in its code, and
-    the flags of torch, are not looked at.
+    process, and so are globals and attributes of classes. A part runs here, over a fetched copy, if it draws from these
+    generators, if it changes globals, or if one that it reads has changed here since ``wrap`` or was another number or text
+    at its worker already; a warning says so. If it draws or changes only in a later call, that call raises ``NotSupported``.
+    What a part reaches in other ways than by names in its code, and the flags of torch, are not looked at.
 
     The gradients of a forward that is captured are summed in the order of one process, so they have its bits: also those of
     tied parameters, of tensors that many parts read, and of a part that is called several times. Where no order of the parts

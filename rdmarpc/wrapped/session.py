@@ -75,6 +75,7 @@ class Session:
             reaching.add(agent.name)
         try:
             self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
+            self._other_globals = self._compare_globals(remote)
         except BaseException:
             self._close_parts()
             raise
@@ -157,11 +158,21 @@ class Session:
     def leaf(self, parameter: RemoteParameter) -> torch.Tensor | None:
         return self.here.replica.leaf(parameter) if self.always_here else None
 
-    def changed_for(self, path: str = "") -> str:
-        """A global that a part at another worker names and that is not what it was here when the model was wrapped: the worker
-        has its own. ``path``: of the part that has this module, instead of any part."""
-        known = [one for part, one in self._globals.items() if not path or f"{path}.".startswith(f"{part}.")]
-        return next((label for one in known if (label := one.changed())), "")
+    def other_global(self, path: str = "") -> str:
+        """A global that a part at another worker names and that its worker has otherwise: when the model was wrapped, or as it
+        has changed here since. ``path``: of the part that has this module, instead of any part."""
+        known = [part for part in self._globals if not path or f"{path}.".startswith(f"{part}.")]
+        other = self._other_globals
+        return next((label for part in known if (label := other.get(part) or self._globals[part].changed())), "")
+
+    def _compare_globals(self, remote: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """By path, a global that a part names and that its worker has otherwise, before the first step."""
+        values = {
+            worker: {path: self._globals[path].values() for path in own if path in self._globals}
+            for worker, own in remote.items()
+        }
+        answers = self.ask("other_globals", {worker: (named,) for worker, named in values.items() if named})
+        return {path: label for answer in answers.values() for path, label in answer.items()}
 
     def fetch_parts(self, memo: dict[int, Any], hooks: bool = False) -> None:
         if id(self) in memo:

@@ -89,8 +89,8 @@ class State:
 
     def _world(self, training: bool) -> World:
         """What captures have read besides tensors and is still so; if there is none that holds, nothing."""
-        if label := self.session.changed_for():
-            raise self._uncaptured(f"{label} has changed in this process; a part at another worker reads its own")
+        if label := self.session.other_global():
+            raise self._uncaptured(f"{label} is another one in this process than at the worker of a part that reads it")
         try:
             world = self._worlds.now(training)
         except NotSupported as error:

@@ -16,8 +16,9 @@ import guard_settings as settings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_wrap import batches, drive
+from test_wrap import batches, both, drive
 from torch import nn
+from twins import train_both
 
 import rdmarpc as rpc
 from rdmarpc import wrap
@@ -219,6 +220,12 @@ def others_that_change() -> None:
     global LEVEL
     warnings.simplefilter("ignore")
     for capture in ("auto", "eager"):
+        LEVEL = 2.0  # since the workers have started
+        model, twin = both(lambda: nn.Sequential(Level(), nn.Linear(8, 4)), {"0": "worker1"}, capture=capture)
+        train_both(model, twin, batches(2, 6, 8))
+        assert "global 'LEVEL'" in model.captured and "another one" in model.captured
+        LEVEL = 1.0
+        model.close()
         torch.manual_seed(1)
         model = wrap(nn.Sequential(WritesDeep()), {"0": "worker1"}, capture=capture)
         x = torch.randn(4, 8)
@@ -236,5 +243,5 @@ def others_that_change() -> None:
         model.close()
 
 
-def test_tensors_in_containers_and_modules_inside_of_parts() -> None:
+def test_tensors_in_containers_modules_inside_of_parts_and_globals_of_before_wrap() -> None:
     drive(others_that_change)
