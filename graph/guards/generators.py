@@ -40,10 +40,12 @@ def torch_mark(gpu: torch.device | None = None) -> bytes:
 
 
 def python_marks() -> dict[str, Any]:
-    """By generator that is none of torch's, something that is another one after every draw. Much faster than their states."""
+    """By generator that is none of torch's, something that is another one after every draw. Faster than their states."""
     found = {PYTHON: _python_mark()}
     if "numpy" in sys.modules:
-        found[NUMPY] = _numpy_mark(sys.modules["numpy"].random.mtrand._rand._bit_generator)
+        generator = sys.modules["numpy"].random.mtrand._rand
+        # Half of the normal numbers are kept from the draw before.
+        found[NUMPY] = _numpy_mark(generator._bit_generator), generator.get_state(legacy=False)["has_gauss"]
     return found
 
 
@@ -59,7 +61,7 @@ def _reader() -> Callable[[], Any]:
     inner: Any = random._inst
     place = id(inner) + object.__basicsize__
     index, first = ctypes.c_int.from_address(place), ctypes.c_uint32.from_address(place + 4)
-    return lambda: (index.value, first.value)
+    return lambda: (index.value, first.value, inner.gauss_next)  # every other gauss() is kept from the call before
 
 
 _python_mark = _reader()

@@ -122,7 +122,7 @@ def _inside(value: Any, names: list[str]) -> Iterator[Root]:
 def function_of(code: types.CodeType, table: Mapping[str, Any]) -> types.FunctionType | None:
     """The function with this code, if its name leads to it."""
     found: Any = table
-    for name in code.co_qualname.split("."):
+    for name in getattr(code, "co_qualname", code.co_name).split("."):  # Python 3.10 has the last name only
         found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
     for _ in range(16):
         found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found

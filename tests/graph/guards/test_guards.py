@@ -17,6 +17,7 @@ from test_capture import specs_of
 from torch import nn
 
 from rdmarpc.graph.guards.content import Content, Unguardable
+from rdmarpc.graph.guards.generators import python_marks
 from rdmarpc.graph.trace.capture import capture, skeleton
 from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import Uncaptured, capture_by, methods_of
@@ -173,3 +174,14 @@ def test_what_the_garbage_collector_calls_is_none_of_the_forwards() -> None:
         gc.callbacks.remove(timed)
     assert (found.how, refused) == ("fx", [])
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn])
+def test_a_generator_has_another_mark_after_every_draw(draw):
+    """Of two normal numbers one is kept, so the second draw leaves the generator where it stands."""
+    marks = [python_marks()]
+    for _ in range(1300):
+        draw()
+        marks.append(python_marks())
+    assert all(before != after for before, after in itertools.pairwise(marks))
+    assert python_marks() == marks[-1]
