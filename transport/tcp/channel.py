@@ -1,7 +1,8 @@
 """The connection between two processes over one TCP stream.
 
 Its parts, each below the one before: what comes in (``Reader``), what was posted (``Posts``), what is still to be sent
-(``Outbox``), and what the peer may touch (``Access``). Both ends receive on their device's I/O thread.
+(``Outbox``), and what the peer may touch (``Access``). The device's I/O thread reads the stream, or a thread that waits
+(``hear_until``).
 """
 
 from __future__ import annotations

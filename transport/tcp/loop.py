@@ -1,7 +1,7 @@
 """The I/O thread of a ``tcp`` device.
 
-It accepts, receives for all channels, sends what posting threads left over, and looks for peers that are silent. It never
-blocks. ``peers/service`` is the same for devices whose channels leave nothing to be sent.
+It accepts, receives for all channels that no waiting thread reads, sends what posting threads left over, and looks for peers
+that are silent. It never blocks. ``peers/service`` is the same for devices whose channels leave nothing to be sent.
 """
 
 from __future__ import annotations

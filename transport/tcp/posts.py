@@ -26,8 +26,8 @@ def never(record: int, target: int, timeout: float | None) -> bool:
 
 
 class Posts:
-    """The posts of one channel. Any thread posts; the I/O thread enters the answers. Posting holds the outbox's lock, so that
-    frames go out in the order of their numbers."""
+    """The posts of one channel. Any thread posts; whichever thread reads enters the answers. Posting holds the outbox's lock,
+    so that frames go out in the order of their numbers."""
 
     def __init__(self, outbox: Outbox, records: mmap.mmap, answers: int, bells: int, peer: str) -> None:
         """``answers``: address of the record in ``records`` that counts the answered posts."""
@@ -170,7 +170,7 @@ class Posts:
     def end(self, error: RdmaError) -> list[Callable[[], None]]:
         """End all posts: those without an answer fail with ``error``, and every wait returns, now and later. Call it with the
         outbox's lock held. Returns the callbacks to call without it."""
-        self.error = error
+        self.error, self.hear = error, never
         callbacks = [work.callback for work in self._pending.values() if work.callback is not None]
         self._pending.clear()
         kernels.add(self.answers, _ENDED - 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +240,24 @@ def test_the_end_of_a_channel_ends_the_wait(pair: Pair) -> None:
     ab.close()
     thread.join(T)
     assert isinstance(ended[0], PeerLost) and ended[0].status == "CLOSED"
+
+
+def test_a_closed_channel_does_not_wait_for_the_garbage_collector(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    ab.notify(1)
+    ba.expect(1).wait(T)
+    posts, channel = ab._posts, weakref.ref(ab)
+    ab.close()
+    ba.close()
+    until(ab._gone.is_set)
+    del ab
+    pair.ab = pair.ba
+    gc.disable()
+    try:
+        until(lambda: channel() is None)
+    finally:
+        gc.enable()
+    assert posts.error is not None
 
 
 def test_malformed_frames_while_somebody_waits(pair: Pair) -> None:
