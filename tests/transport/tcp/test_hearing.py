@@ -18,7 +18,7 @@ from transport_peer import C, Pair, S, filled
 from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
 from rdmarpc.transport.tcp.channel import TcpChannel
-from rdmarpc.transport.tcp.wire import LAST, WRITE
+from rdmarpc.transport.tcp.wire import HEADER, LAST, WRITE
 
 T = 20.0
 
@@ -93,11 +93,11 @@ def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(T)
         assert ended == [None] and there.tolist() == [number] * 64
         work.wait(T)
-    assert not by_io
+    assert all(got <= HEADER.size for got in by_io)  # signs of life may come between two waits
     until(lambda: not ba.outbox.read_by_waiter)
     here.fill_(99)
     transfer.post().wait(T)  # nobody waits there: the I/O thread reads again
-    assert by_io and there.tolist() == [99] * 64
+    assert any(got > HEADER.size for got in by_io) and there.tolist() == [99] * 64
 
 
 def test_what_is_not_small_goes_to_the_io_thread_in_order(pair: Pair) -> None:
