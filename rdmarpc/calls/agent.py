@@ -429,7 +429,7 @@ class Agent:
 
 def _open_links(agent: Agent, poller: Poller) -> tuple[Links, Losses, Connections]:
     links = Links(poller, agent.group, agent.rrefs.lost)
-    losses = Losses(agent.device, poller, agent.group, agent.pool, links, agent.ended)
+    losses = Losses(agent.device, agent.role, agent.group, agent.pool, links, agent.ended)
     return links, losses, Connections(agent.device, agent.group, links, losses, agent.options.peer_timeout)
 
 

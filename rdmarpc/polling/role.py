@@ -135,6 +135,11 @@ class Role:
         held = kernels.load(self._token)
         return held & 3 == words.HOLDING and held >> 3 in (self.here.waiter >> 3, self.here.pool)
 
+    @property
+    def holding(self) -> bool:
+        """Whether some thread has taken messages that it may not have handled yet."""
+        return kernels.load(self._token) & 3 == words.HOLDING
+
     def _enter(self) -> int:
         """This thread waits for the first time."""
         self.here.waiter = 8 * next(self._numbers) + words.WAITER

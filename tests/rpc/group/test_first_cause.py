@@ -82,6 +82,24 @@ def while_others_shut_down(meeting):
     rpc.shutdown()
 
 
+def with_a_slow_reader(meeting):
+    """The goodbye was taken, and not yet looked at, when the end of the connection is heard."""
+    if meeting.rank == 1:
+        meeting.hear("waits/0", "waits/2")
+        raise ValueError("the first cause")
+    role = agent.current().role
+    read = role.read
+
+    def late(row, fresh):
+        time.sleep(0.2)
+        read(row, fresh)
+
+    rpc.rpc_sync("worker1", abs, (-1,))
+    role.read = late
+    meeting.say(f"waits/{meeting.rank}")
+    rpc.rpc_sync("worker1", never, (meeting.rank,))
+
+
 def in_a_finally(meeting):
     """The usual idiom: ``shutdown`` closes the connections long before the traceback is written."""
     if meeting.rank == 1:
@@ -105,7 +123,7 @@ def by_another_one(meeting):
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("scenario", [in_main, while_others_shut_down, in_a_finally, by_another_one])
+@pytest.mark.parametrize("scenario", [in_main, while_others_shut_down, with_a_slow_reader, in_a_finally, by_another_one])
 def test_the_others_name_it(tmp_path, device, scenario):
     codes, outs = _run(tmp_path, scenario, device)
     assert codes == [1, 1, 1]
