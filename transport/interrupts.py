@@ -33,6 +33,9 @@ _PACKAGE = __name__.partition(".")[0]
 _PROGRAMS = tuple(f"{_PACKAGE}.{name}" for name in ("experiments", "cli", "__main__"))
 """Modules of this package that are programs: their code is the user's."""
 
+_WAITING = ("wait", "wait_for", "join")
+"""Functions of ``threading``."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 _waits: dict[CodeType, Callable[[dict[str, Any]], bool]] = {}
 
@@ -91,7 +94,7 @@ def _at_work(frame: FrameType | None) -> bool:
             return not waits and not module.startswith(_PROGRAMS)
         if module == "__main__" or not _of_library(code.co_filename):
             return False
-        waits = module == "threading" and code.co_name != "start"
+        waits = module == "threading" and code.co_name in _WAITING
         frame = frame.f_back
     return False
 
