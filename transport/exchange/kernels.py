@@ -28,7 +28,7 @@ from ..words.completions import asleep, awake, poll
 from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS
 from ..words.symbols import i64, inline
 from . import layout as w
-from .pieces import add_up, arrived, push, take
+from .pieces import add_up, arrived, awaited, left, push, take
 from .reduction import sum_step
 
 _PAUSES = 64
@@ -70,13 +70,10 @@ def begin(call: int, plan: int, sequence: int, source: int, target: int, patient
 @inline
 def _pull(call: int, lane: int) -> int:
     """Copy the next piece of a lane to its place, if it has come: 1 if so, else 0; -1: it is not of this call."""
-    done = load_acquire(lane + 8 * w.LANE_PULLED)
-    if done >= load_acquire(lane + 8 * w.LANE_PULL):
-        return 0
-    slot = arrived(call, lane)
+    slot = awaited(call, lane)
     if slot <= 0:
         return slot
-    at = done * load_acquire(call + 8 * w.CALL_PIECE)
+    at = load_acquire(lane + 8 * w.LANE_PULLED) * load_acquire(call + 8 * w.CALL_PIECE)
     nbytes = min(load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_TO_BYTES) - at)
     memcpy(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
     take(lane)
@@ -122,7 +119,7 @@ def _step(call: int, port: int) -> int:
     if load_acquire(call + 8 * w.CALL_CHUNKS) > 0:
         summed = sum_step(call)
         return summed if summed >= 0 else w.MISMATCH if summed == -2 else w.CLOSED
-    count, moved, left = load_acquire(call + 8 * w.CALL_LANES), 0, 0
+    count, moved, rest = load_acquire(call + 8 * w.CALL_LANES), 0, 0
     folds = load_acquire(call + 8 * w.CALL_FOLD) >= 0
     for number in range(count):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
@@ -132,15 +129,14 @@ def _step(call: int, port: int) -> int:
             store_release(call + 8 * w.CALL_LANE, number)
             return w.MISMATCH if pulled < 0 else w.CLOSED
         moved += pushed + pulled
-        left += load_acquire(lane + 8 * w.LANE_PUSH) - load_acquire(lane + 8 * w.LANE_PUSHED)
-        left += load_acquire(lane + 8 * w.LANE_PULL) - load_acquire(lane + 8 * w.LANE_PULLED)
-    if folds and left > 0:
+        rest += left(lane)
+    if folds and rest > 0:
         added = _add_up(call)
         if added < 0:
             return w.MISMATCH
         moved += added
-        left -= added * count
-    return 1 << 40 if left == 0 else moved
+        rest -= added * count
+    return 1 << 40 if rest == 0 else moved
 
 
 @compiled(i64(i64))

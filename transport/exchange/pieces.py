@@ -85,13 +85,20 @@ def write(call: int, lane: int, source: int, nbytes: int) -> int:
 
 
 @inline
+def room(call: int, lane: int) -> int:
+    """1 if a lane has a piece that is still to be written, and a slot for it, else 0."""
+    if load_acquire(lane + 8 * w.LANE_PUSHED) >= load_acquire(lane + 8 * w.LANE_PUSH):
+        return 0
+    under_way = load_acquire(lane + 8 * w.LANE_SENT) - load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED))
+    return 1 if under_way < load_acquire(call + 8 * w.CALL_DEPTH) else 0
+
+
+@inline
 def push(call: int, lane: int) -> int:
     """Write the next piece of a lane, if there is one and room for it: 1 if it was written, else 0; -1: the lane is closed."""
-    done, sent = load_acquire(lane + 8 * w.LANE_PUSHED), load_acquire(lane + 8 * w.LANE_SENT)
-    if done >= load_acquire(lane + 8 * w.LANE_PUSH):
+    if room(call, lane) == 0:
         return 0
-    if sent - load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED)) >= load_acquire(call + 8 * w.CALL_DEPTH):
-        return 0
+    done = load_acquire(lane + 8 * w.LANE_PUSHED)
     piece, total = load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_FROM_BYTES)
     return write(call, lane, load_acquire(lane + 8 * w.LANE_FROM) + done * piece, min(piece, total - done * piece))
 
@@ -113,6 +120,21 @@ def arrived(call: int, lane: int) -> int:
     ):
         return -1
     return slot
+
+
+@inline
+def awaited(call: int, lane: int) -> int:
+    """``arrived``, but 0 where all pieces of this call have been taken."""
+    if load_acquire(lane + 8 * w.LANE_PULLED) >= load_acquire(lane + 8 * w.LANE_PULL):
+        return 0
+    return arrived(call, lane)
+
+
+@inline
+def left(lane: int) -> int:
+    """How many pieces of this call are still to be written, and to be taken."""
+    unwritten = load_acquire(lane + 8 * w.LANE_PUSH) - load_acquire(lane + 8 * w.LANE_PUSHED)
+    return unwritten + load_acquire(lane + 8 * w.LANE_PULL) - load_acquire(lane + 8 * w.LANE_PULLED)
 
 
 @inline

@@ -16,7 +16,7 @@ from ..words.atomics import load_acquire, memcpy, store_release
 from ..words.kernels import copy_past_caches
 from ..words.symbols import inline
 from . import layout as w
-from .pieces import add_up, arrived, take, write
+from .pieces import add_up, arrived, awaited, left, room, take, write
 
 
 @inline
@@ -51,14 +51,9 @@ def _nbytes(call: int, rank: int, chunk: int) -> int:
 @inline
 def _push_next(call: int, lane: int) -> int:
     """Write the next piece of a lane, if there is room for it, and it is made: 1 if so, else 0; -1: the lane is closed."""
-    done = load_acquire(lane + 8 * w.LANE_PUSHED)
-    if done >= load_acquire(lane + 8 * w.LANE_PUSH):
+    if room(call, lane) == 0:
         return 0
-    if load_acquire(lane + 8 * w.LANE_SENT) - load_acquire(load_acquire(lane + 8 * w.LANE_CREDITED)) >= load_acquire(
-        call + 8 * w.CALL_DEPTH
-    ):
-        return 0
-    item = _item(call, done)
+    item = _item(call, load_acquire(lane + 8 * w.LANE_PUSHED))
     chunk, rank = item >> 1, load_acquire(lane + 8 * w.LANE_RANK)
     if item & 1 == 1:
         if load_acquire(call + 8 * w.CALL_FOLDED) <= chunk:
@@ -70,13 +65,10 @@ def _push_next(call: int, lane: int) -> int:
 @inline
 def _pull_sum(call: int, lane: int) -> int:
     """Put the next piece of a lane into the tensor, if it is here and a sum: 1 if so, else 0; -1: it is not of this call."""
-    done = load_acquire(lane + 8 * w.LANE_PULLED)
-    if done >= load_acquire(lane + 8 * w.LANE_PULL):
-        return 0
-    slot = arrived(call, lane)
+    slot = awaited(call, lane)
     if slot <= 0:
         return slot
-    item = _item(call, done)
+    item = _item(call, load_acquire(lane + 8 * w.LANE_PULLED))
     if item & 1 == 0:
         return 0
     rank, chunk = load_acquire(lane + 8 * w.LANE_RANK), item >> 1
@@ -118,7 +110,7 @@ def _sum_next(call: int) -> int:
 def sum_step(call: int) -> int:
     """Do what can be done: the number of pieces, or 0; -1: ``CALL_LANE`` is closed; -2: what came there is not of this call.
     ``1 << 40``: all is done."""
-    moved, left = _sum_next(call), 0
+    moved, rest = _sum_next(call), 0
     for number in range(load_acquire(call + 8 * w.CALL_LANES)):
         lane = call + 8 * (w.CALL_WORDS + w.LANE_WORDS * number)
         pulled, pushed = _pull_sum(call, lane), _push_next(call, lane)
@@ -126,6 +118,5 @@ def sum_step(call: int) -> int:
             store_release(call + 8 * w.CALL_LANE, number)
             return -2 if pulled < 0 else -1
         moved += pulled + pushed
-        left += load_acquire(lane + 8 * w.LANE_PUSH) - load_acquire(lane + 8 * w.LANE_PUSHED)
-        left += load_acquire(lane + 8 * w.LANE_PULL) - load_acquire(lane + 8 * w.LANE_PULLED)
-    return 1 << 40 if left == 0 else moved
+        rest += left(lane)
+    return 1 << 40 if rest == 0 else moved
