@@ -496,15 +496,19 @@ class Dying(nn.Module):
         return self.layer(x)
 
 
+def leave_after_a_loss() -> None:
+    """Whoever survives ends by itself: the loss of the one that is killed, or of the caller, reaches it."""
+    found = threading.Event()
+    agent.current().on_peer_lost(lambda worker, error: found.set())
+    found.wait(20)
+    time.sleep(0.5)  # the others have to find that one gone, not us
+    with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
+        rpc.shutdown(timeout=20)
+
+
 def killed(rank: int) -> Any:
     if rank != 0:
-        # Whoever survives ends by itself: the caller's death or the loss of worker1 reaches it.
-        found = threading.Event()
-        agent.current().on_peer_lost(lambda worker, error: found.set())
-        found.wait(20)
-        time.sleep(0.5)  # the others have to find worker1 gone, not us
-        with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
-            rpc.shutdown(timeout=20)
+        leave_after_a_loss()
         return "left"
     model = wrap(nn.Sequential(nn.Linear(20, 20), Dying(), nn.Linear(20, 4)), {"0": "worker2", "1": "worker1", "2": "worker2"})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,13 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from group import die, may_stage, run_group
-from test_wrap import DEVICES, STEADY, drive
+from test_wrap import DEVICES, STEADY, drive, leave_after_a_loss
 from torch import nn
 from twins import assert_same_state
 
 import rdmarpc as rpc
 from rdmarpc import NotSupported, wrap
-from rdmarpc.calls import agent
 
 TWO = {"features": ["worker1", "worker2"], "classifier": ["worker2", "worker1"]}
 THREE = {"features": ["worker1", "worker2", "worker3"]}
@@ -380,13 +378,7 @@ def test_a_checkpoint_and_another_worker(tmp_path: Path) -> None:
 
 def killed(rank: int) -> Any:
     if rank != 0:
-        # Whoever survives ends by itself: the loss of worker2 reaches it.
-        found = threading.Event()
-        agent.current().on_peer_lost(lambda worker, error: found.set())
-        found.wait(20)
-        time.sleep(0.5)  # the caller has to find worker2 gone, not us
-        with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
-            rpc.shutdown(timeout=20)
+        leave_after_a_loss()
         return None
     net, _, _ = pair(dense, TWO)
     net(torch.randn(4, 12)).sum().backward()
