@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from ...transport import RdmaError, TransferTimeout
+from ...transport import PeerLost, RdmaError, TransferTimeout
 from ..edges.outlet import Outlet
 from ..edges.station import Fittings, Station
 from ..wire.header import Header
@@ -142,7 +142,11 @@ class Control:
             command = commands.get(worker, Command(NOTHING))
             payload = command.padded(outlet.edge.nbytes) if command.payload else None
             header = Header.command(ledger.commands, command.kind, command.argument, ledger.last_backward[worker])
-            outlet.send(header, payload)
+            try:
+                outlet.send(header, payload)
+            except PeerLost as error:
+                self._station.blame(error)
+                raise
         outlets = self._outlets.values()
         self.wait(0, lambda: all(o.idle for o in outlets), lambda: "room for a command at " + names(self._outlets))
 

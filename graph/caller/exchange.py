@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...transport import NotSupported, PeerLost, RdmaError
+from ...transport import NotSupported, RdmaError
 from ..edges import observer
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
@@ -160,16 +160,9 @@ class Exchanges:
         return [run.landed.pop(number) for number in numbers]
 
     def failed(self, run: Forward, error: BaseException) -> None:
-        """This forward ends here. A post names its own peer, which may have left because another one died: raises who was lost,
-        if it is another."""
+        """This forward ends here. Raises who was lost, if it is another worker than ``error`` says."""
         self._abandon(run)
-        if not isinstance(error, PeerLost):
-            return
-        try:
-            self._station.check()
-        except PeerLost as lost:
-            if lost.peer != error.peer:
-                raise lost from error
+        self._station.blame(error)
 
     def _abandon(self, run: Forward) -> None:
         if not run.finished:

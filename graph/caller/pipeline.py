@@ -144,8 +144,9 @@ class Pipeline:
                 self._take_finished()
                 deadline = time.monotonic() + self._timeout
             station.settle()
-        except BaseException:
+        except BaseException as error:
             self._give_up()
+            station.blame(error)
             raise
         ledger.finished_backward(self._everybody, self._first + len(self.parts) - 1)
 

@@ -28,7 +28,7 @@ Leased = dict[int, list[int]]
 _kept: list[torch.Tensor] = []
 """Slots of closed models that must not be used again."""
 Arrived = Callable[["Inlet", "Slot", Header], None]
-_GRACE_S = 0.05
+_GRACE_S, _REASON_S, _LOOK_S = 0.5, 0.05, 0.002
 SLICE = 0.25
 """Seconds between two looks at whether the peers still live (their loss is usually announced before)."""
 
@@ -220,19 +220,40 @@ class Station:
 
     def check(self) -> None:
         """Raise ``PeerLost``, with the worker's name, if the connection to any peer broke."""
-        lost = self._lost_peers()
-        if not lost:
+        first = self._first_lost()
+        if first is None:
             return
-        if all(error.status == "CLOSED" or worker not in self._lost for worker, error in lost):
-            # A worker that leaves because another one died may be heard first, and the reason of either a moment later.
-            time.sleep(_GRACE_S)
-            lost = self._lost_peers()
-        worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
+        worker, error = first
         why = error.message.removeprefix(f"worker {worker} is lost: ").replace(f"worker {worker} cannot", "it cannot", 1)
         if error.status == GIVEN_UP:
             why = why.replace("this worker", self.name)
         text, device = f"worker {worker!r} is lost: {why}", self.device.name
         raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)
+
+    def blame(self, error: BaseException) -> None:
+        """Where a use of the edges failed with ``error``: raise the loss that came first, if that is another. The error of a post
+        names its own peer, which may have left because another worker died."""
+        if not isinstance(error, PeerLost):
+            return
+        if all(worker != error.peer for worker, _ in self._lost_peers()):
+            self.lost(error.peer, error)  # a post finds the end of a connection before the device's thread has heard of it
+        try:
+            self.check()
+        except PeerLost as lost:
+            if lost.message != error.message:
+                raise lost from error
+
+    def _first_lost(self) -> tuple[str, RdmaError] | None:
+        """A worker that leaves because another one died may be heard first, and the reason of either a moment later."""
+        began = time.monotonic()
+        while lost := self._lost_peers():
+            worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
+            waited = time.monotonic() - began
+            known = error.status != "CLOSED" and (worker in self._lost or waited > _REASON_S)
+            if known or waited > _GRACE_S:
+                return worker, error
+            time.sleep(_LOOK_S)
+        return None
 
     def _lost_peers(self) -> list[tuple[str, RdmaError]]:
         broken = {worker: channel.error for worker, channel in list(self.peers.items()) if channel.error is not None}

@@ -107,11 +107,7 @@ class Executor(threading.Thread):
             torch.accelerator.set_device_index(self._gpu)
             driver().relax()
         try:
-            while not self._closing:
-                if self._work():
-                    self.station.look()
-                else:
-                    self.station.poll(1.0)
+            self._serve()
             self.error = RdmaError("the model was closed")
         except BaseException as error:
             self.error = error
@@ -124,6 +120,17 @@ class Executor(threading.Thread):
             self._agenda.clear()
             self._cancel_jobs()
             self.station.close()
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                if self._work():
+                    self.station.look()
+                else:
+                    self.station.poll(1.0)
+        except PeerLost as error:
+            self.station.blame(error)
+            raise
 
     def _work(self) -> bool:
         """Do one thing, if there is one to do."""

@@ -104,7 +104,7 @@ class Saboteur(threading.Thread):
 
     def _descriptors(self, fault: Fault) -> None:
         """No new descriptor, for a while."""
-        with limits.descriptors(limits.lowest_free()):
+        with limits.no_descriptors():
             time.sleep(fault.seconds)
 
     def _delay(self, fault: Fault) -> None:

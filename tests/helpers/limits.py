@@ -1,25 +1,36 @@
-"""Fewer files that this process may open, for as long as a test needs that."""
+"""No more files that this process may open, for as long as a test needs that."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_QUIET_S = 0.3
 
 
 @contextmanager
-def descriptors(limit: int) -> Iterator[None]:
-    """Within, no descriptor of ``limit`` or above can be had."""
+def no_descriptors() -> Iterator[Callable[[], None]]:
+    """Within, no new descriptor can be had. Other threads may still close one that they had: the function that this gives takes
+    all such, until there are none for a while."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    held = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
+
+    def take() -> None:
+        quiet = time.monotonic()
+        while time.monotonic() < quiet + _QUIET_S:
+            try:
+                held.append(os.dup(0))
+                quiet = time.monotonic()
+            except OSError:
+                time.sleep(0.01)
+
     try:
-        yield
+        yield take
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def lowest_free() -> int:
-    """The descriptor that would be had next: as a limit, it leaves none."""
-    os.close(free := os.dup(0))
-    return free
+        for descriptor in held:
+            os.close(descriptor)

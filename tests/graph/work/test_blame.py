@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from cluster import TIMEOUT, Cluster, Split
 from torch import nn
 
+from rdmarpc.graph.edges import station as stations
 from rdmarpc.transport import PeerLost
 
 
@@ -42,4 +45,23 @@ def test_a_post_to_a_worker_that_left_names_the_one_that_died(kind):
         assert caught.value.peer == "w1"
         split.caller.close()
     finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_post_may_find_the_end_of_one_before_the_death_of_the_other_is_heard(kind, monkeypatch):
+    monkeypatch.setattr(stations, "_GRACE_S", TIMEOUT)
+    torch.set_num_threads(1)
+    cluster = Cluster(3, kind)
+    late = threading.Timer(0.2, cluster.processes["w1"].kill)
+    try:
+        split = Split(cluster, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": "w1", "1": "w2"}, timeout=10.0)
+        assert split(torch.randn(2, 4)).shape == (2, 4)
+        late.start()
+        with pytest.raises(PeerLost) as caught:
+            split.caller.station.blame(PeerLost("the peer closed the channel", peer="w2", status="CLOSED"))
+        assert caught.value.peer == "w1"
+        split.caller.close()
+    finally:
+        late.join(TIMEOUT)
         cluster.close()

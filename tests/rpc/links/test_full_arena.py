@@ -131,10 +131,11 @@ def test_workers_whose_arenas_are_full_meet_and_leave():
 def no_descriptors(rank):
     if rank == 1:  # nobody else connects to or from worker 2, but for worker 0
         assert rpc.rpc_sync("worker0", identity, (1,)) == 1
-        with limits.descriptors(limits.lowest_free()):
+        with limits.no_descriptors() as take:
             # Where memory is shared, that of the result is a descriptor. Elsewhere the result is READ: it may come too late.
             with contextlib.suppress(rpc.ArenaFull, rpc.TransferTimeout):
                 assert rpc.rpc_async("worker0", large, (PIECE,), timeout=3.0).wait().sum() == PIECE
+            take()
             with pytest.raises(rpc.RdmaError, match=r"files open.*ulimit -n"):
                 rpc.rpc_async("worker2", identity, (2,)).wait()
             time.sleep(0.2)

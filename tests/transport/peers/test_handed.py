@@ -151,7 +151,7 @@ def test_a_descriptor_that_is_lost_ends_that_peers_channel_with_the_limit_named(
     channel, good = device.connect(peer.address), device.connect(other.address)
     for each in (peer, other):
         each.finish()
-    with limits.descriptors(limits.lowest_free()):
+    with limits.no_descriptors():
         remote = RemoteRegion.load(peer.call(make, "much", 200 << 20, 1))  # a segment of its own
         with pytest.raises(PeerLost, match=r"descriptor(?s:.*)EMFILE(?s:.*)ulimit -n"):
             channel.expect(1).wait(T)
