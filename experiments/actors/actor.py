@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils import vector_to_parameters
 
 from ..peers.libraries import Client
+from ..peers.meeting import meet
 from ..peers.turns import Figure
 from .learner import LONGEST, Policy, gradients
 
@@ -24,7 +24,7 @@ def drive(client: Client, job: dict[str, Any]) -> list[Figure]:
     torch.manual_seed(1000 * job["seed"] + job["rank"])
     policy = Policy(job["width"])
     nothing = torch.zeros(1)
-    _meet(Path(job["meeting_place"]), job)
+    meet("ready", job)
     fetches, updates, games = [], [], 0
     begin = time.perf_counter()
     while True:
@@ -63,13 +63,3 @@ def play(world: Any, policy: Policy, seed: int) -> torch.Tensor:
         state, _, over, _, _ = world.step(moves[-1])
     found = gradients(policy, torch.stack(states), torch.tensor(moves))
     return torch.cat([found, torch.tensor([float(len(moves))])])
-
-
-def _meet(place: Path, job: dict[str, Any]) -> None:
-    """Wait for all actors."""
-    (place / f"ready{job['rank']}").touch()
-    deadline = time.monotonic() + job["timeout_s"]
-    while not all((place / f"ready{rank}").exists() for rank in range(job["clients"])):
-        if time.monotonic() > deadline:
-            raise RuntimeError("not every actor came")
-        time.sleep(0.002)

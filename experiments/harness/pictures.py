@@ -77,6 +77,34 @@ def draw_comm_comp(result: dict[str, Any], path: Path) -> None:
         plt.close(figure)
 
 
+PARTS = {"computation": SKY, "at servers": "#f0c67a", "communication": VERMILLION}
+"""What a step is made of, and its colour."""
+
+
+def draw_parts(rows: list[tuple[str, dict[str, float]]], axis: str, path: Path) -> None:
+    """Stacked bars, one for each (title, {a name of ``PARTS``: how much}); a number in each that is wide enough for it."""
+    longest = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(11, 1.6 + 0.5 * len(rows)))
+        for number, (_, parts) in enumerate(rows):
+            left = 0.0
+            for name, value in parts.items():
+                axes.barh(number, value, left=left, height=0.68, color=PARTS[name], label=None if number else name)
+                if value > 0.06 * longest:
+                    colour = "white" if name == "communication" else INK
+                    axes.text(left + value / 2, number, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=11)
+                left += value
+        axes.set_yticks(range(len(rows)), [title for title, _ in rows])
+        axes.invert_yaxis()
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(axis)
+        axes.legend(frameon=False, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1))
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
 def _bar_title(name: str, device: str) -> str:
     return f"rdmarpc\n({DEVICES.get(device, device)})" if name == "rdmarpc" else "torch RPC\n(TensorPipe)"
 

@@ -114,6 +114,11 @@ EXPERIMENTS = (
         minutes=1, quick_minutes=0.25, quick=("epochs=2",),
     ),
     Experiment(
+        "convergence", "rdma", "Convergence",
+        "A convolutional net, a sequence-to-sequence model and an encoder of sentences learn to a target.",
+        minutes=4, quick_minutes=0.5,
+    ),
+    Experiment(
         "scaling", "rdma", "More workers",
         "1 to 8 workers with emulated computation, and a simulated continuation to 256 hosts.",
         minutes=4, quick_minutes=0.25, gib=4.0,

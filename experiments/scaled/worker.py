@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..peers.libraries import Client
+from ..peers.meeting import meet
 from ..peers.turns import Figure
 
 WARM_UP = 2
@@ -35,13 +36,13 @@ def drive(client: Client, job: dict[str, Any]) -> list[Figure]:
 
     for _ in range(WARM_UP):
         exchange()
-    _meet(place, "warm", job)
+    meet("warm", job)
     start = time.perf_counter()
     for _ in range(job["steps"]):
         time.sleep(compute_s)
         exchange()
     (place / f".step{rank}").write_text(json.dumps(1e3 * (time.perf_counter() - start) / job["steps"]))
-    _meet(place, "done", job)
+    meet("done", job)
     if rank:
         return []
     steps = sorted(json.loads((place / f".step{each}").read_text()) for each in range(job["clients"]))
@@ -57,13 +58,3 @@ def _ms(run: Any) -> float:
     start = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - start)
-
-
-def _meet(place: Path, name: str, job: dict[str, Any]) -> None:
-    """Wait for all workers."""
-    (place / f"{name}{job['rank']}").touch()
-    deadline = time.monotonic() + job["timeout_s"]
-    while not all((place / f"{name}{rank}").exists() for rank in range(job["clients"])):
-        if time.monotonic() > deadline:
-            raise RuntimeError("not every worker came")
-        time.sleep(0.002)

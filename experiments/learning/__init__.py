@@ -1,0 +1,1 @@
+"""Models that learn to a target through parameter servers (``convergence``)."""

@@ -1,0 +1,132 @@
+"""A worker: computes gradients of its own batches, sends them to every server and goes on with the weights that come back."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..harness.processes import Launcher
+from ..peers.libraries import Client, serve_or_drive
+from ..peers.meeting import meet
+from ..peers.turns import Figure
+from .problems import PROBLEMS
+
+
+class Vectors:
+    """Weights and gradients of a model, as one vector for each server: tensors are dealt out to servers in turn, and the
+    parameters and their gradients lie in the vectors. Behind the gradients is the worker's rank."""
+
+    def __init__(self, net: nn.Module, servers: int, rank: int) -> None:
+        parameters = list(net.parameters())
+        self.weights: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        for server in range(servers):
+            mine = parameters[server::servers]
+            weights = torch.cat([each.detach().reshape(-1) for each in mine])
+            gradients = torch.cat([torch.zeros_like(weights), torch.tensor([float(rank)])])
+            at = 0
+            for each in mine:
+                end = at + each.numel()
+                each.data, each.grad = weights[at:end].view_as(each), gradients[at:end].view_as(each)
+                at = end
+            self.weights.append(weights)
+            self.gradients.append(gradients)
+
+    def forget(self) -> None:
+        """Zero all gradients; those of embeddings are dense, too."""
+        for each in self.gradients:
+            each[:-1].zero_()
+
+    def digest(self) -> bytes:
+        total = hashlib.sha256()
+        for each in self.weights:
+            total.update(each.numpy().tobytes())
+        return total.digest()
+
+
+@dataclass
+class Record:
+    """Of every step the loss, and milliseconds: computing the gradients; from the calls' start until all weights are in place.
+    ``quality``: (steps before it, what ``held_out`` was)."""
+
+    losses: list[float] = field(default_factory=list)
+    computation: list[float] = field(default_factory=list)
+    exchange: list[float] = field(default_factory=list)
+    quality: list[tuple[int, float]] = field(default_factory=list)
+
+
+def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """A process of a turn; worker 0 tells what it measured, and what must be the same in every turn."""
+    found = serve_or_drive(drive, rank, job)
+    if rank == 0:
+        figures, results = found
+        launcher.tell(("figures", figures))
+        launcher.tell(("results", results))
+
+
+def drive(client: Client, job: dict[str, Any]) -> tuple[list[Figure], dict[str, bytes]]:
+    """Steps until the target is reached, or ``most_steps``. All workers see the same weights, so all of them stop at the same
+    step. The clock stands while they look at held-out samples."""
+    rank, servers = job["rank"], job["servers"]
+    learning = PROBLEMS[job["problem"]].make(job["seed"], job["width"])
+    vectors = Vectors(learning.net, servers, rank)
+    if rank == 0:
+        for server, weights in enumerate(vectors.weights):
+            client.finish(client.start("begin_with", weights, None, server))
+    meet("begun", job)
+    drawn = torch.Generator().manual_seed(1000 * (1 + job["seed"]) + rank)
+    record = Record()
+    while True:
+        with torch.no_grad():
+            record.quality.append((len(record.losses), learning.held_out()))
+        if record.quality[-1][1] >= job["target"] or len(record.losses) >= job["most_steps"]:
+            break
+        meet(f"step{len(record.losses)}", job)
+        for _ in range(min(job["look_every"], job["most_steps"] - len(record.losses))):
+            start = time.perf_counter()
+            vectors.forget()
+            loss = learning.loss(job["batch"], drawn)
+            loss.backward()
+            computed = time.perf_counter()
+            calls = [client.start("exchange", each, None, server) for server, each in enumerate(vectors.gradients)]
+            for call, weights in zip(calls, vectors.weights):
+                weights.copy_(client.finish(call).view(-1))
+            record.computation.append(1e3 * (computed - start))
+            record.exchange.append(1e3 * (time.perf_counter() - computed))
+            record.losses.append(float(loss.detach()))
+    spent = [client.finish(client.start("spent", torch.tensor([float(rank)]), None, server)) for server in range(servers)]
+    losses = torch.tensor(record.losses)
+    results = {"losses of worker 0": losses.numpy().tobytes(), "weights": vectors.digest()}
+    parameters = list(learning.net.parameters())
+    counts = [("parameters", sum(each.numel() for each in parameters)), ("tensors", len(parameters))]
+    known: list[Figure] = [(f"{job['problem']}: {name}", 0, count) for name, count in counts]
+    return known + figures(record, torch.stack([each.view(-1) for each in spent]).amax(0).tolist(), job), results
+
+
+def figures(record: Record, spent: list[float], job: dict[str, Any]) -> list[Figure]:
+    """Milliseconds of each step but the first; and by steps: milliseconds until then, the mean loss since the look before, and
+    what was found on held-out samples."""
+    problem, passed = job["problem"], 0.0
+    found: list[Figure] = []
+    for computing, exchanging, served in list(zip(record.computation, record.exchange, spent))[1:]:
+        found += [
+            (f"{problem}: computation", 0, computing),
+            (f"{problem}: communication", 0, exchanging - served),
+            (f"{problem}: at servers", 0, served),
+            (f"{problem}: step", 0, computing + exchanging),
+        ]
+    before = 0
+    for steps, quality in record.quality:
+        if steps:
+            passed += sum(record.computation[before:steps]) + sum(record.exchange[before:steps])
+            found.append((f"{problem}: loss", steps, sum(record.losses[before:steps]) / (steps - before)))
+        found += [(f"{problem}: ms", steps, passed), (f"{problem}: held out", steps, quality)]
+        before = steps
+    if quality >= job["target"]:
+        found.append((f"{problem}: to the target", 0, passed))
+    return found
