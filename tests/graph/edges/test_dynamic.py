@@ -264,5 +264,5 @@ def death(cluster: Cluster) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"_0 \(dynamic edge \d+\).*peer=w1"):
         split.caller.forward(plan, (torch.zeros(100_000, 16),), 1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 9
     split.caller.close()

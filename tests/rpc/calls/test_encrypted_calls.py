@@ -93,7 +93,7 @@ def names_the_dead(rank: int) -> float:
 def test_a_death_is_noticed_at_once() -> None:
     outcome = run_group(names_the_dead, peer_timeout=20.0, **TLS)[0]
     assert not outcome.error, outcome.text
-    assert outcome.result < 5.0
+    assert outcome.result < 15.0
 
 
 def test_one_worker_without_tls_is_a_named_error() -> None:

@@ -287,10 +287,10 @@ def limits(rank):
             for limit, text in ((0.1, "100 ms"), (-5.0, "RPC ran for more than")):
                 start = time.monotonic()
                 with pytest.raises(RuntimeError, match=text):
-                    rpc.rpc_sync(to, slow, (2.0,), timeout=limit)
+                    rpc.rpc_sync(to, slow, (6.0,), timeout=limit)
                 with pytest.raises(RuntimeError, match=text):
-                    rpc.rpc_async(to, slow, (2.0,), timeout=limit).wait()
-                assert time.monotonic() - start < 1.8
+                    rpc.rpc_async(to, slow, (6.0,), timeout=limit).wait()
+                assert time.monotonic() - start < 5.5
         for wrong in ("1", None, 1j, [1]):
             with pytest.raises(TypeError):
                 rpc.rpc_sync("worker1", identity, (1,), timeout=wrong)

@@ -57,7 +57,7 @@ def both_at_once(dies, meeting):
         if dies:
             with pytest.raises(rpc.PeerLost, match="worker0 cannot be reached: the peer's process ended"):
                 rpc.rpc_sync("worker0", abs, (-1,))
-            assert time.monotonic() - start < 1.5
+            assert time.monotonic() - start < 8.0
         else:
             assert rpc.rpc_sync("worker0", abs, (-1,)) == 1
     if not dies:

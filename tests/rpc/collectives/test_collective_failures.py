@@ -69,7 +69,7 @@ def _misfits(meeting: Meeting) -> None:
         name, seconds, text = caught(case)
         if case is uneven and not name:
             name, seconds, text = caught(dist.barrier)
-        assert name == "Mismatch" and seconds < 3, (case.__name__, name, seconds, text)
+        assert name == "Mismatch" and seconds < 15, (case.__name__, name, seconds, text)
         assert all(word in text for word in words) and text.count("rank") >= 2, text
         meeting.step(f"misfit{number}", 3)
         dist.destroy_process_group()
@@ -85,7 +85,7 @@ def _absent(meeting: Meeting) -> None:
         time.sleep(0.2)
         assert any("nothing has come from rank 1" in line for line in _explain()), _explain()
         name, seconds, text = caught(work.wait)
-        assert name == "TransferTimeout" and "rank 1" in text and seconds < 6, (name, text)
+        assert name == "TransferTimeout" and "rank 1" in text and seconds < 20, (name, text)
         meeting.say("over")
     else:
         meeting.hear("over")
@@ -107,7 +107,7 @@ def _lost(meeting: Meeting) -> None:
     wait = threading.Thread(target=lambda: found.append(caught(lambda: dist.recv(torch.empty(4), 2, group=other))))
     wait.start()
     for name, seconds, text in (caught(later.wait), caught(lambda: dist.barrier(other))):
-        assert name == "PeerLost" and "rank 2" in text and seconds < 5, (name, seconds, text)
+        assert name == "PeerLost" and "rank 2" in text and seconds < 15, (name, seconds, text)
     wait.join(5)
     assert found and found[0][0] == "PeerLost" and "rank 2" in found[0][2], found
     dist.destroy_process_group()

@@ -167,7 +167,7 @@ def _seldom(meeting: Meeting) -> None:
         meeting.hear("named")
     else:
         name, seconds, text = caught(lambda: dist.monitored_barrier(late, timedelta(seconds=0.5)))
-        assert "rank 1" in text and seconds < 5, (name, text)
+        assert "rank 1" in text and seconds < 15, (name, text)
         assert ("Rank 1 failed to pass monitoredBarrier in 500 ms" in text) == (rank == 0), text
         meeting.say(f"named/{rank}")
         if rank == 0:
@@ -180,7 +180,7 @@ def _seldom(meeting: Meeting) -> None:
         assert caught(lambda: dist.barrier(cut))[0]
     else:
         name, seconds, text = caught(lambda: dist.barrier(cut))
-        assert name and "rank 1 aborted" in text and seconds < 3, (name, text)
+        assert name and "rank 1 aborted" in text and seconds < 15, (name, text)
     dist.barrier()
     dist.destroy_process_group()
     for turn in range(5):

@@ -81,7 +81,7 @@ def wait_a_bit():
 
 
 def wait_long():
-    time.sleep(1.5)
+    time.sleep(4.0)
 
 
 def stop_me():
@@ -321,7 +321,7 @@ def ended_from_elsewhere(rank):
                 start = time.monotonic()
                 with pytest.raises(BackwardError, match=r"has ended during a backward pass|Could not find autograd context"):
                     autograd.backward(context_id, [loss])
-                assert time.monotonic() - start < 5.0
+                assert time.monotonic() - start < 20.0
                 timer.join()
         # On one of the workers alone.
         with autograd.context() as context_id:
@@ -343,7 +343,6 @@ def late_root(tensor):
 
 def too_slow(rank):
     if rank == 0:
-        rpc._set_rpc_timeout(0.5)  # not before: it is also the time for all to come together
         tensor = torch.ones(30_000, requires_grad=True)
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", does, (tensor, ["worker2"], wait_long)).sum()
@@ -353,12 +352,14 @@ def too_slow(rank):
                 lambda: autograd.backward(context_id, [loss, other], retain_graph=True),
                 lambda: root.backward(context_id),
             ):
+                rpc._set_rpc_timeout(0.5)
                 start = time.monotonic()
                 with pytest.raises(rpc.TransferTimeout, match=r"RPCErr:1:RPC ran for more than set timeout \(500 ms\)"):
                     backward()
-                assert time.monotonic() - start < 1.4
+                assert time.monotonic() - start < 3.5
+                rpc._set_rpc_timeout(60.0)
             # While the answers of those come, which nobody wants.
-            until = time.monotonic() + 2.0
+            until = time.monotonic() + 4.5
             while time.monotonic() < until:
                 good_in_other_thread("worker1")
                 good_in_other_thread("worker2", "worker0")
@@ -391,7 +392,7 @@ def interrupted(rank):
             start = time.monotonic()
             with pytest.raises(Interrupted):
                 autograd.backward(context_id, [loss, other], retain_graph=True)
-            assert time.monotonic() - start < 1.3
+            assert time.monotonic() - start < 3.5
             assert passes_here() == 0
             good_in_other_thread("worker1", "worker2")
             assert known(context_id)

@@ -312,7 +312,7 @@ def dies_while_joining(meeting):
     time.sleep(0.5)
     start = time.monotonic()
     meeting.join()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 20.0
     with pytest.raises(rpc.PeerLost, match="worker1"):
         rpc.rpc_sync("worker1", identity, (1,))
     rpc.shutdown()

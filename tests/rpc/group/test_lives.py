@@ -127,7 +127,7 @@ def killed_peer(rank):
         start = time.monotonic()
         with pytest.raises(rpc.PeerLost, match="worker1"):
             pending.wait()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 15.0
         with pytest.raises(rpc.PeerLost):
             rpc.rpc_sync("worker1", identity, (1,))
         with pytest.raises(rpc.PeerLost):
@@ -137,8 +137,8 @@ def killed_peer(rank):
         assert other.wait() == "unharmed"
     start = time.monotonic()
     with pytest.raises(rpc.PeerLost):
-        rpc.shutdown(timeout=10)
-    assert time.monotonic() - start < 8.0
+        rpc.shutdown(timeout=25)
+    assert time.monotonic() - start < 20.0
     return "survived"
 
 
@@ -151,13 +151,13 @@ def test_a_killed_worker_is_lost_to_all_others(device):
 
 def never_comes(rank):
     if rank == 1:
-        time.sleep(3.0)
+        time.sleep(6.0)
         rpc.shutdown(graceful=False)
         return
     start = time.monotonic()
     with pytest.raises(rpc.TransferTimeout, match="shutdown"):
         rpc.shutdown(timeout=1.0)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 5.5
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
         rpc.get_worker_info()
     return
@@ -169,11 +169,11 @@ def test_shutdown_has_a_limit():
 
 def leave_at_once(rank):
     if rank == 0:
-        rpc.rpc_async("worker1", slow, (5.0,))
+        rpc.rpc_async("worker1", slow, (20.0,))
         time.sleep(0.2)
     start = time.monotonic()
     rpc.shutdown(graceful=False)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 15.0
 
 
 def test_ungraceful_shutdown_returns_promptly():
@@ -313,7 +313,7 @@ def prompt_with_the_dead(rank):
     time.sleep(0.8)
     start = time.monotonic()
     rpc.shutdown(graceful=False)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 15.0
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
         rpc.shutdown()
     return "prompt"

@@ -10,7 +10,7 @@ import limits
 import pytest
 import torch
 from called import identity
-from group import on_every_device, results
+from group import dismiss, on_every_device, results, until_dismissed
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -27,10 +27,12 @@ def fill() -> list[torch.Tensor]:
     return [link.channel.empty(PIECE, dtype=torch.uint8) for _ in range(2)]
 
 
-def hold(seconds: float) -> None:
-    pieces = fill()
+def hold() -> None:
+    """Until somebody waits for memory here."""
+    pieces, before, limit = fill(), waits(), time.monotonic() + 20
     full.set()
-    time.sleep(seconds)
+    while waits() == before and time.monotonic() < limit:
+        time.sleep(0.01)
     pieces.clear()
 
 
@@ -53,19 +55,21 @@ def waits() -> int:
 def full_for_a_moment(rank):
     if rank == 0:
         # There: the arguments, READ for want of a landing place, find no room. Here: the result.
-        holding = rpc.rpc_async("worker1", hold, (1.0,))
+        holding = rpc.rpc_async("worker1", hold)
         assert rpc.rpc_sync("worker1", is_full)
         assert rpc.rpc_sync("worker1", identity, (large(PIECE)[:-7],)).sum() == PIECE - 7
         holding.wait()
         assert rpc.rpc_sync("worker1", waits) > 0
-        holder = threading.Thread(target=hold, args=(1.0,))
+        full.clear()
+        holder = threading.Thread(target=hold)
         holder.start()
         assert is_full()
         before = waits()
-        others = rpc.rpc_async("worker1", time.sleep, (2.0,))  # something is under way
+        others = rpc.rpc_async("worker1", until_dismissed)  # something is under way
         assert rpc.rpc_sync("worker1", large, (PIECE,)).sum() == PIECE
         assert waits() > before
         holder.join()
+        dismiss("worker1")
         others.wait()
     rpc.shutdown()
 
@@ -86,10 +90,10 @@ def full_for_good(rank):
         start = time.monotonic()
         # A call of its own that may free nothing is waited for until the deadline, and no longer.
         keep()
-        others = rpc.rpc_async("worker1", time.sleep, (3.0,))
+        others = rpc.rpc_async("worker1", time.sleep, (6.0,))
         with pytest.raises((rpc.ArenaFull, rpc.TransferTimeout)):
             rpc.rpc_sync("worker1", large, (PIECE,), timeout=1.5)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 5.5
         others.wait()
     rpc.shutdown()
 

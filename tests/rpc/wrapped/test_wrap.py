@@ -472,11 +472,11 @@ def test_errors_in_remote_parts():
 
 
 def too_slow() -> None:
-    model = wrap(nn.Sequential(models.Slow(3.0)), {"0": "worker1"}, timeout=0.5)
+    model = wrap(nn.Sequential(models.Slow(6.0)), {"0": "worker1"}, timeout=0.5)
     started = time.monotonic()
     with pytest.raises(rpc.TransferTimeout, match=r"activation .* from 'worker1' did not come within 0.5 s"):
         model(torch.zeros(2, 20))
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 5.5
     model.close()
 
 
@@ -532,6 +532,6 @@ def killed(rank: int) -> Any:
 def test_a_worker_is_killed_in_mid_step(device):
     outcomes = run_group(killed, 3, transport=device)
     assert not outcomes[0].error, outcomes[0].text
-    assert outcomes[0].result < 3.0
+    assert outcomes[0].result < 15.0
     assert outcomes[1].exit_code == -9
     assert outcomes[2].result == "left", outcomes[2].text

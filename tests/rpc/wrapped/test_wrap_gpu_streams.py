@@ -329,6 +329,6 @@ def killed(rank: int) -> Any:
 def test_a_worker_is_killed_in_mid_step():
     outcomes = run_group(killed, 3, gpu=True, transport="cuda")
     assert not outcomes[0].error, outcomes[0].text
-    assert outcomes[0].result < 3.0
+    assert outcomes[0].result < 15.0
     assert outcomes[1].exit_code == -9
     assert outcomes[2].result == "left", outcomes[2].text

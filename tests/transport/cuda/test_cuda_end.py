@@ -125,7 +125,7 @@ def test_no_copy_is_under_way_after_abort(start: Callable[..., Two], by: str) ->
     two = start()
     two.here.call(write_late, two.landing(10_000, "gpu"), 300.0)
     took, error = getattr(two, by).call(abort, T)
-    assert took < 4.0 and not error
+    assert took < 15.0 and not error
     assert two.there.call(values, "landing") == {C}
     two.there.call(overwrite)
     with pytest.raises(PeerLost):
@@ -137,7 +137,7 @@ def test_abort_says_when_a_copy_cannot_be_stopped(start: Callable[..., Two]) -> 
     two = start()
     two.here.call(read_late, two.landing(10_000, "gpu", S), 1000.0)
     took, error = two.here.call(abort, 0.1)
-    assert took < 4.0 and "under way" in error
+    assert took < 15.0 and "under way" in error
     assert two.there.call(channel_error) == "PeerLost"
     assert two.here.call(lanes, 0) == 0
 

@@ -88,7 +88,7 @@ def test_a_device_closes_while_strangers_are_silent(kind: str, open_device: Open
     with raw_socket(b.address):
         started = time.monotonic()
         b.close()
-        assert time.monotonic() - started < 4.0
+        assert time.monotonic() - started < 4.9  # the limit of a handshake is 5 s
 
 
 # -- nobody, or somebody else

@@ -136,7 +136,7 @@ def test_a_peer_that_takes_nothing_any_more_is_lost(open_device: Open, start_pee
 def test_a_device_with_stopped_peers_closes_in_bounded_time(open_device: Open, start_peer: Callable[..., Peer]) -> None:
     """However many there are: what was posted has one second for all of them."""
     device = open_device("tcp")
-    peers = [start_peer("tcp") for _ in range(4)]
+    peers = [start_peer("tcp") for _ in range(6)]
     for peer in peers:
         peer.start(accept)
         channel = device.connect(peer.address)
@@ -147,7 +147,7 @@ def test_a_device_with_stopped_peers_closes_in_bounded_time(open_device: Open, s
         channel.memcpy(remote, device.empty(16 << 20, dtype=torch.uint8))
     started = time.monotonic()
     device.close()
-    assert time.monotonic() - started < 3.5
+    assert time.monotonic() - started < 5.5
     for peer in peers:
         peer.kill()
 
