@@ -75,7 +75,7 @@ def _ownerless(before: set[str]) -> set[str]:
 def nothing_left_behind() -> Iterator[None]:
     processes, shared = set(_children()), set(os.listdir("/dev/shm"))
     yield
-    deadline = time.monotonic() + 3.0  # a process that was told to end may need a moment
+    deadline = time.monotonic() + 10.0  # a process that was told to end may need a moment
     while (left := {pid: name for pid, name in _children().items() if pid not in processes}) and (time.monotonic() < deadline):
         time.sleep(0.02)
     assert not left, f"processes left behind: {left}"
