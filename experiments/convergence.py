@@ -25,6 +25,7 @@ from .peers.turns import Turns, run_app
 CONF = apps.CONF
 NAMES = ("images", "sequences", "sentences")
 QUICK_STEPS = 5
+FEWEST_TENSORS = 5
 PARTS = ("computation", "at servers", "communication")
 SOONER, SHARE = 1.3, 1 / 3
 """Asked: so many times sooner than torch RPC where communication is more than this share of torch RPC's step."""
@@ -123,6 +124,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     apps.some_of(job, libraries=TITLES, problems=NAMES)
     apps.device(job)
     apps.at_least_one(job, "workers", "servers", "look_every", "rounds")
+    if job["servers"] > FEWEST_TENSORS:
+        raise SystemExit(f"error: servers={job['servers']} must be at most {FEWEST_TENSORS}: a model has no more tensors")
     for problem in NAMES:
         named = {f"{problem}.{name}": value for name, value in job[problem].items()}
         apps.at_least_one(named, *(f"{problem}.{name}" for name in ("width", "batch", "most_steps")))

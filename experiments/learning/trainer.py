@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..harness.processes import Launcher
 from ..peers.libraries import Client, serve_or_drive
 from ..peers.meeting import meet
 from ..peers.turns import Figure
 from .problems import PROBLEMS
-
-
-class Vectors:
-    """Weights and gradients of a model, as one vector for each server: tensors are dealt out to servers in turn, and the
-    parameters and their gradients lie in the vectors. Behind the gradients is the worker's rank."""
-
-    def __init__(self, net: nn.Module, servers: int, rank: int) -> None:
-        parameters = list(net.parameters())
-        self.weights: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        for server in range(servers):
-            mine = parameters[server::servers]
-            weights = torch.cat([each.detach().reshape(-1) for each in mine])
-            gradients = torch.cat([torch.zeros_like(weights), torch.tensor([float(rank)])])
-            at = 0
-            for each in mine:
-                end = at + each.numel()
-                each.data, each.grad = weights[at:end].view_as(each), gradients[at:end].view_as(each)
-                at = end
-            self.weights.append(weights)
-            self.gradients.append(gradients)
-
-    def forget(self) -> None:
-        """Zero all gradients; those of embeddings are dense, too."""
-        for each in self.gradients:
-            each[:-1].zero_()
-
-    def digest(self) -> bytes:
-        total = hashlib.sha256()
-        for each in self.weights:
-            total.update(each.numpy().tobytes())
-        return total.digest()
+from .vectors import Vectors
 
 
 @dataclass
@@ -72,12 +39,11 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
 def drive(client: Client, job: dict[str, Any]) -> tuple[list[Figure], dict[str, bytes]]:
     """Steps until the target is reached, or ``most_steps``. All workers see the same weights, so all of them stop at the same
     step. The clock stands while they look at held-out samples."""
-    rank, servers = job["rank"], job["servers"]
+    rank = job["rank"]
     learning = PROBLEMS[job["problem"]].make(job["seed"], job["width"])
-    vectors = Vectors(learning.net, servers, rank)
+    vectors = Vectors(learning.net, job["servers"], rank)
     if rank == 0:
-        for server, weights in enumerate(vectors.weights):
-            client.finish(client.start("begin_with", weights, None, server))
+        vectors.begin(client)
     meet("begun", job)
     drawn = torch.Generator().manual_seed(1000 * (1 + job["seed"]) + rank)
     record = Record()
@@ -93,19 +59,16 @@ def drive(client: Client, job: dict[str, Any]) -> tuple[list[Figure], dict[str, 
             loss = learning.loss(job["batch"], drawn)
             loss.backward()
             computed = time.perf_counter()
-            calls = [client.start("exchange", each, None, server) for server, each in enumerate(vectors.gradients)]
-            for call, weights in zip(calls, vectors.weights):
-                weights.copy_(client.finish(call).view(-1))
+            vectors.exchange(client)
             record.computation.append(1e3 * (computed - start))
             record.exchange.append(1e3 * (time.perf_counter() - computed))
             record.losses.append(float(loss.detach()))
-    spent = [client.finish(client.start("spent", torch.tensor([float(rank)]), None, server)) for server in range(servers)]
     losses = torch.tensor(record.losses)
     results = {"losses of worker 0": losses.numpy().tobytes(), "weights": vectors.digest()}
     parameters = list(learning.net.parameters())
     counts = [("parameters", sum(each.numel() for each in parameters)), ("tensors", len(parameters))]
     known: list[Figure] = [(f"{job['problem']}: {name}", 0, count) for name, count in counts]
-    return known + figures(record, torch.stack([each.view(-1) for each in spent]).amax(0).tolist(), job), results
+    return known + figures(record, vectors.spent(client), job), results
 
 
 def figures(record: Record, spent: list[float], job: dict[str, Any]) -> list[Figure]:

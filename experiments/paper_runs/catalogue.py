@@ -109,6 +109,16 @@ EXPERIMENTS = (
         quick=("models=[GRU]", "rounds=2", "batch.GRU=4"), gib=8.0, packages=("grpc",),
     ),
     Experiment(
+        "mixture", "rdma", "A mixture of experts",
+        "Tokens go to experts and back, by calls to servers and by all-to-all.",
+        minutes=2, quick_minutes=0.5,
+    ),
+    Experiment(
+        "graph_network", "rdma", "A graph network",
+        "Features of neighbourhoods are fetched from several servers in every step.",
+        minutes=2, quick_minutes=0.25,
+    ),
+    Experiment(
         "train", "rdma", "Training: computation and communication",
         "A small CNN split over two workers, beside one process and torch RPC: the same losses.",
         minutes=1, quick_minutes=0.25, quick=("epochs=2",),

@@ -22,7 +22,7 @@ from torch import Tensor
 from .functions import WRITES, function, together
 
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "grpc": "gRPC"}
-PEERS = frozenset({"torch_rpc", "grpc", "pipelining"})
+PEERS = frozenset({"torch_rpc", "grpc", "pipelining", "gloo"})
 """Libraries that are left out where they fail."""
 PACKAGES = {"grpc": "grpc"}
 """What has to be installed for a library, beside torch."""
@@ -59,7 +59,7 @@ def serve_or_drive(drive: Drive, rank: int, job: dict[str, Any]) -> Any:
     Returns what ``drive`` does, and `None` at servers."""
     together.clients = job["clients"]
     if "register" in job:
-        importlib.import_module(job["register"]).begin(job)
+        importlib.import_module(job["register"]).begin(job | {"rank": rank})
     if job["library"] == "grpc":
         return _grpc(drive, rank, job)
     return _rpc(drive, rank, job)
