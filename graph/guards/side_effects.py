@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ def changes_there(what: str, label: str) -> OnlyHere:
 
 
 class Globals:
-    """The data among the globals that the code of a part names, in this process, without what cannot be compared.
-    ``changed()`` names one that is not as it was, ``take()`` takes down what there is now."""
+    """The data among the globals that the code of a part names, in this process, without what cannot be compared, and without
+    what is in ``known`` ones. ``changed()`` names one that is not as it was, ``take()`` takes down what there is now."""
 
-    def __init__(self, part: nn.Module) -> None:
-        self._roots = list(_data_of(part)) if _has_code(part) else []
+    def __init__(self, part: nn.Module, known: Iterable[Globals] = ()) -> None:
+        before = {key for other in known for key in map(_key, other._roots)}
+        named = _data_of(part) if has_code(part) else ()
+        self._roots: list[Root] = [root for root in named if _key(root) not in before]
         self.take()
 
     def __bool__(self) -> bool:
@@ -68,7 +70,7 @@ class Followed:
     may do so."""
 
     def __init__(self, path: str, part: nn.Module, gpu: torch.device | None, tell: Callable[[], None]) -> None:
-        self.part, self.forward, self.follows = part, getattr(part, "forward", part), _has_code(part)
+        self.part, self.forward, self.follows = part, getattr(part, "forward", part), has_code(part)
         self._what, self._gpu, self._tell = f"part {path!r}", gpu, tell
         self._globals, self._draws = Globals(part), self.follows and _draws_from_python(part)
 
@@ -92,10 +94,34 @@ def _late(error: OnlyHere) -> NotSupported:
     return NotSupported(f"{error.message}, and did not when it was captured", hint=error.hint)
 
 
-def _has_code(part: nn.Module) -> bool:
+def has_code(part: nn.Module) -> bool:
     """Whether it has code of the user's."""
     hooked = any(table for m in part.modules() for name, table in vars(m).items() if name.endswith("_hooks"))
-    return hooked or any(not foreign(type(module).__module__) or "forward" in vars(module) for module in part.modules())
+    own = hooked or any(not foreign(type(module).__module__) or "forward" in vars(module) for module in part.modules())
+    return own or any(code_in(value) for module in part.modules() for value in vars(module).values())
+
+
+def code_in(value: Any) -> bool:
+    """Whether a value that is an attribute of a part is, or holds, a function of the user's or an object with methods."""
+    functions, kinds = _called_in(value)
+    return bool(kinds) or any(not foreign(function.__module__) for function in functions)
+
+
+def _called_in(value: Any) -> tuple[list[types.FunctionType], set[type]]:
+    """Functions in an attribute, and the user's classes of objects in it."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    functions: list[types.FunctionType] = []
+    kinds: set[type] = set()
+    for item in inside:
+        while isinstance(item, functools.partial):
+            item = item.func
+        function = getattr(item, "__func__", item)
+        if isinstance(function, types.FunctionType):
+            functions.append(function)
+            item = getattr(item, "__self__", None)
+        if not isinstance(item, (nn.Module, type)):
+            kinds.update(kind for kind in type(item).__mro__ if not foreign(kind.__module__))
+    return functions, kinds
 
 
 def _code_of(part: nn.Module) -> dict[types.CodeType, dict[str, Any]]:
@@ -106,8 +132,9 @@ def _code_of(part: nn.Module) -> dict[types.CodeType, dict[str, Any]]:
     for module in part.modules():
         kinds.update(kind for kind in type(module).__mro__ if not foreign(kind.__module__))
         for value in vars(module).values():
-            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-            functions += [found for item in inside if (found := _function_in(item)) is not None]
+            called, of_objects = _called_in(value)
+            functions += called
+            kinds |= of_objects
     methods: dict[str, list[Any]] = {}
     for kind in kinds:
         for name, value in vars(kind).items():
@@ -121,11 +148,8 @@ def _code_of(part: nn.Module) -> dict[types.CodeType, dict[str, Any]]:
         names |= new
 
 
-def _function_in(value: Any) -> types.FunctionType | None:
-    while isinstance(value, functools.partial):
-        value = value.func
-    value = getattr(value, "__func__", value)
-    return value if isinstance(value, types.FunctionType) else None
+def _key(root: Root) -> tuple[int, str]:
+    return id(root.table), root.name
 
 
 def _data_of(part: nn.Module) -> Iterator[Root]:
@@ -133,9 +157,9 @@ def _data_of(part: nn.Module) -> Iterator[Root]:
     for code, table in _code_of(part).items():
         for root in globals_of(code, table):
             value = root.value()
-            if (id(root.table), root.name) in seen or root.label == "'environ' of os":
+            if _key(root) in seen or root.label == "'environ' of os":
                 continue
-            seen.add((id(root.table), root.name))
+            seen.add(_key(root))
             if value is MISSING or is_data(value) or isinstance(value, torch.Tensor):
                 yield root
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ...transport import NotSupported
 from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
-from ..guards.side_effects import Globals, changes_there
+from ..guards.side_effects import Globals, changes_there, code_in
 from ..plan.replicas import Replica
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
@@ -35,10 +35,18 @@ Submit = Callable[[Callable[[], Any], int], Any]
 
 
 class Access:
-    """``root`` has the parts under their paths; ``use_mode(number)`` puts them under the flags of a mode."""
+    """``root`` has the parts under their paths; ``use_mode(number)`` puts them under the flags of a mode; ``recoded()`` is
+    called, on the executor's thread, when parts may have other functions than before."""
 
-    def __init__(self, root: nn.Module, submit: Submit, use_mode: Callable[[int], None], gpu: torch.device | None) -> None:
-        self._root, self._submit, self._use_mode, self._gpu = root, submit, use_mode, gpu
+    def __init__(
+        self,
+        root: nn.Module,
+        submit: Submit,
+        use_mode: Callable[[int], None],
+        recoded: Callable[[], None],
+        gpu: torch.device | None,
+    ) -> None:
+        self._root, self._submit, self._use_mode, self._recoded, self._gpu = root, submit, use_mode, recoded, gpu
         self._kept: dict[tuple[str, str], Kept] = {}
         for path, module in root.named_modules():
             for name, value in vars(module).items():
@@ -97,26 +105,46 @@ class Access:
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys(lists[0], lists[1]))
 
-        self._submit(lambda: load(self._root.get_submodule(path), prefix, state), commands)
+        self._change(path, lambda part: load(part, prefix, state), commands)
         return lists
 
-    def other_globals(self, there: dict[str, dict[str, str]]) -> dict[str, str]:
+    def other_globals(self, there: dict[str, dict[str, str]], commands: int) -> dict[str, str]:
         """By path, a global that a part names and that is another one in the process where it has these ``Globals.values``."""
-        found = {}
-        for path, values in there.items():
-            mine = Globals(self._root.get_submodule(path)).values()
-            other = next((label for label, value in values.items() if mine.get(label, value) != value), "")
-            if other:
-                found[path] = other
-        return found
+
+        def compare() -> dict[str, str]:
+            found = {}
+            for path, values in there.items():
+                mine = Globals(self._root.get_submodule(path)).values()
+                other = next((label for label, value in values.items() if mine.get(label, value) != value), "")
+                if other:
+                    found[path] = other
+            return found
+
+        return self._submit(compare, commands)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], commands: int) -> None:
         """``module.method(*args)`` for its effect on the module (``apply``, ``reset_parameters``)."""
-        self._submit(lambda: getattr(self._root.get_submodule(path), method)(*args), commands)
+        self._change(path, lambda part: getattr(part, method)(*args), commands)
 
     def compile(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], commands: int) -> None:
         """``module.compile(*args, **kwargs)``."""
-        self._submit(lambda: self._root.get_submodule(path).compile(*args, **kwargs), commands)
+        self._change(path, lambda part: part.compile(*args, **kwargs), commands)
+
+    def _change(self, path: str, change: Callable[[Any], object], commands: int) -> None:
+        """Have code of the user's change a module. ``NotSupported`` if it names other globals then: the caller cannot know."""
+
+        def job() -> None:
+            part = self._root.get_submodule(path)
+            known = Globals(part)
+            try:
+                change(part)
+            finally:
+                self._recoded()
+            if named := Globals(part, [known]).values():
+                said = f"part {path!r} was given a function that names {next(iter(named))}, which is not followed here"
+                raise NotSupported(said, hint="set the function from here, as an attribute")
+
+        self._submit(job, commands)
 
     def seed(self, seed: int, commands: int) -> None:
         """Seed the generators that parts draw from. Not by ``torch.manual_seed``: this worker may be a caller too, and its own
@@ -186,6 +214,8 @@ class Access:
                 setattr(self._root.get_submodule(path), name, value)
             for (path, name), value in values.items():
                 self._keep(path, name, value)
+            if any(map(code_in, values.values())):
+                self._recoded()
 
         self._submit(store, commands)
 
@@ -195,6 +225,7 @@ class Access:
         def drop() -> None:
             delattr(self._root.get_submodule(path), name)
             self._kept.pop((path, name), None)
+            self._recoded()
 
         self._submit(drop, commands)
 

@@ -56,7 +56,7 @@ class Host:
         self._followed: dict[str, Followed] = {}
         machine = Machine(self._part, self._attribute, self.parameters)
         self.executor = Executor(self.station, machine, self._set_mode, self._apply, self.gpu)
-        self.access = Access(self.root, self._on_executor, self.executor.use_mode, self.gpu)
+        self.access = Access(self.root, self._on_executor, self.executor.use_mode, self._followed.clear, self.gpu)
 
     # -- plans
 

@@ -135,7 +135,7 @@ class Eager:
                 return self._probe(path, tensors, join)  # they may vary
             return found
 
-        if path not in self._alone_here and (label := self._session.other_global(path)):
+        if path not in self._alone_here and (label := self._session.globals.other(path)):
             self._stay(path, f"{label} is another one here than at its worker")
         if path in self._alone_here:
             return self._session.here.call(path, args, kwargs)

@@ -97,8 +97,7 @@ def wrap(
     process, and so are globals and attributes of classes. A part runs here, over a fetched copy, if it draws from these
     generators, if it changes globals, or if one that it reads has changed here since ``wrap`` or was another number or text
     at its worker already; a warning says so. If it draws or changes only in a later call, that call raises ``NotSupported``.
-    What a part reaches in other ways than by names in its code, what a function names that is set as its attribute after
-    ``wrap``, and the flags of torch, are not looked at.
+    What a part reaches in other ways than by names in its code, and the flags of torch, are not looked at.
 
     The gradients of a forward that is captured are summed in the order of one process, so they have its bits: also those of
     tied parameters, of tensors that many parts read, and of a part that is called several times. Where no order of the parts

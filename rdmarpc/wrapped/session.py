@@ -16,7 +16,7 @@ from ..graph.caller.caller import Caller
 from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
 from ..graph.edges.station import Leased
-from ..graph.guards.side_effects import Globals
+from ..graph.guards.elsewhere import Elsewhere
 from ..graph.plan.located import Located
 from ..graph.plan.program import Machine
 from ..graph.plan.replicas import Replica
@@ -41,7 +41,8 @@ from .skeleton import without_hooks
 
 class Session:
     """What the stand-ins and optimizers of one model talk to (``parameter.Owners``). ``stand_in`` stands for the whole
-    model, ``shape`` is it without data; ``constants`` are tensors that a capture found outside of the modules, by name."""
+    model, ``shape`` is it without data; ``globals`` are those that its parts at other workers name; ``constants`` are tensors
+    that a capture found outside of the modules, by name."""
 
     def __init__(
         self, net: nn.Module, places: Places, agent: Agent, depth: int, timeout: float, plans: int, staging: bool
@@ -60,12 +61,13 @@ class Session:
         self.devices = Devices(net, functools.partial(_given, net, places))
         self.shape = without_hooks(uncompiled(skeleton(net)))
         moment = lambda: (self.caller.steps, *self.caller.control.begun.values())  # noqa: E731
-        self.settings = Settings(self.ask_owner, self.shape, moment)
+        self.settings = Settings(self.ask_owner, self.shape, moment, self._recoded)
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
         parts = {path: part for found in remote.values() for path, part in found.items() if isinstance(part, nn.Module)}
-        self._globals = {path: known for path, part in parts.items() if (known := Globals(part))}
+        homes = {path: worker for worker, found in remote.items() for path in found if path in parts}
+        self.globals = Elsewhere(homes, lambda worker, values: self.ask_owner(worker, "other_globals", values))
         paths = {id(module): name for name, module in net.named_modules()}
         packed = {worker: owner.Packed(parts, places.device, paths) for worker, parts in remote.items()}
         self._caller: Caller | None = None
@@ -75,7 +77,7 @@ class Session:
             reaching.add(agent.name)
         try:
             self._set_up(net, remote, depth, plans, staging, frozenset(reaching))
-            self._other_globals = self._compare_globals(remote)
+            self.globals.follow(parts)
         except BaseException:
             self._close_parts()
             raise
@@ -158,21 +160,10 @@ class Session:
     def leaf(self, parameter: RemoteParameter) -> torch.Tensor | None:
         return self.here.replica.leaf(parameter) if self.always_here else None
 
-    def other_global(self, path: str = "") -> str:
-        """A global that a part at another worker names and that its worker has otherwise: when the model was wrapped, or as it
-        has changed here since. ``path``: of the part that has this module, instead of any part."""
-        known = [part for part in self._globals if not path or f"{path}.".startswith(f"{part}.")]
-        other = self._other_globals
-        return next((label for part in known if (label := other.get(part) or self._globals[part].changed())), "")
-
-    def _compare_globals(self, remote: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """By path, a global that a part names and that its worker has otherwise, before the first step."""
-        values = {
-            worker: {path: self._globals[path].values() for path in own if path in self._globals}
-            for worker, own in remote.items()
-        }
-        answers = self.ask("other_globals", {worker: (named,) for worker, named in values.items() if named})
-        return {path: label for answer in answers.values() for path, label in answer.items()}
+    def _recoded(self, path: str) -> None:
+        """A module at another worker has got a function from here."""
+        part = self.globals.part_of(path)
+        self.globals.follow({part: self.shape.get_submodule(part)})
 
     def fetch_parts(self, memo: dict[int, Any], hooks: bool = False) -> None:
         if id(self) in memo:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..graph.guards.kept import Kept, plain
+from ..graph.guards.side_effects import code_in
 from ..graph.trace.capture import mode_of
 from ..graph.work.access import AS_IT_CAME, CHANGED, MISSING, PLAIN, TENSOR
 from ..parts.parameter import Where
@@ -23,14 +24,17 @@ from ..transport import NotSupported
 
 class Settings:
     """``ask(worker, method, ...)`` calls the owner's ``Access``; ``shape`` is the model without data, which gets the same
-    attributes; ``moment()`` changes whenever a part may have run."""
+    attributes; ``moment()`` changes whenever a part may have run; ``recoded(path)`` is called when the module has got a
+    function."""
 
-    def __init__(self, ask: Callable[..., Any], shape: nn.Module, moment: Callable[[], Hashable]) -> None:
+    def __init__(
+        self, ask: Callable[..., Any], shape: nn.Module, moment: Callable[[], Hashable], recoded: Callable[[str], None]
+    ) -> None:
         self.number = 0
         """Of the present settings, for what is captured under them."""
         self.copies: Callable[[str], nn.Module | None] = lambda path: None
         """The copy of a module here, by path, while it is what its owner has."""
-        self._ask, self._shape, self._moment = ask, shape, moment
+        self._ask, self._shape, self._moment, self._recoded = ask, shape, moment, recoded
         self._numbers: dict[Hashable, int] = {frozenset(): 0}
         self._set: dict[Where, Hashable] = {}
         self._shared: dict[Where, Any] = {}
@@ -146,6 +150,8 @@ class Settings:
             setattr(module, where[2], copy.deepcopy(value))
             mark = (type(value), value) if plain(value) else object()
         self._count(where, mark)
+        if code_in(value):
+            self._recoded(where[1])
 
     def _count(self, where: Where, mark: Hashable) -> None:
         self._set[where] = mark

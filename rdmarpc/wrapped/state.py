@@ -89,7 +89,7 @@ class State:
 
     def _world(self, training: bool) -> World:
         """What captures have read besides tensors and is still so; if there is none that holds, nothing."""
-        if label := self.session.other_global():
+        if label := self.session.globals.other():
             raise self._uncaptured(f"{label} is another one in this process than at the worker of a part that reads it")
         try:
             world = self._worlds.now(training)
