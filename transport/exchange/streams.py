@@ -13,6 +13,7 @@ import torch
 
 from ..channel import Transfer, Work
 from ..device import Device
+from ..errors import RdmaError
 from ..words import kernels as words
 from ..words.atomics import FOLD_BYTES
 from ..words.signals import BELL_BYTES
@@ -230,10 +231,14 @@ class PostedStreams(Streams):
         for number, (rank, lane) in enumerate(self.lanes.items()):
             row = self.words[CALL_WORDS + LANE_WORDS * number :][:LANE_WORDS]
             if row[at.LANE_PUSHED] < row[at.LANE_PUSH]:
-                if lane.channel.error is not None:
+                try:
+                    lane.channel.check()
+                    self._push(rank, lane, row)
+                except RdmaError:
+                    if lane.channel.error is None:
+                        raise
                     self.words[at.CALL_LANE] = number
                     return CLOSED
-                self._push(rank, lane, row)
             if row[at.LANE_PULLED] < row[at.LANE_PULL] and not self._pull(rank, lane, row):
                 self.words[at.CALL_LANE] = number
                 return MISMATCH
@@ -282,9 +287,16 @@ class PostedStreams(Streams):
             words.copy(base + start, slot.data_ptr() + HEADER, min(self.piece, total - start))
             row[at.LANE_TAKEN] += 1
             row[at.LANE_PULLED] += 1
-            if lane.channel.error is None:
-                lane.credit.post()
+            self._credit(lane)
         return True
+
+    def _credit(self, lane: Lane) -> None:
+        """Give a slot back. A peer that is gone needs no credit: whether it is still needed, ``_look`` of the caller finds."""
+        try:
+            lane.credit.post()
+        except RdmaError:
+            if lane.channel.error is None:
+                raise
 
 
 def streams(device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> Streams:

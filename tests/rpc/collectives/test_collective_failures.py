@@ -155,6 +155,51 @@ def test_failures_are_named_and_soon():
     assert outcomes[2].exit_code == -signal.SIGKILL
 
 
+class _Late:
+    """A transfer whose post comes after the peer was killed, and after its channel knows that."""
+
+    def __init__(self, transfer: Any, channel: Any, pid: int) -> None:
+        self.transfer, self.channel, self.pid = transfer, channel, pid
+
+    def post(self) -> Any:
+        os.kill(self.pid, signal.SIGKILL)
+        limit = time.monotonic() + 10
+        while self.channel.error is None and time.monotonic() < limit:
+            time.sleep(0.001)
+        return self.transfer.post()
+
+
+def _between(meeting: Meeting) -> None:
+    join(meeting, 2, "between")
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    if meeting.rank == 1:
+        meeting.say("pid", str(os.getpid()))
+        dist.barrier()
+        dist.all_reduce(torch.ones(4))
+        return
+    pid, streams = int(meeting.said("pid")), group.engine.streams
+    lane = streams.lanes[1]
+    if os.environ["TEST_POST"] == "credit":  # rank 1 is not needed any more
+        lane.credit = _Late(lane.credit, lane.channel, pid)
+        dist.barrier()
+    else:
+        transfer = streams._transfer
+        streams._transfer = lambda *given: _Late(transfer(*given), lane.channel, pid)
+    name, _, text = caught(lambda: dist.all_reduce(torch.ones(4)))
+    assert name == "PeerLost" and "rank 1" in text, (name, text)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("post", ["piece", "credit"])
+def test_a_rank_that_is_lost_before_a_post(post: str):
+    outcomes = run_group(
+        _between, 2, dynamic=True, environment={"TEST_POST": post, "RDMARPC_COLLECTIVES_DEVICE": "tcp"}, timeout=60
+    )
+    results(outcomes[:1])
+    assert outcomes[1].exit_code == -signal.SIGKILL
+
+
 def test_the_news_of_a_loss_goes_before_that_of_a_leaving():
     """Rank 1 leaves because rank 2 was lost, which is seen here after that."""
     from rdmarpc.ranks.engine import LEFT, Engine
