@@ -1,8 +1,8 @@
 """How tensors are added up: in the order of the ranks, pair by pair from the left, so with the same bits at every rank.
 
-Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 through float32, rounded
-after each pair. Minima and maxima keep what is no number, as torch's do. Float16, complex products and all other types are
-summed by torch. Bools: a sum is an or, a product an and."""
+Types that kernels know (``words/atomics.FOLD_TYPES``) are summed by them, without the GIL; bfloat16 and float16 through
+float32, rounded after each pair. Minima and maxima keep what is no number, as torch's do. Complex products and all other types
+are summed by torch. Bools: a sum is an or, a product an and."""
 
 from __future__ import annotations
 

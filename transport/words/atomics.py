@@ -14,8 +14,8 @@ sched_yield = CFunction("sched_yield", i32())
 
 STREAM_BYTES, STREAM_ALIGN = 256, 32
 FOLD_BYTES = 256
-FOLD_TYPES = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
-FOLD_FLOATS = ("float32", "float64", "bfloat16")
+FOLD_TYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64")
+FOLD_FLOATS = ("float32", "float64", "bfloat16", "float16")
 FOLD_OPERATIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 FOLDS = 8
 # Not FUTEX_PRIVATE: the words lie in memory that two processes map.

@@ -145,6 +145,7 @@ _ELEMENTS = {
     "float32": ir.FloatType(),
     "float64": ir.DoubleType(),
     "bfloat16": ir.IntType(16),
+    "float16": ir.IntType(16),
     "int8": ir.IntType(8),
     "uint8": ir.IntType(8),
     "int16": ir.IntType(16),
@@ -182,7 +183,7 @@ def _fold_all(builder: Any, kind: str, operation: str, places: Any) -> None:
     made = []
     for offset in range(0, FOLD_BYTES, _PIECE):
         a, b = (builder.load(at(place, offset), align=1) for place in (left, right))
-        made.append(_bfloat16(builder, operation, a, b) if kind == "bfloat16" else _folded(builder, kind, operation, a, b))
+        made.append(_SHORT[kind](builder, operation, a, b) if kind in _SHORT else _folded(builder, kind, operation, a, b))
     for number, value in enumerate(made):
         builder.store(value, at(dst, number * _PIECE), align=1)
 
@@ -219,3 +220,43 @@ def _bfloat16(builder: Any, operation: str, a: Any, b: Any) -> Any:
     rounded = builder.lshr(builder.add(bits, builder.add(odd, each(0x7FFF))), each(16))
     none = builder.fcmp_unordered("uno", result, result)
     return builder.trunc(builder.select(none, each(0x7FC0), rounded), a.type)
+
+
+def _float16(builder: Any, operation: str, a: Any, b: Any) -> Any:
+    """As ``_bfloat16``. By integers, because not every processor converts, and the functions that LLVM calls there are not in
+    every process. ``_EXPONENT``: how much larger an exponent of float32 is that means the same."""
+    count = a.type.count
+    wide, real = ir.VectorType(_I32, count), ir.VectorType(ir.FloatType(), count)
+
+    def each(value: int) -> Any:
+        return ir.Constant(wide, [value] * count)
+
+    def floats(bits: Any) -> Any:
+        return builder.bitcast(bits, real)
+
+    def widened(value: Any) -> Any:
+        whole = builder.zext(value, wide)
+        bits = builder.shl(builder.and_(whole, each(0x7FFF)), each(13))
+        exponent, normal = builder.and_(bits, each(0x1F << 23)), builder.add(bits, each(_EXPONENT << 23))
+        infinite = builder.select(builder.icmp_unsigned("==", exponent, each(0x1F << 23)), each(_EXPONENT << 23), each(0))
+        least = each((_EXPONENT + 1) << 23)  # below it there is no exponent: 1.mantissa, less 1, of the least one that there is
+        tiny = builder.fsub(floats(builder.add(bits, least)), floats(least))
+        is_tiny = builder.icmp_unsigned("==", exponent, each(0))
+        size = builder.select(is_tiny, builder.bitcast(tiny, wide), builder.add(normal, infinite))
+        return floats(builder.or_(size, builder.shl(builder.and_(whole, each(0x8000)), each(16))))
+
+    result = builder.bitcast(_folded(builder, "float32", operation, widened(a), widened(b)), wide)
+    size = builder.and_(result, each(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, each(13)), each(1))
+    normal = builder.lshr(builder.add(builder.sub(size, each(_EXPONENT << 23)), builder.add(odd, each(0xFFF))), each(13))
+    unit = each((_EXPONENT + 14) << 23)  # its last bit is that of the least float16: so the sum is rounded there
+    tiny = builder.sub(builder.bitcast(builder.fadd(floats(size), floats(unit)), wide), unit)
+    made = builder.select(builder.icmp_unsigned("<", size, each((_EXPONENT + 1) << 23)), tiny, normal)
+    made = builder.select(builder.icmp_unsigned(">=", size, each((_EXPONENT + 0x1F) << 23)), each(0x7C00), made)
+    made = builder.select(builder.icmp_unsigned(">", size, each(0xFF << 23)), each(0x7E00), made)
+    return builder.trunc(builder.or_(made, builder.lshr(builder.and_(result, each(0x80000000)), each(16))), a.type)
+
+
+_EXPONENT = 127 - 15
+_SHORT = {"bfloat16": _bfloat16, "float16": _float16}
+"""Types that are computed with as float32."""

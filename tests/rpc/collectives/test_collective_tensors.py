@@ -10,6 +10,8 @@ import torch.distributed as dist
 from group import Meeting, results, run_group
 from test_collective_failures import join
 
+from rdmarpc.collectives.sums import sum_of
+
 COUNT = 400_000
 """Floats of a part: more than the slots between two ranks hold, so what is overwritten too early is noticed."""
 SIZE = 3
@@ -165,6 +167,28 @@ def test_a_message_that_does_not_fit_is_an_error_at_once():
     for rank, errors in enumerate(results(run_group(_misfits, SIZE, dynamic=True))):
         for error in errors:
             assert error.startswith("Mismatch: rank 1 receives 20 bytes of torch.float32 from rank "), (rank, error)
+
+
+@pytest.mark.parametrize("name", ["SUM", "PRODUCT", "MIN", "MAX"])
+def test_float16_is_added_up_by_a_kernel_as_by_torch(name: str):
+    """Every number there is with some others, and what comes of three."""
+    how = sum_of(getattr(dist.ReduceOp, name), torch.float16)
+    assert how.code >= 0, "by torch"
+    generator = torch.Generator().manual_seed(1)
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    left = every.repeat(20)
+    right = torch.cat([every[torch.randperm(len(every), generator=generator)] for _ in range(20)])
+    parts = [each.view(torch.float16) for each in (left, right, left.flip(0))]
+    for count in (2, 3):
+        for size in (parts[0].numel(), 999):  # the last elements go another way
+            given = [part[:size].clone() for part in parts[:count]]
+            expected, result = given[0], torch.empty_like(given[0])
+            for part in given[1:]:
+                expected = how.function(expected, part)
+            how.add_up(result, given)
+            none = expected.isnan()
+            assert torch.equal(result.isnan(), none)
+            assert torch.equal(result[~none].view(torch.int16), expected[~none].view(torch.int16))
 
 
 def _all(meeting: Meeting) -> None:
