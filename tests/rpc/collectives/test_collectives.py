@@ -272,6 +272,32 @@ def test_random_programs_as_gloo(device: str, size: int):
     results(run_group(_programs, size, dynamic=True, environment=environment))
 
 
+def _mixed(meeting: Meeting) -> None:
+    """Strings that name a backend for each kind of device: the group takes CPU tensors, whatever they name for GPUs."""
+    import rdmarpc
+    from rdmarpc.collectives.backend import ProcessGroup
+
+    for number, text in enumerate(("cpu:rdmarpc,cuda:nccl", "cpu:rdmarpc", "cpu:gloo,cuda:rdmarpc")):
+        store = dist.FileStore(f"{meeting._place}-mixed{number}", -1)
+        dist.init_process_group(text, store=store, rank=meeting.rank, world_size=2, timeout=timedelta(seconds=20))
+        for group in (dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=20))):
+            assert isinstance(group, ProcessGroup), text
+            x = torch.full((1000,), meeting.rank + 1.0)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, torch.full((1000,), 3.0)), text
+            found: list[Any] = [None, None]
+            dist.all_gather_object(found, meeting.rank, group)
+            assert found == [0, 1], text
+            with pytest.raises(rdmarpc.NotSupported, match="on meta"):  # as one on a GPU
+                dist.all_reduce(torch.empty(3, device="meta"), group=group)
+        dist.monitored_barrier()
+        dist.destroy_process_group()
+
+
+def test_strings_that_name_several_backends():
+    results(run_group(_mixed, 2, dynamic=True))
+
+
 ALONE = """
 import sys
 from rdmarpc.standing_in import hook
