@@ -6,6 +6,7 @@ how much of that count was consumed.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from typing import Protocol
@@ -19,7 +20,9 @@ from .peers.questions import Asking
 from .words import kernels, signals
 from .words.signals import BELL_BYTES, RECORD_BYTES
 
-MAX_ROWS = 4096
+ROW_BYTES = 16
+MAX_ROWS = (1 << 17) - 1
+"""Rows of a poller: 2 MiB of address space. A page of 4 KiB takes memory when the first of its 256 rows is used."""
 
 
 class Count:
@@ -136,7 +139,10 @@ class Poller:
         self._private = np.zeros(4, np.int64)
         self._kick, self._nil = self._private.ctypes.data, self._private.ctypes.data + RECORD_BYTES
         kernels.add(self._kick + 8, self.bell << 32)
-        self.table = np.zeros((MAX_ROWS, 2), np.int64)
+        # Never moved, because kernels hold its address while they wait. A mapping of its own takes memory only where it was
+        # written to. Before the rows lies the row at which the next look begins.
+        table = np.frombuffer(mmap.mmap(-1, (MAX_ROWS + 1) * ROW_BYTES), np.int64).reshape(-1, 2)
+        self.table = table[1:]
         self.address = self.table.ctypes.data
         self.table[self.KICK] = (self._kick, 0)
         self.rows = 1

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -507,9 +508,25 @@ class _Propagator(fx.Interpreter):
             raise changes_argument(str(target), before.names(module.forward))
         return result
 
+    def _item(self, node: fx.Node) -> torch.Tensor | None:
+        """The tensor that an operation takes out of many, if it does no more than that: it then runs nothing, reads one, and
+        must not look at all of them."""
+        if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node) or type(node.args[1]) is not int:
+            return None
+        value = self.env[node.args[0]]
+        if type(value) not in (tuple, list) or not -len(value) <= node.args[1] < len(value):
+            return None
+        item = value[node.args[1]]
+        return item if isinstance(item, torch.Tensor) else None
+
     def run_node(self, n: fx.Node) -> Any:
         self._after = bool(n.meta.get("after"))
         self.allocations.at(n.name, place_of(n))
+        item = self._item(n)
+        if item is not None:
+            self.counted.after(n, {}, None)
+            self._versions.append((n, 0, item, item._version))
+            return item
         grad, writes = torch.set_grad_enabled(n.meta.get("grad", True)), writes_of(n, self.env, self.writes, self._part(n))
         read = self.counted.before(self.env[node] for node in n.all_input_nodes)
         with static(f"{n.op} {n.target!r}"), grad, writes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,30 @@ def test_a_transformer_with_tied_weights(method):
     targets = [step.target for segment in graph.segments for step in segment.instructions]
     if method is record:
         assert {"body.layers.0", "body.layers.1"} <= set(targets)
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return torch.stack([row + 1 for row in x.unbind()])
+
+
+def test_what_a_capture_does_grows_as_the_graph() -> None:
+    def calls(rows: int) -> int:
+        made = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal made
+            made += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            captured = record(skeleton(Rows()), [TensorSpec((rows, 4), torch.float32)], lambda x: ((x,), {}))
+        finally:
+            sys.setprofile(before)
+        assert len(captured.graph.nodes) > 2 * rows
+        return made
+
+    calls(4)  # what is made once
+    first, second, third = calls(20), calls(40), calls(80)
+    assert third - second < 2.5 * (second - first)

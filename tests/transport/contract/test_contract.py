@@ -321,6 +321,25 @@ def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> No
     poller.close()
 
 
+def test_a_poller_of_many_takes_turns(pair: Pair) -> None:
+    poller, numbers = pair.b.poller(), range(5000)
+    rows = [poller.add(pair.ba, number) for number in numbers]
+    for number in (4999, 3, 4097):
+        pair.ab.notify(number)
+        assert poller.wait(T) == (rows[number], 1)
+    pair.ab.notify(7)
+    pair.ab.notify(8)
+    deadline = time.monotonic() + T
+    while not poller.unread(rows[8]):  # one connection, in order: the other one has come, too
+        assert time.monotonic() < deadline
+    assert poller.take() == (rows[7], 1)
+    pair.ab.notify(7)
+    while not poller.unread(rows[7]):
+        assert time.monotonic() < deadline
+    assert [poller.take(), poller.take(), poller.take()] == [(rows[8], 1), (rows[7], 1), None]
+    poller.close()
+
+
 # -- windows
 
 
