@@ -184,7 +184,8 @@ def _serve_grpc(place: Path, number: int, job: dict[str, Any]) -> None:
         server.add_insecure_port(target)
     else:
         address = job.get("address", "127.0.0.1")
-        target = f"{address}:{server.add_insecure_port(f'{address}:0')}"
+        port = server.add_insecure_port(f"{job.get('bind', address)}:0")
+        target = f"{address}:{port}"
     server.start()
     written = place / f".new{number}"
     written.write_text(target)

@@ -10,12 +10,14 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..harness import apps
 from ..harness.findings import Findings, print_findings
+from ..harness.hosts import Hosts, task_of
 from ..harness.processes import Group, Launcher, WorkerFailed, run_job
 from .libraries import PACKAGES, PEERS, TITLES, serve_or_drive
 
@@ -33,8 +35,9 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
         launcher.tell(("figures", found))
 
 
-def enter(entry: Entry, rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """Any process of a turn; why it fails is written where the launcher looks."""
+def enter(entry: Entry, ranks: list[int], number: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """Any process of a turn, of which these ``ranks`` run here; why it fails is written where the launcher looks."""
+    rank = ranks[number]
     logging.captureWarnings(True)  # torch warns of its own deprecated parts
     warnings.simplefilter("ignore")
     try:
@@ -48,8 +51,9 @@ def enter(entry: Entry, rank: int, job: dict[str, Any], launcher: Launcher) -> N
 class Turns:
     """The turns of one run. What cannot run here, and what has failed, is left out by name and gets no further turn."""
 
-    def __init__(self, findings: Findings, folder: Path) -> None:
-        self.findings, self._folder = findings, folder
+    def __init__(self, findings: Findings, folder: Path, hosts: Hosts | None = None) -> None:
+        """``hosts``: of a run over several of them."""
+        self.findings, self._folder, self._hosts = findings, folder, hosts
         self.failed = ""
         """Why rdmarpc failed, or whose results differ; empty if all is well."""
         self._out: set[str] = set()
@@ -61,10 +65,10 @@ class Turns:
         {name: bytes}), which must be the same in all turns with the same ``same``."""
         if what in self._out:
             return
-        reason = missing(job["library"], job["device"])
+        reason = self._agreed(title, missing(job["library"], job["device"]))
         if not reason:
             print(title, file=sys.stderr, flush=True)
-            reason = self._run(job, what, title, entry, same)
+            reason = self._agreed(f"the end of {title}", self._run(job, what, title, entry, same))
             if reason and job["library"] not in PEERS:
                 self.fail(f"{title}: {reason}")
         if reason:
@@ -84,15 +88,27 @@ class Turns:
             else:
                 self.compare(same, title, event[1])
 
-        with apps.meeting(self._folder) as place:
-            count = job["processes"] if "processes" in job else job["clients"] + job["servers"]
-            group = Group(TITLES.get(job["library"], job["library"]), partial(enter, entry), count)
+        with self._meeting() as place:
+            ranks = list(range(job["processes"] if "processes" in job else job["clients"] + job["servers"]))
+            if self._hosts is not None:
+                ranks, place = self._hosts.mine(len(ranks)), place | self._hosts.address
+            if not ranks:
+                return ""
+            group = Group(TITLES.get(job["library"], job["library"]), partial(enter, entry, ranks), len(ranks))
             try:
                 run_job([group], job | place, on_event, job["timeout_s"])
             except WorkerFailed as error:
                 reasons = [path.read_text() for path in sorted(Path(place["meeting_place"]).glob("failed*"))]
                 return "; ".join(dict.fromkeys(reasons)) or str(error)
         return ""
+
+    def _agreed(self, about: str, reason: str) -> str:
+        return reason if self._hosts is None else self._hosts.agree(about, reason)
+
+    def _meeting(self) -> AbstractContextManager[dict[str, Any]]:
+        if self._hosts is None:
+            return apps.meeting(self._folder)
+        return nullcontext({"meeting_place": str(self._hosts.turn())})
 
     def compare(self, same: str, title: str, results: dict[str, bytes]) -> None:
         """With those of the first turn that has this ``same``."""
@@ -109,11 +125,17 @@ def run_app(
     judge: Callable[[Findings, dict[str, Any], Path], None],
 ) -> None:
     """A program by turns from its config to its end: ``run`` takes all turns, ``judge`` makes the tables, targets and pictures,
-    and both are written and shown. Fails where rdmarpc does, or where results differ."""
-    folder = apps.run_folder()
-    turns = Turns(findings, folder)
+    and both are written and shown. Fails where rdmarpc does, or where results differ. Over several hosts, every task runs its
+    processes of the turns, and the first has all figures."""
+    folder, task = apps.run_folder(), task_of(job)
+    hosts = None if task is None else Hosts(*task, folder, job["timeout_s"])
+    turns = Turns(findings, folder, hosts)
     with apps.ending():
         run(job, turns)
+    if hosts is not None:
+        hosts.leave()
+        if not hosts.first:
+            return
     judge(findings, job, folder)
     found = findings.as_dict(job)
     apps.write_and_show(name, found, job, lambda: print_findings(found))

@@ -29,6 +29,7 @@ class Experts:
 
     def forward(self, rank: int, tokens: Tensor, counts: list[int]) -> Tensor:
         """``tokens``: (n, width) of worker ``rank``, so many for each expert in turn. Waits until the step before is made."""
+        torch.set_num_threads(1)  # OpenMP keeps it by thread: the first product of a new one would use all cores
         with self._changed:
             if not self._changed.wait_for(lambda: rank not in self._given, self._timeout_s):
                 raise RuntimeError(f"only {len(self._given)} of {self._workers} workers sent gradients")
@@ -40,6 +41,7 @@ class Experts:
 
     def backward(self, rank: int, gradients: Tensor) -> Tensor:
         """``gradients``: of what ``forward`` returned. Returns those of the tokens. A step needs those of all workers."""
+        torch.set_num_threads(1)
         given, found = self._begun.pop(rank)
         parameters = list(self.experts.parameters())
         of_tokens, *others = torch.autograd.grad(found, [given, *parameters], gradients.clone())

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,23 @@ def job_of(app: Any, *overrides: str) -> dict[str, Any]:
 def test_bad_config_is_a_clear_error(app: Any, override: str, says: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(says)):
         job_of(app, override)
+
+
+def test_experts_have_the_same_bits_in_every_thread() -> None:
+    """Libraries call them in threads of their own, where MKL would use all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    counts = [[7, 33], [40, 0], [17, 23]]
+
+    def bits(experts: Experts) -> list[bytes]:
+        found = []
+        for each in counts:
+            found += [experts.forward(0, x, each), experts.backward(0, x)]
+        return [each.numpy().tobytes() for each in found]
+
+    one, twin = (Experts(0, 2, 256, 1, 0.1, 5.0) for _ in range(2))
+    here = bits(one)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(bits, twin).result(60) == here
+    torch.set_num_threads(before)
