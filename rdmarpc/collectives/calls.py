@@ -18,7 +18,7 @@ import torch
 from ..ranks.engine import Engine
 from ..ranks.signature import Signature, code_of
 from ..transport import kernels
-from ..transport.exchange.streams import Fold, Plan, Span, Streams
+from ..transport.exchange.streams import COPY_PAST, Fold, Plan, Span, Streams
 from .sums import Sum
 
 ONE_SHOT = 128 << 10
@@ -239,10 +239,18 @@ def even(name: str, output: torch.Tensor, input: torch.Tensor, timeout: float = 
         if size > 1:
             engine.run(engine.plan((signature, nbytes), make), source, target)
         if source + rank * step != target + rank * part:
-            kernels.copy(target + rank * part, source + rank * step, part)
+            _keep(target + rank * part, source + rank * step, part)
         engine.end()
 
     return run
+
+
+def _keep(target: int, source: int, nbytes: int) -> None:
+    """Copy what stays at this rank."""
+    if nbytes >= COPY_PAST:
+        kernels.copy_past_caches(target, source, nbytes)
+    else:
+        kernels.copy(target, source, nbytes)
 
 
 def _in_the_way(source: Span, target: Span, place: int) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from ..words.atomics import FUTEX_WAIT, fence, fetch_add, futex, load_acquire, memcpy, now, pause, sched_yield, store_release
 from ..words.compiled import compiled
 from ..words.completions import asleep, awake, poll
-from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS
+from ..words.kernels import SPIN_MAX_NS, SPIN_MIN_NS, copy_past_caches
 from ..words.symbols import i64, inline
 from . import layout as w
 from .pieces import add_up, arrived, awaited, left, push, take
@@ -75,7 +75,10 @@ def _pull(call: int, lane: int) -> int:
         return slot
     at = load_acquire(lane + 8 * w.LANE_PULLED) * load_acquire(call + 8 * w.CALL_PIECE)
     nbytes = min(load_acquire(call + 8 * w.CALL_PIECE), load_acquire(lane + 8 * w.LANE_TO_BYTES) - at)
-    memcpy(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
+    if load_acquire(call + 8 * w.CALL_PAST) != 0:
+        copy_past_caches(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
+    else:
+        memcpy(load_acquire(lane + 8 * w.LANE_TO) + at, slot + w.HEADER, nbytes)
     take(lane)
     return 1
 

@@ -64,6 +64,9 @@ _SUM_CHUNK = 64 << 10
 """Bytes of a chunk of ``Streams.sum_plan``, at most."""
 _PAST = 32 << 20
 """Bytes of a sum from which on it goes past the caches: no cache keeps it."""
+COPY_PAST = 8 << 20
+"""Bytes that come, or are copied here, from which on they go past the caches: with what is sent, and with the slots, they are
+several times as many."""
 
 
 class Streams(abc.ABC):
@@ -111,7 +114,8 @@ class Streams(abc.ABC):
         """A call that sends the spans of ``outs`` to those ranks, and puts what comes from the ranks of ``ins`` into their
         spans. With ``fold`` only the bytes of ``ins`` count, all are alike, and all ranks are in it."""
         fold = fold or _NO_FOLD
-        numbers = [code, elements, fold.code, fold.own, fold.result, fold.nbytes, int(fold.whole), 0, 0, 0, 0]
+        past = int(sum(nbytes for _, nbytes in ins.values()) >= COPY_PAST)
+        numbers = [code, elements, fold.code, fold.own, fold.result, fold.nbytes, int(fold.whole), 0, 0, 0, past]
         for rank in self.order:
             for span in (outs.get(rank), ins.get(rank)):
                 numbers += (span[0], span[1], self.pieces(span[1])) if span is not None else (0, 0, 0)
@@ -200,11 +204,12 @@ class MappedStreams(Streams):
 
 
 class PostedStreams(Streams):
-    """Pieces are posted from slots of our own, which lie in the arena."""
+    """Pieces are posted from slots of our own, which lie in the arena from the first piece to a rank on."""
 
     def __init__(self, device: Device, rank: int, lanes: Mapping[int, Lane], bell: int) -> None:
         super().__init__(device, rank, lanes, bell)
-        self._out = {rank: device.empty((lane.stride * self.depth,), dtype=torch.uint8) for rank, lane in self.lanes.items()}
+        self._device = device
+        self._out: dict[int, torch.Tensor] = {}
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._posted: dict[tuple[int, int], Work] = {}
 
@@ -247,6 +252,8 @@ class PostedStreams(Streams):
 
     def _push(self, rank: int, lane: Lane, row: np.ndarray) -> None:
         total, base, head = int(row[at.LANE_FROM_BYTES]), int(row[at.LANE_FROM]), self.head
+        if rank not in self._out:
+            self._out[rank] = self._device.empty((lane.stride * self.depth,), dtype=torch.uint8)
         while row[at.LANE_PUSHED] < row[at.LANE_PUSH]:
             sent = int(row[at.LANE_SENT])
             if sent - words.load(lane.credited) >= self.depth:

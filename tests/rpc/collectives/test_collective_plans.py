@@ -11,6 +11,8 @@ import torch.distributed as dist
 from group import Meeting, results, run_group
 from test_collective_failures import join
 
+from rdmarpc.transport.exchange.streams import COPY_PAST
+
 
 def _calls(size: int) -> list[Any]:
     """Calls over tensors that stay, of every operation that has a plan."""
@@ -43,8 +45,34 @@ def _planned(meeting: Meeting) -> None:
     assert after[0] == before[0], "a plan was made again"
     for name in ("posts", "registrations", "segments", "bytes_staged"):
         assert after[1].get(name) == before[1].get(name), f"{name}: {before[1].get(name)}, then {after[1].get(name)}"
+    _past_caches(meeting.rank, 3)
     _slow(meeting.rank, 3)
     dist.destroy_process_group()
+
+
+def _past_caches(rank: int, size: int) -> None:
+    """Copies that go past the caches, to and from odd addresses, with a rest."""
+    count = COPY_PAST + 77
+
+    def placed(count: int, value: torch.Tensor | None = None) -> torch.Tensor:
+        place = torch.zeros(count + 3, dtype=torch.uint8)[3:]
+        return place if value is None else place.copy_(value)
+
+    rows = [(torch.arange(count * size) % 251 + other).to(torch.uint8).view(size, count) for other in range(size)]
+    everything = torch.cat([each[0] for each in rows])
+    out = placed(size * count)
+    dist.all_gather_into_tensor(out, placed(count, rows[rank][0]))
+    assert torch.equal(out, everything), "all_gather"
+    dist.all_to_all_single(out, placed(size * count, rows[rank].flatten()))
+    assert torch.equal(out, torch.cat([each[rank] for each in rows])), "all_to_all"
+    mine, came = placed(count, rows[rank][0]), placed(count)
+    dist.broadcast(mine, 1)
+    assert torch.equal(mine, rows[1][0]), "broadcast"
+    works = [dist.isend(rows[rank][2], (rank + 1) % size), dist.irecv(came, (rank - 1) % size)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert torch.equal(came, rows[rank - 1][2]), "a message"
 
 
 def _slow(rank: int, size: int) -> None:

@@ -203,10 +203,8 @@ def _operations(meeting: Meeting) -> int:
         _sums(rank, torch.float32, count, "MAX")
         _gathered(rank, torch.bool, count)
         _copies(rank, torch.bool, count)
-    for dtype in (torch.float32, torch.bfloat16):  # of several blocks and pieces
-        _sums(rank, dtype, 140_001, "SUM")
-        _gathered(rank, dtype, 70_003)
-        _copies(rank, dtype, 70_003)
+    _sums(rank, torch.float32, 140_001, "SUM")  # of several blocks, and below of several pieces
+    _copies(rank, torch.float32, 70_003)
     large = torch.full((1_200_001,), float(rank))  # more than the slots of a lane hold
     dist.broadcast(large, 1)
     assert torch.equal(large, torch.ones(1_200_001))
@@ -226,10 +224,10 @@ def test_every_operation_and_type(record_property: Callable[[str, object], None]
 
 def _calls(rank: int) -> list[tuple[Callable[[], object], int]]:
     """Calls over tensors that stay, and the bytes that this rank has to write in each."""
-    small, large, rows = torch.ones(10), torch.ones(300_000), torch.ones(SIZE, 50_000)
+    small, large, rows = torch.ones(10), torch.ones(90_000), torch.ones(SIZE, 20_000)
     out, uneven = torch.empty_like(rows), [torch.empty(1000 * (other + 1)) for other in range(SIZE)]
     lists = list(out) if rank == 0 else None
-    row, to_all, part = 4 * 50_000, SIZE - 1, 4 * 100_000
+    row, to_all, part = 4 * 20_000, SIZE - 1, 4 * 30_000
     return [
         (dist.barrier, 0),
         (lambda: dist.all_reduce(small), to_all * 40),
