@@ -7,7 +7,8 @@ Which way a call takes follows from its size and the number of ranks alone, so a
   torch has to add up, block by block: everybody adds up its part of the block, then sends that to the others;
 * all others: straight from the rank that has it to the rank that needs it.
 
-The first call of a signature makes a plan: what goes where, as offsets from the tensor, or as addresses. Later ones run it."""
+The first call of a signature makes a plan: what goes where, as offsets from the tensor, or (of lists, and of parts of several
+sizes) as addresses. Later ones run it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Mismatch(RdmaError):
 
 
 _PLANS = 512
-"""So many signatures are remembered; then all are forgotten."""
+"""So many signatures are remembered, and so many exchanges; then all are forgotten."""
 
 
 class _Aside(threading.local):
@@ -48,6 +48,7 @@ class Engine:
         """Held while the streams move."""
         self.sequence = 0
         self._plans: dict[Hashable, Plan] = {}
+        self._exchanges: dict[Hashable, Plan] = {}
         self.planned = 0
         """Calls for which a plan was made: the first of each signature."""
         self.signature = Signature("barrier")
@@ -72,20 +73,25 @@ class Engine:
 
     def plan(self, key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
         """The plan of a signature, made by its first call. ``key``: all that the plan is made from."""
-        found = self._plans.get(key)
+        return self._known(self._plans, key, make)
+
+    def _known(self, plans: dict[Hashable, Plan], key: Hashable, make: Callable[[Streams], Plan]) -> Plan:
+        found = plans.get(key)
         if found is None:
             assert self.streams is not None
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            found = self._plans[key] = make(self.streams)
+            if len(plans) >= _PLANS:
+                plans.clear()
+            found = plans[key] = make(self.streams)
             self.planned += 1
         return found
 
     def exchange(self, outs: Mapping[int, Span], ins: Mapping[int, Span] = NOTHING, fold: Fold | None = None) -> None:
-        """Send and receive by a plan that is not kept, until all is done. Raises what ended it; then the group has failed."""
+        """Send and receive between these addresses until all is done; a plan is made for the first call that has them. Raises
+        what ended it; then the group has failed."""
         self.check()
-        assert self.streams is not None
-        self.run(self.streams.plan(self._code, self.signature.elements, outs, ins, fold))
+        code, elements = self._code, self.signature.elements
+        key = code, elements, fold, tuple(outs.items()), tuple(ins.items())
+        self.run(self._known(self._exchanges, key, lambda streams: streams.plan(code, elements, outs, ins, fold)))
 
     def run(self, plan: Plan, source: int = 0, target: int = 0) -> None:
         """Exchange by this plan (``Streams.begin``) until all is done. Raises as ``exchange``."""

@@ -14,11 +14,21 @@ from test_collective_failures import join
 from rdmarpc.transport.exchange.streams import COPY_PAST
 
 
-def _calls(size: int) -> list[Any]:
-    """Calls over tensors that stay, of every operation that has a plan."""
+def _calls(rank: int, size: int) -> list[Any]:
+    """Calls over tensors that stay, of every operation."""
     small, large, other = torch.ones(10), torch.ones(300_000), torch.ones(size, 50_000)
-    out = torch.empty_like(other)
+    out, rows = torch.empty_like(other), [each + 1 for each in range(size)]
+    uneven, mine = [torch.empty(1000 * each) for each in rows], torch.ones(1000 * rows[rank])
+    cut, taken = torch.ones(sum(rows)), torch.empty(rows[rank] * size)
+    at_root = rank == 1
     return [
+        lambda: dist.reduce(small, 1),
+        lambda: dist.all_gather(uneven, mine),
+        lambda: dist.gather(mine[:1000], list(out[:, :1000]) if at_root else None, 1),
+        lambda: dist.scatter(out[0], list(other) if at_root else None, 1),
+        lambda: dist.reduce_scatter(out[0], list(other)),
+        lambda: dist.all_to_all(list(out), list(other)),
+        lambda: dist.all_to_all_single(taken, cut, [rows[rank]] * size, rows),
         dist.barrier,
         lambda: dist.all_reduce(small),
         lambda: dist.all_reduce(large),
@@ -33,7 +43,7 @@ def _planned(meeting: Meeting) -> None:
     """The first call of a signature makes a plan; later ones register nothing, and tell nobody anything."""
     join(meeting, 3, "planned")
     group: Any = dist.group.WORLD
-    calls = _calls(3)
+    calls = _calls(meeting.rank, 3)
     for call in calls:
         call()
     before = group.engine.planned, group.members.domain.device.counters()
