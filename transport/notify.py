@@ -140,8 +140,10 @@ class Poller:
         self._kick, self._nil = self._private.ctypes.data, self._private.ctypes.data + RECORD_BYTES
         kernels.add(self._kick + 8, self.bell << 32)
         # Never moved, because kernels hold its address while they wait. A mapping of its own takes memory only where it was
-        # written to. Before the rows lies the row at which the next look begins.
-        table = np.frombuffer(mmap.mmap(-1, (MAX_ROWS + 1) * ROW_BYTES), np.int64).reshape(-1, 2)
+        # written to; private, because a forked child must not write into ours. Before the rows lies the row at which the next
+        # look begins.
+        mapped = mmap.mmap(-1, (MAX_ROWS + 1) * ROW_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        table = np.frombuffer(mapped, np.int64).reshape(-1, 2)
         self.table = table[1:]
         self.address = self.table.ctypes.data
         self.table[self.KICK] = (self._kick, 0)

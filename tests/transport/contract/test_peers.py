@@ -332,14 +332,19 @@ def in_child(act: Callable[[], object]) -> bytes:
 def test_a_forked_child_cannot_use_the_device_nor_harm_it(across: Across) -> None:
     foreign = torch.zeros(10)
     region = across.device.register(foreign)
+    poller = across.device.poller()
+    row = poller.add(across.channel, 2)
     for act in (
         lambda: across.device.empty(10),
         lambda: across.device.register(torch.zeros(3)),
         lambda: across.device.connect(across.peer.address),
     ):
         assert b"forked" in in_child(act)
-    for act in (across.channel.close, across.channel.abort, across.device.close, region.close):
+    for act in (across.channel.close, across.channel.abort, across.device.close, region.close, lambda: poller.table.fill(0)):
         assert in_child(act) == b"None"
+    across.peer.call(notify, 2)
+    assert poller.wait(T) == (row, 1)
+    poller.close()
     across.peer.call(notify, 1)
     across.channel.expect(1).wait(T)
     across.channel.notify(1)
