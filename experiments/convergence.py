@@ -86,13 +86,13 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
 
 def judge_one(findings: Findings, problem: str) -> None:
     """How much sooner than with torch RPC; without a target reached, nothing was measured."""
-    ours, theirs = (findings.median(f"{problem}: to the target", 0, each) for each in ("rdmarpc", "torch_rpc"))
+    ours, theirs = ((f"{problem}: to the target", 0, each) for each in ("rdmarpc", "torch_rpc"))
     share = ratio(*(findings.median(f"{problem}: {name}", 0, "torch_rpc") for name in ("communication", "step")))
     asked = SOONER if share is not None and share > SHARE else 1.0
     name = f"{problem}: the target is reached, times sooner than with torch RPC"
     if share is not None:
         name += f" (communication is {share:.0%} of its step)"
-    findings.target(name, ratio(theirs, ours), "≥", asked)
+    findings.target_times(name, theirs, ours, "≥", asked)
 
 
 def steps_of(findings: Findings, problem: str, library: str) -> int | None:

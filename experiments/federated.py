@@ -78,7 +78,8 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
             rows.append([rate(gbits), title, f"{least:,.0f}", *cells, *ratios])
             for other in others:
                 name = f"{title} at {rate(gbits)}: times faster than {TITLES[other]}"
-                findings.target(name, ratio(ms[other], ms["rdmarpc"]), "≥", 1)
+                theirs, ours = ((method, job["clients"], f"{each} {gbits:g}") for each in (other, "rdmarpc"))
+                findings.target_times(name, theirs, ours, "≥", 1)
     findings.table(
         f"{job['local_steps']} local steps of {job['clients']} clients, {job['parameters']:,} parameters, ms",
         ["link", "method", "least", *(TITLES[each] for each in libraries), *(f"times {TITLES[each]}" for each in others)],

@@ -80,8 +80,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         ms = {each: findings.median(case, stages, each) for each in ("alone", *job["libraries"])}
         ratios = [ratio(ms[each], ms.get("rdmarpc")) for each in others]
         rows.append([case, str(stages), *map(text, ms.values()), *map(times, ratios)])
-        for other, measured in zip(others, ratios) if "rdmarpc" in ms else ():
-            findings.target(f"{case}, {stages} stages: a batch, times faster than {TITLES[other]}", measured, "≥", 1)
+        for other in others if "rdmarpc" in ms else ():
+            name = f"{case}, {stages} stages: a batch, times faster than {TITLES[other]}"
+            findings.target_times(name, (case, stages, other), (case, stages, "rdmarpc"), "≥", 1)
     heads = [f"{TITLES[each]}, ms" for each in job["libraries"]]
     sizes = [f"{name}: {each['blocks']} blocks of width {each['width']}" for name, each in job["models"].items()]
     findings.table(

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from .harness import apps
+from .harness.findings import verdicts
 from .paper_runs import here, programs, report
 from .paper_runs.catalogue import Experiment, chosen
 
@@ -53,8 +54,7 @@ def main(cfg: DictConfig) -> None:
         entries += [report.Entry(each, reason="interrupted before it had finished") for each in rest]
     whole = report.write(folder, entries, surroundings, job["quick"], interrupted)
     targets = [target for each in whole["experiments"] for target in each["targets"]]
-    missed = sum(target["met"] is False for target in targets)
-    console.print(f"targets: {sum(target['met'] is True for target in targets)} met, {missed} missed")
+    console.print(f"targets: {verdicts(targets)}")
     console.print(f"report.md and results.json are in {folder}", soft_wrap=True)
     if interrupted:
         console.print("interrupted: the same command goes on from here")

@@ -18,7 +18,7 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import Findings, ratio, text
+from .harness.findings import Findings, text
 from .peers.libraries import TITLES
 from .peers.turns import Turns, run_app
 from .scaled.published import COMPUTE_MS
@@ -77,10 +77,8 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         findings.table("Simulated: speed-up of more hosts", ["hosts", *(TITLES[each] for each in found)], rows, note)
     if "rdmarpc" in libraries and "torch_rpc" in libraries:
         for count in job["workers"]:
-            ours, theirs = (findings.median("step", count, each) for each in ("rdmarpc", "torch_rpc"))
-            findings.target(
-                f"{count} worker{'s' * (count > 1)}: a mini-batch, times faster than torch RPC", ratio(theirs, ours), "≥", 1
-            )
+            name = f"{count} worker{'s' * (count > 1)}: a mini-batch, times faster than torch RPC"
+            findings.target_times(name, ("step", count, "torch_rpc"), ("step", count, "rdmarpc"), "≥", 1)
     draw_scaling(findings, found, job, folder / "scaling.png")
 
 

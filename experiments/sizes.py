@@ -90,7 +90,8 @@ def judge_device(findings: Findings, job: dict[str, Any], device: str) -> None:
         for other, least in job["targets"].items():
             if other in us and ours is not None:
                 name = f"{size:,} bytes over {device}: zero-copy, times faster than {WAYS[other]}"
-                findings.target(name, ratio(us[other], ours), "≥", least)
+                over, under = (("step", size, f"{way} {device}") for way in (other, "zero_copy"))
+                findings.target_times(name, over, under, "≥", least)
     if rows:
         columns = ["bytes", *(WAYS[way] for way in job["ways"]), *(f"times {WAYS[way]}" for way in others)]
         note = (

@@ -93,9 +93,21 @@ class Findings:
         self.tables.append({"title": title, "columns": columns, "rows": rows, "note": note})
 
     def target(self, name: str, measured: float | None, relation: str, asked: float) -> None:
-        """``met`` is `None` where nothing was measured."""
+        """Of a number without a spread. ``met`` is `None` where nothing was measured."""
         met = None if measured is None else RELATIONS[relation](measured, asked)
         self.targets.append({"name": name, "measured": measured, "relation": relation, "asked": asked, "met": met})
+
+    def target_times(self, name: str, over: Key, under: Key, relation: str, asked: float) -> None:
+        """A target of the median of ``over`` by that of ``under``. Met or missed is what the tenth percentile of one by the
+        ninetieth of the other says as well as the reverse; else ``met`` is `None`: the spread leaves it open."""
+        self.target(name, ratio(self.median(*over), self.median(*under)), relation, asked)
+        target = self.targets[-1]
+        if target["measured"] is None:
+            return
+        above, below = spread(self.samples(*over)), spread(self.samples(*under))
+        low, high = above["p10"] / below["p90"], above["p90"] / below["p10"]
+        holds = {RELATIONS[relation](value, asked) for value in (low, high)}
+        target |= {"low": low, "high": high, "met": None if len(holds) == 2 else target["met"]}
 
     def left_out(self, what: str, why: str) -> None:
         """Once for each pair, however often it is said."""
@@ -146,12 +158,27 @@ def size_text(size: int) -> str:
 
 
 def target_text(target: dict[str, Any]) -> str:
-    """One line: met, missed or not measured."""
-    if target["met"] is None:
+    """One line: met, missed, open or not measured."""
+    if target["measured"] is None:
         return f"not measured: {target['name']} (asked {target['relation']} {target['asked']:g})"
-    said = "met" if target["met"] else "missed"
     measured, asked = number_text(target["measured"]), number_text(target["asked"])
-    return f"{said}: {target['name']}: {measured}, asked {target['relation']} {asked}"
+    if "low" in target:
+        measured += f" ({number_text(target['low'])} to {number_text(target['high'])})"
+    return f"{verdict(target)}: {target['name']}: {measured}, asked {target['relation']} {asked}"
+
+
+def verdict(target: dict[str, Any]) -> str:
+    """``open``: the spread has values on both sides of what is asked."""
+    if target["measured"] is None:
+        return "not measured"
+    return {True: "met", False: "missed", None: "open"}[target["met"]]
+
+
+def verdicts(targets: list[dict[str, Any]]) -> str:
+    """How many of each: "3 met, 1 missed, 2 open"."""
+    found = [verdict(target) for target in targets]
+    counts = {name: found.count(name) for name in ("met", "missed", "open", "not measured")}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("met", "missed"))
 
 
 def number_text(value: float) -> str:

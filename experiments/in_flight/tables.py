@@ -73,16 +73,13 @@ def delays(findings: Findings, job: dict[str, Any], device: str, cells: list[tup
 def targets(findings: Findings, job: dict[str, Any], device: str, cells: list[tuple[int, str]]) -> None:
     asked = job["targets"]
     for size, name in cells:
-        ours = findings.median(f"{name} delay", size, f"rdmarpc {device}")
+        ours = (f"{name} delay", size, f"rdmarpc {device}")
         for other in OTHERS:
             if name == "identity" and size in asked.get(other, {}) and other in job["libraries"]:
-                theirs = findings.median(f"{name} delay", size, f"{other} {device}")
+                theirs = (f"{name} delay", size, f"{other} {device}")
                 what = f"{title(size, name, job)} over {device}: times faster than {TITLES[other]}"
-                findings.target(what, ratio(theirs, ours), "≥", asked[other][size])
+                findings.target_times(what, theirs, ours, "≥", asked[other][size])
         if name == "heavy":
-            total, local = (
-                findings.median("heavy total", size, f"rdmarpc {device}"),
-                findings.median("heavy total", size, "local"),
-            )
+            total, local = ("heavy total", size, f"rdmarpc {device}"), ("heavy total", size, "local")
             what = f"{title(size, name, job)} over {device}: times a local process"
-            findings.target(what, ratio(total, local), "≤", asked["local"])
+            findings.target_times(what, total, local, "≤", asked["local"])

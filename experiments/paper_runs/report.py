@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness.findings import spread, target_text
+from ..harness.findings import spread, target_text, verdicts
 from .catalogue import PAPERS, Experiment
 from .programs import OUTPUT, RUNNING
 
@@ -124,13 +124,12 @@ def _lines(whole: dict[str, Any]) -> list[str]:
     results = whole["experiments"]
     finished = [each for each in results if each["state"] == "finished"]
     targets = [target for each in finished for target in each["targets"]]
-    met = sum(target["met"] is True for target in targets)
     known = {name: version for name, version in machine["packages"].items() if name != "cores"}
     packages = ", ".join(version if name == "machine" else f"{name} {version}" for name, version in known.items())
     lines = [
         "# The experiments of the papers",
         "",
-        f"{len(finished)} of {len(results)} experiments; {met} of {len(targets)} targets met."
+        f"{len(finished)} of {len(results)} experiments; of {len(targets)} targets {verdicts(targets)}."
         + (" **Quick run: few samples and small sizes; no figure here is a result.**" if whole["quick"] else "")
         + (" **Not complete: the same command goes on from here.**" if whole["interrupted"] else ""),
         "",
@@ -138,6 +137,8 @@ def _lines(whole: dict[str, Any]) -> list[str]:
         f" GPUs: {', '.join(machine['gpus']) or 'none'}; {packages}. Commit {whole['commit']}.",
         "",
         "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it."
+        " A target is met or missed where the tenth and the ninetieth percentile say so as well, and open where they do not (of"
+        " a single number, and of bench, minibatch, collectives and cuda: what the median says)."
         " load: programs that wanted a core in the minute before an experiment began; on an idle machine less than 1.",
         "",
         "| experiment | state | targets | minutes | load |",
@@ -163,8 +164,7 @@ def _lines(whole: dict[str, Any]) -> list[str]:
 
 def _row(result: dict[str, Any]) -> str:
     state = result["state"] + (" earlier" if result["again"] else "")
-    met = sum(target["met"] is True for target in result["targets"])
-    said = f"{met} of {len(result['targets'])} met" if result["targets"] else "-"
+    said = verdicts(result["targets"]) if result["targets"] else "-"
     minutes = f"{result['seconds'] / 60:.1f}" if "seconds" in result else "-"
     load = f"{result['load']:.1f}" if "load" in result else "-"
     return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} | {load} |"

@@ -29,7 +29,8 @@ def judge(findings: Findings, job: dict[str, Any], path: Path, sent: str, note: 
         bars.append((ALL_TITLES[library], {name: ms[name] or 0.0 for name in PARTS}))
         if library in OURS and OURS[library] in job["libraries"]:
             other = ALL_TITLES[library]
-            findings.target(f"a step, times faster than {other}", faster, "≥", 1)
+            theirs, ours = (("step", 0, each) for each in (library, OURS[library]))
+            findings.target_times(f"a step, times faster than {other}", theirs, ours, "≥", 1)
     columns = ["library", "a step, ms", *(f"{name}, ms" for name in PARTS), "share", sent, "average tensor", "times ours"]
     servers = f"workers: {job['workers']}, servers: {job['servers']}, {job['device']}"
     always = " communication is what is left of the calls; share: of a step. All turns must have the"

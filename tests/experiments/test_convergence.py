@@ -144,7 +144,7 @@ def test_what_is_asked_depends_on_the_share_of_communication(communication: floa
         findings.add("images: communication", 0, library, communication)
     convergence.judge_one(findings, "images")
     [target] = findings.targets
-    assert (target["measured"], target["asked"]) == (1.2, asked)
+    assert (target["measured"], target["asked"], target["met"]) == (1.2, asked, asked == 1)
 
 
 @pytest.mark.parametrize(

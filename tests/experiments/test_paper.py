@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from rdmarpc.experiments import paper
-from rdmarpc.experiments.harness.findings import Findings, number_text, spread
+from rdmarpc.experiments.harness.findings import Findings, number_text, spread, target_text, verdict, verdicts
 from rdmarpc.experiments.paper_runs import catalogue, here, programs, report
 from rdmarpc.experiments.paper_runs.catalogue import EXPERIMENTS, Experiment, chosen
 
@@ -103,7 +103,7 @@ def test_the_report_reads_from_top_to_bottom(run: Any, tmp_path: Path) -> None:
 
     text = (tmp_path / "report/report.md").read_text()
     parts = [
-        "1 of 5 experiments; 0 of 1 targets met",
+        "1 of 5 experiments; of 1 targets 0 met, 1 missed.",
         "own: missed: fast: 2, asked ≥ 3",
         "* broken: error: it has no heart",
         "* gpus: there is no GPU",
@@ -225,6 +225,27 @@ def test_findings() -> None:
     assert [each["met"] for each in plain["targets"]] == [True, None] and len(plain["left_out"]) == 1
     assert spread([float(v) for v in range(1, 12)]) == {"n": 11, "median": 6.0, "p10": 2.0, "p90": 10.0}
     assert report.target(plain["targets"][0])["met"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        ([4.0, 5.0, 6.0], [1.0, 2.0, 2.1], "met"),
+        ([4.0, 5.0, 9.0], [1.0, 2.0, 4.5], "open"),  # 2.5 by the medians, but 4.2 by 4 is less than 2
+        ([1.0, 4.0, 5.0], [1.0, 3.5, 4.0], "open"),
+        ([1.0, 2.0, 3.0], [2.0, 2.0, 2.0], "missed"),
+        ([3.0], [1.0], "met"),
+        ([], [1.0], "not measured"),
+    ],
+)
+def test_a_target_is_met_or_missed_beyond_the_spread(theirs: list[float], ours: list[float], says: str) -> None:
+    found = Findings("", "ms")
+    for name, values in (("theirs", theirs), ("ours", ours)):
+        for value in values:
+            found.add("call", 4, name, value)
+    found.target_times("faster", ("call", 4, "theirs"), ("call", 4, "ours"), "≥", 2)
+    assert verdict(found.targets[0]) == says and target_text(found.targets[0]).startswith(f"{says}: faster")
+    assert verdicts(found.targets * 2).endswith(f"2 {says}") or says == "met"
 
 
 def test_rows_that_keep_their_own_targets(tmp_path: Path) -> None:
