@@ -1,9 +1,9 @@
-"""How a thread that waits for a notification, or for an answer, reads its channel's socket itself.
+"""How small frames are taken, and how a thread that waits for a notification, or for an answer, reads its channel's socket.
 
-The I/O thread does not watch the socket meanwhile, so no thread is woken only to wake another one. The waiting thread takes
-whole, small frames that have no more to them than words and a copy: WRITE into a place that was looked up before, NOTIFY, ACK,
-BEAT. It takes them in a kernel, which no signal handler of Python interrupts. Any other frame stays in the socket, for the I/O
-thread (``reader``). State, of 64-bit words:
+A kernel takes whole, small frames that have no more to them than words and a copy: WRITE into a place that was looked up
+before, NOTIFY, ACK, BEAT. No signal handler of Python interrupts it. Any other frame stays in the socket, for ``reader``. The
+I/O thread begins with this kernel too. While another thread waits and reads, the I/O thread does not watch the socket, so no
+thread is woken only to wake another one. State, of 64-bit words:
 
     +0   fd       the socket
     +8   frames   address of ``PEEK_BYTES`` bytes of our own
@@ -12,7 +12,8 @@ thread (``reader``). State, of 64-bit words:
     +32  bells    address of the bells
     +40  acked    the last post that an ACK has answered
     +48  due      the last post that the peer wants an ACK for, 0: none
-    +56  places   from here on ``PLACES`` regions, by the low bits of their numbers: region, key, address, bytes (0: none)
+    +56  more     0 if there was nothing in the socket behind what was taken last
+    +64  places   from here on ``PLACES`` regions, by the low bits of their numbers: region, key, address, bytes (0: none)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .wire import ACK, BEAT, HEADER, LAST, NOTIFY, SILENT, WRITE
 
 PEEK_BYTES, PLACES = 4096, 16
 TORN, READABLE = -1, 1
-_WORDS = 7
+_WORDS = 8
 _HEADER = HEADER.size
 _PEEK, _TAKE = 0x02 | 0x40, 0x40  # MSG_PEEK, MSG_DONTWAIT
 _POLLIN = 1
@@ -43,7 +44,7 @@ _poll = CFunction("poll", i32(i64, i64, i32))
 @inline
 def _place(state: int, region: int, key: int, offset: int, nbytes: int) -> int:
     """Where a WRITE goes, or 0 if the I/O thread has to look that up."""
-    at = state + 56 + 32 * (region & 15)
+    at = state + 64 + 32 * (region & 15)
     if load_acquire(at) != region or load_acquire(at + 8) != key:
         return 0
     if offset < 0 or nbytes <= 0 or offset > load_acquire(at + 24) - nbytes:
@@ -87,6 +88,7 @@ def take(state: int, last: int) -> int:
             if flags & LAST and not flags & SILENT:
                 store_release(state + 48, seq)
         at += _HEADER + nbytes
+    store_release(state + 56, 1 if at < got or got == PEEK_BYTES else 0)
     left = at
     while left > 0:
         taken = _recv(fd, frames, left, i32(_TAKE))
@@ -144,6 +146,11 @@ class Hearing:
     def acked(self) -> int:
         """The last post that an ACK has answered."""
         return kernels.load(self._at + 40)
+
+    @property
+    def more(self) -> bool:
+        """Whether there may have been something in the socket behind what was taken last."""
+        return kernels.load(self._at + 56) != 0
 
     def due(self) -> int:
         """The last post that wants an ACK of ours, 0: none."""

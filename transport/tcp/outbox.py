@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ..peers.pulse import MAX_BUFFERS, Pulse
+from ..peers.pulse import MAX_BUFFERS, SMALL_BYTES, Pulse
 from .wire import TURN_BYTES, Buffers
 
 
@@ -59,6 +59,9 @@ class Outbox:
         """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
         not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
         idle = not self._queue and self._pulse is not None
+        if idle and sum(map(len, parts)) <= SMALL_BYTES:
+            self._send_small(b"".join(parts))
+            return
         self._queue.extend((memoryview(part), region) for part in parts if len(part))
         if idle:
             self._flush()
@@ -75,6 +78,19 @@ class Outbox:
             if idle:
                 self._flush()
         if idle:
+            self._await_room()
+
+    def _send_small(self, frames: bytes) -> None:
+        """Send a copy of small frames: nothing is left of others."""
+        assert self._pulse is not None
+        try:
+            sent = self._pulse.send_small(frames)
+        except OSError:
+            return  # as in ``_flush``
+        if sent < len(frames):
+            self.inlined += len(frames) - sent
+            self._queue.append((memoryview(frames)[sent:], 0))
+            self._flush()  # so that the heart can push the rest
             self._await_room()
 
     def _flush(self) -> None:

@@ -1,7 +1,8 @@
 """The frames that come in on one TCP stream.
 
-A thread that waits takes small frames itself (``hearing``). For all others the I/O thread looks up a region before it receives
-payload, and receives straight into the region. It reads refused payload and throws it away, and the channel goes on.
+Small frames are taken by a kernel (``hearing``), also by a thread that waits. For all others the I/O thread looks up a region
+before it receives payload, and receives straight into the region. It reads refused payload and throws it away, and the channel
+goes on.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Reader:
         with self.lock:
             room = TURN_BYTES
             try:
+                if self.hear() and not self._hearing.more:
+                    return None
                 self._answer_heard()
                 while room > 0:
                     wanted, got = self._receive_some()
@@ -98,7 +101,7 @@ class Reader:
         return self._hearing.until_bytes(record, target, spin_ns, slice_ns)
 
     def hear(self) -> bool:
-        """Take what has come, on a thread that waits. ``False``: something is left for the I/O thread."""
+        """Take the small frames that have come, on any thread. ``False``: something is left that ``receive`` has to do."""
         with self.lock:
             if self._posts.error is not None or self._torn or self._header_got or self._left or self._refusal:
                 return False

@@ -63,18 +63,25 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def read_by_io(channel: TcpChannel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that the I/O thread reads from now on, one number a system call."""
-    found: list[int] = []
-    receive_some = channel.reader._receive_some
+def read_by_io(channel: TcpChannel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """The bytes that the I/O thread reads from now on: by the kernel for small frames, and by other calls."""
+    small, other = [], []
+    receive_some, take = channel.reader._receive_some, channel.reader._hearing.take
 
     def noted() -> tuple[int, int]:
         wanted, got = receive_some()
-        found.append(got)
+        other.append(got)
         return wanted, got
 
+    def noted_take(last: int) -> int:
+        taken = take(last)
+        if channel._io.is_current() and taken > 0:
+            small.append(taken)
+        return taken
+
     monkeypatch.setattr(channel.reader, "_receive_some", noted)
-    return found
+    monkeypatch.setattr(channel.reader._hearing, "take", noted_take)
+    return small, other
 
 
 def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +91,7 @@ def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = ab.prepare([(pair.remote(there), here)], notify=3)
     transfer.post().wait(T)
     ba.expect(3).wait(T)
-    by_io = read_by_io(ba, monkeypatch)
+    small, other = read_by_io(ba, monkeypatch)
     monkeypatch.setattr(pair.b._loop._looks, "due", lambda: 0.0)  # type: ignore[attr-defined]  # before a look it reads all
     for number in range(20):
         here.fill_(number)
@@ -93,11 +100,34 @@ def test_who_waits_reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(T)
         assert ended == [None] and there.tolist() == [number] * 64
         work.wait(T)
-    assert all(got <= HEADER.size for got in by_io)  # signs of life may come between two waits
+    assert all(got <= HEADER.size for got in small + other)  # signs of life may come between two waits
     until(lambda: not ba.outbox.read_by_waiter)
     here.fill_(99)
     transfer.post().wait(T)  # nobody waits there: the I/O thread reads again
-    assert any(got > HEADER.size for got in by_io) and there.tolist() == [99] * 64
+    assert any(got > HEADER.size for got in small) and there.tolist() == [99] * 64
+    assert all(got <= HEADER.size for got in other)
+
+
+def test_small_frames_that_the_socket_does_not_take(pair: Pair) -> None:
+    """Where nobody reads, small frames wait too; all of them arrive, in order and whole."""
+    ab, ba = ends(pair)
+    there, here = filled(pair.b, 1000, S), filled(pair.a, 1000, C)
+    window, count = ab.window(pair.remote(there), here, notify=6), 0
+    with ba.reader.lock:
+        while ab.outbox.empty:
+            here.fill_(count % 251)
+            window.put(0, 1000)
+            count += 1
+        for _ in range(30):  # behind what is left of one frame
+            here.fill_(count % 251)
+            window.put(0, 1000)
+            count += 1
+    assert ab.outbox.inlined > 0
+    here.fill_(255)
+    ba.expect(6, count).wait(T)
+    assert there.tolist() == [(count - 1) % 251] * 1000
+    ab.fence(T)
+    assert ab.outbox.empty and ba.count(6).consumed == count
 
 
 def test_what_is_not_small_goes_to_the_io_thread_in_order(pair: Pair) -> None:
