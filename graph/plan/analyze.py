@@ -20,13 +20,14 @@ from torch.fx.node import map_aggregate
 from ..guards.side_effects import OnlyHere
 from ..trace.capture import Capture, TensorSpec
 from ..trace.devices import CPU, named
-from ..trace.sites import Site
+from ..trace.sites import Site, label_of
 from ..trace.sizes import Number, plain
 from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
 from ..trace.writes import check_seen
 from .draws import Draws
 from .graph import TransferGraph, Value
 from .located import Located, Pair
+from .names import Names
 from .order import Order, put_in_order
 from .program import Instruction, Ref, Segment, function_path, names_in, plainly, to_number, to_tensor
 from .readers import Key, Readers
@@ -67,6 +68,7 @@ class _Analysis:
         readers: Readers,
     ) -> None:
         self.readers = readers
+        self.names = Names(capture)
         self.capture, self.owner, self.caller, self.scope = capture, owner, caller, scope
         self.located = located
         self.expression: dict[fx.Node, Any] = {}
@@ -96,15 +98,15 @@ class _Analysis:
         for at, node in enumerate(self.capture.graph.nodes):
             self.readers.position = at
             if node.op == "placeholder":
-                inputs.append(node.name)
+                inputs.append(self.names[node])
                 self.where[node] = self.caller, 0
-                self.define(node.name, self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
+                self.define(self.names[node], self.capture.values[node], (self.caller, 0), (node, 0) in self.capture.written)
                 if self.located is not None:
                     self.located.define(
-                        node.name, self.located.inputs[len(inputs) - 1][0], self.located.inputs[len(inputs) - 1]
+                        self.names[node], self.located.inputs[len(inputs) - 1][0], self.located.inputs[len(inputs) - 1]
                     )
-                self.attribute(node.name, self.capture.sites.get((node, 0)), (), self.caller)
-                self.expression[node] = Ref(node.name)
+                self.attribute(self.names[node], self.capture.sites.get((node, 0)), (), self.caller)
+                self.expression[node] = Ref(self.names[node])
             elif node.op == "output":
                 output = self.arguments(node.args[0])
                 effects = self.effects()
@@ -124,14 +126,14 @@ class _Analysis:
                 worker = self.owner(str(node.target))
                 home = self.where[node] = (worker, 0 if worker == self.caller else 1)
                 written = (node, 0) in self.capture.written
-                self.define(node.name, self.capture.values[node], home, written, constant=True)
+                self.define(self.names[node], self.capture.values[node], home, written, constant=True)
                 if self.located is not None:
-                    self.located.attribute(node.name, str(node.target), self.capture.values[node].device)
-                self.attribute(node.name, self.capture.sites.get((node, 0)), (), worker)
-                self.paths[node.name] = str(node.target)
+                    self.located.attribute(self.names[node], str(node.target), self.capture.values[node].device)
+                self.attribute(self.names[node], self.capture.sites.get((node, 0)), (), worker)
+                self.paths[self.names[node]] = str(node.target)
                 if self.capture.values[node].requires_grad:
-                    self.readers.known[id(self.capture.values[node])] = node.name
-                self.expression[node] = Ref(node.name)
+                    self.readers.known[id(self.capture.values[node])] = self.names[node]
+                self.expression[node] = Ref(self.names[node])
             else:
                 self.operation(node)
         check_seen(self.capture.graph, self.capture.values, self.capture.writes, self.where, self.caller)
@@ -194,7 +196,7 @@ class _Analysis:
         structured = not isinstance(value, torch.Tensor)
         given = _given(node, self.capture.values, self.expression)
         made = [new and id(leaf) not in given for new, leaf in zip(made, flat)]
-        names = [None if not named else f"{node.name}.{at}" if structured else node.name for at, named in enumerate(made)]
+        names = self.names.leaves(node, made) if structured else [self.names[node] if made[0] else None]
         for at, (name, leaf) in enumerate(zip(names, leaves)):
             if isinstance(leaf, torch.Tensor) and name is not None:
                 self.define(name, leaf, (worker, level), (node, at) in self.capture.written)
@@ -232,6 +234,7 @@ class _Analysis:
             grad=node.meta.get("grad", True),
             numbers=frozenset(name for name in names if name in self.numbers),
             after=bool(node.meta.get("after")),
+            label=label_of(node),
             open=kind == "module" and mutable((*args, *kwargs.values())),
         )
 
@@ -321,7 +324,7 @@ class _Analysis:
         name, home = number.name, self.home[number.name]
         if home == here:
             return number
-        carrier, copy = f"{name}.number", f"{name}.{here[0]}.{here[1]}"
+        carrier, copy = f"{name} as a tensor", f"{name} at {here[0]}, level {here[1]}"
         if carrier not in self.home:
             self.home[carrier], self.uses[carrier] = home, {}
             self.specs[carrier] = TensorSpec((), self.numbers[name])
@@ -384,7 +387,7 @@ class _Analysis:
         # Every segment of its worker reads an attribute for itself: only to other workers does it cross.
         instructions = self.segment(worker, level).instructions
         if not any(step.results == (name,) for step in instructions):
-            instructions.append(Instruction("attribute", self.paths[name], (), {}, (name,), False))
+            instructions.append(Instruction("attribute", self.paths[name], (), {}, (name,), False, label=name))
 
     def assemble(self, inputs: list[str], output: Any) -> TransferGraph:
         ordered = sorted(self.segments.items(), key=lambda item: (item[0][1], item[0][0] != self.caller))
@@ -429,9 +432,8 @@ class _Analysis:
         put_in_order(graph, self.readers.reads)
         return graph
 
-    @staticmethod
-    def add_trigger(segment: Segment, source: Segment, values: dict[str, Value]) -> None:
-        name = f"start.{segment.number}"
+    def add_trigger(self, segment: Segment, source: Segment, values: dict[str, Value]) -> None:
+        name = self.names.new(f"start of {segment.instructions[0]}")
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)

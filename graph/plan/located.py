@@ -139,7 +139,7 @@ class Located:
         known = self._moved.get(key)
         if known is not None:
             return known, False
-        new = self._moved[key] = f"{name}.{segment.worker}.{segment.level}.{device}"
+        new = self._moved[key] = f"{name} on {device} at {segment.worker}, level {segment.level}"
         segment.instructions.append(Instruction("method", "to", (Ref(name), device), {}, (new,), False))
         self.own[new], self.made[new] = self.own[name], device
         return new, True

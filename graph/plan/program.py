@@ -48,6 +48,12 @@ class Instruction:
     constants: tuple[Any, ...] = ()
     open: bool = False
     after: bool = False
+    label: str = ""
+    """What it is called in the model."""
+
+    def __str__(self) -> str:
+        """For people: a module or attribute by its path, a function or method as ``relu()``."""
+        return self.label or (f"{self.target}()" if self.kind == "method" else self.target.rpartition(":")[2])
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class Segment:
     """Whether gradients come to it."""
 
     def __str__(self) -> str:
-        steps = ", ".join(dict.fromkeys(step.target for step in self.instructions)) or "(nothing)"
+        steps = ", ".join(dict.fromkeys(map(str, self.instructions))) or "(nothing)"
         return f"{self.worker} level {self.level}: {steps}"
 
 
@@ -169,14 +175,14 @@ def _structured(step: Instruction, result: Any, env: Mapping[str, Any], seen: di
     leaves, tree = flatten(result)
     if tree != seen.get(step.tree) and described(tree) != step.tree:
         raise NotSupported(
-            f"{step.target} gave other objects than when it was captured: {_described(result)}",
+            f"{step} gave other objects than when it was captured: {_described(result)}",
             hint="what joins the parts must be made of the same objects in every step",
         )
     seen[step.tree] = tree
     for name, leaf, then in zip(step.results, leaves, step.constants):
         if name is None and (leaf is not env[then.name] if isinstance(then, Ref) else key(leaf) != then):
             raise NotSupported(
-                f"{step.target} gave {leaf!r}, and {then!r} when it was captured",
+                f"{step} gave {leaf!r}, and {then!r} when it was captured",
                 hint="let it give a tensor",
             )
     return leaves
@@ -234,7 +240,7 @@ class Machine:
                 if isinstance(leaf, torch.Tensor):
                     produced(name, leaf)
                 elif name not in step.numbers:
-                    raise NotSupported(f"{step.target} gave {type(leaf).__name__} where a tensor was captured")
+                    raise NotSupported(f"{step} gave {type(leaf).__name__} where a tensor was captured")
             for name in step.last:
                 env.pop(name, None)
 

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...transport import NotSupported
 from ..trace.capture import Capture, TensorSpec, propagate, unchanged
+from ..trace.sites import INSIDE, OF_INPUT, SHARD
 from ..trace.values import constants, described, encode, flatten, leaves_of, pick
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,7 +38,11 @@ class Replica(nn.Module):
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.part = part
+        self._modules[INSIDE] = part
+
+    @property
+    def part(self) -> nn.Module:
+        return self.get_submodule(INSIDE)
 
     def forward(self, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...], /, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self.part, dict(zip(names, tensors)), args, kwargs)
@@ -122,6 +127,7 @@ class _Replicated:
                 piece = None if split is None else self._joint(graph.call_function(pick, (split, at)))
                 # Kernels give other bits where memory is not aligned, as it is in slots, and in copies.
                 row.append(node if piece is None else self._joint(graph.call_method("clone", (piece,))))
+                row[-1].meta |= {} if piece is None else {SHARD: at, OF_INPUT: node}
         outputs = [self._copy(at, row) for at, row in enumerate(pieces)]
         # What is no tensor must be the same in all shards.
         given = [flatten(shard.values[output]) for shard, output in zip(self._shards, outputs)]
@@ -171,6 +177,7 @@ class _Replicated:
                 nodes[node] = self._call(at, node)
             elif node.op != "output":
                 made = nodes[node] = self.graph.node_copy(node, nodes.__getitem__)
+                made.meta[SHARD] = at
                 scope = made.meta.get("scope", "")
                 if self.part_of(scope) is not None:
                     self._place(made, at, scope)
@@ -212,6 +219,7 @@ class _Replicated:
         if (at, path) not in self._aliases:
             alias = self._aliases[at, path] = self.graph.call_function(torch.ops.aten.alias.default, (node,))
             alias.meta["scope"], alias.meta["grad"] = replica_path(at, part), True
+            alias.meta["label"], alias.meta[SHARD] = path, at
         return self._aliases[at, path]
 
     def _joint(self, node: fx.Node) -> fx.Node:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..plan.analyze import TransferGraph, Value
 from ..plan.place import ACTIVATION, GRADIENT, Edge, Placement
-from ..plan.program import Instruction, find_function, names_in
-from ..trace.sites import INPUT, Site
+from ..plan.program import names_in
+from ..trace.sites import Site
 from ..wire.header import HEADER_BYTES
 from .drawing import draw
 from .records import Crossing, SegmentRecord, Use, WorkerRecord
@@ -172,9 +172,9 @@ def describe(
     segments: list[SegmentRecord] = []
     parts: dict[str, dict[str, None]] = {}
     for segment in placement.graph.segments if placement.graph is not None else ():
-        operations = tuple(operation_of(step) for step in segment.instructions)
+        operations = tuple(map(str, segment.instructions))
         segments.append(SegmentRecord(segment.number, segment.worker, segment.level, operations, segment.backward))
-        modules = [step.target for step in segment.instructions if step.kind == "module"]
+        modules = [str(step) for step in segment.instructions if step.kind == "module"]
         parts.setdefault(segment.worker, {}).update(dict.fromkeys(modules))
     workers = tuple(
         WorkerRecord(
@@ -190,17 +190,6 @@ def describe(
     depth = min((edge.depth for edge in placement.edges), default=0)
     reordered = tuple(placement.graph.reordered) if placement.graph is not None else ()
     return Transfers(placement.number, placement.caller, depth, crossings, workers, tuple(segments), reordered)
-
-
-def operation_of(step: Instruction) -> str:
-    """A module or attribute by its path, a function or method as ``relu()``."""
-    if step.kind in ("module", "attribute"):
-        return step.target
-    if step.kind == "method":
-        return f"{step.target}()"
-    if step.target.startswith("pickle:"):
-        return f"{find_function(step.target).__name__}()"
-    return step.target.rpartition(":")[2].rpartition(".")[2] + "()"
 
 
 def shape_text(crossing: Crossing) -> str:
@@ -252,8 +241,8 @@ def _producer(graph: TransferGraph, value: Value) -> str:
         return "start"
     for step in graph.segments[value.producer].instructions:
         if value.name in step.results:
-            return operation_of(step)
-    return str(value.site) if value.site is not None and value.site.kind == INPUT else f"input {value.name}"
+            return str(step)
+    return value.name
 
 
 def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
@@ -264,7 +253,7 @@ def _uses(graph: TransferGraph, value: Value, worker: str) -> list[Use]:
         if segment.worker != worker:
             continue
         steps = [step for step in segment.instructions if value.trigger or value.name in names_in((step.args, step.kwargs))]
-        found += [Use(number, operation_of(step)) for step in (steps[:1] if value.trigger else steps)]
+        found += [Use(number, str(step)) for step in (steps[:1] if value.trigger else steps)]
     if worker == graph.caller and value.name in names_in(graph.output):
         found.append(Use(max(n for n in value.consumers if graph.segments[n].worker == worker), "output"))
     return found

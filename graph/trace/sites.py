@@ -8,6 +8,7 @@ each other as the real ones will).
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .values import Mark, paths
 from .writes import draws
+
+INSIDE = "@"
+"""In a path: what a replica of a part has inside."""
 
 OPERATION, INPUT, PARAMETER, BUFFER, CONSTANT = "operation", "input", "parameter", "buffer", "constant"
 
@@ -42,9 +46,12 @@ class Site:
     instruction: str = ""
 
     def __str__(self) -> str:
+        path = readable(self.path)
+        if self.kind == INPUT:
+            return called(path)
         if self.kind != OPERATION:
-            return f"{self.kind} {self.path}"
-        return f"{self.path}: {self.operation}" + (f" #{self.count}" if self.count > 1 else "")
+            return f"{self.kind} {path}"
+        return f"{path}: {self.operation}" + (f" #{self.count}" if self.count > 1 else "")
 
 
 class Allocations(TorchDispatchMode):
@@ -110,13 +117,44 @@ class Allocations(TorchDispatchMode):
         return self._where
 
 
+SHARD = "shard"
+"""In the ``meta`` of a node: the number of the replica for whose part of the batch it is."""
+
+OF_INPUT = "of input"
+"""There: the input of which it is that part."""
+
+
 def place_of(node: fx.Node) -> str:
     """The path of what a node calls or gets; a function or method as ``relu()``, behind the module in which it is called."""
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    target: Any = node.target
+    name: Any = (
+        target if isinstance(target, str) else getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    )
+    name = re.sub(r"^__(\w+)__$", r"\1", name)  # of tensors: getitem
     path = node.meta.get("scope", "")
     return f"{path}.{name}()" if path else f"{name}()"
+
+
+def label_of(node: fx.Node) -> str:
+    """The same for people: ``features.0 (replica 1)``."""
+    label = node.meta.get("label") or readable(place_of(node))
+    return f"{label} (replica {node.meta[SHARD]})" if SHARD in node.meta and " (replica " not in label else label
+
+
+def readable(path: str) -> str:
+    """A path of the model that was captured, in that which the user has."""
+    if path.startswith("_tensor_constant"):
+        return f"constant {path.removeprefix('_tensor_constant')}"
+    replica, _, inside = path.partition(".") if path.startswith("@") else ("", "", path)
+    inside = inside.replace(f".{INSIDE}", "")
+    return f"{inside} (replica {replica[1:]})" if replica[1:] else inside
+
+
+def called(name: str) -> str:
+    """An input: ``input x``; one that has no name, by its number."""
+    return "input " + (name.removeprefix("input") if re.fullmatch(r"input\d+", name) else name)
 
 
 def input_names(model: nn.Module, join: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], count: int) -> list[str]:

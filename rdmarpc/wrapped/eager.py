@@ -26,6 +26,7 @@ from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
 from ..graph.trace.capture import Capture, TensorSpec, call_of, capture_call, mode_of
 from ..graph.trace.devices import CPU, named
+from ..graph.trace.sites import INPUT, Site, input_names, name_inputs
 from ..graph.trace.sizes import Sizes
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
@@ -123,6 +124,12 @@ class Eager:
             return tree.unflatten(values.filled(leaves, given))
 
         def build() -> Capture:
+            found = captured()
+            names = input_names(self._session.shape.get_submodule(path), join, len(tensors))
+            found.sites = name_inputs(found.sites, names)
+            return found
+
+        def captured() -> Capture:
             try:
                 found = capture_call(self._shape(), path, self._specs(path, tensors), join)
             except OnlyHere:
@@ -238,7 +245,8 @@ class Eager:
             result = values.decode(found, fake)
         made = {**dict(zip(nodes, fakes)), call: result, output: result}
         draws = frozenset([call] if drew else [])
-        return Capture(graph, made, {}, Sizes(known=False), draws=draws, how="probe", example=True)
+        sites = {(node, 0): Site(INPUT, node.name) for node in nodes}
+        return Capture(graph, made, {}, Sizes(known=False), sites=sites, draws=draws, how="probe", example=True)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:

@@ -52,14 +52,14 @@ def test_segments_and_edges():
     edges = [(e.value, e.kind, e.source, e.target, e.shape, e.depth) for e in table.edges]
     # ``z + y`` runs where z is, so y crosses once although two operations there use it; sizes do not cross at all.
     assert edges == [
-        ("input0", "activation", "me", "w1", (3, 4), 2),
-        ("relu", "activation", "w1", "w2", (3, 4), 2),
-        ("add", "activation", "w2", "w1", (3, 4), 2),
+        ("input 0", "activation", "me", "w1", (3, 4), 2),
+        ("relu()", "activation", "w1", "w2", (3, 4), 2),
+        ("add()", "activation", "w2", "w1", (3, 4), 2),
         ("c", "activation", "w1", "me", (3, 2), 3),
-        ("argmax", "activation", "w1", "me", (3,), 3),
+        ("argmax()", "activation", "w1", "me", (3,), 3),
         ("c", "gradient", "me", "w1", (3, 2), 2),
-        ("add", "gradient", "w1", "w2", (3, 4), 2),
-        ("relu", "gradient", "w2", "w1", (3, 4), 2),
+        ("add()", "gradient", "w1", "w2", (3, 4), 2),
+        ("relu()", "gradient", "w2", "w1", (3, 4), 2),
     ]
     assert [e.number for e in table.edges] == list(range(1, 9))
     assert "8 edges" in (shown := describe(table).table())
@@ -72,7 +72,7 @@ def test_gradient_edges_only_where_they_are_needed():
     assert not [e for e in place(graph, 1, 2, itertools.count(1)).edges if e.kind == "gradient"]
     assert not any(s.backward for s in graph.segments if s.worker != "me")
     graph = cut(model, (3, 4), {"a": "w1", "b": "w2"}, grad=True)
-    assert ("input0", "w1", "me") in [
+    assert ("input 0", "w1", "me") in [
         (e.value, e.source, e.target) for e in place(graph, 1, 2, itertools.count(1)).edges if e.kind == "gradient"
     ]
 

@@ -87,17 +87,17 @@ def test_sums_in_another_order_are_named():
 def test_one_tensor_for_three_workers():
     found = plan(Fan(), FAN, (5, 6), w1=100, me=8)
     assert [line(c) for c in found.crossings] == [
-        "activation input0 me>w1 float32[5, 6] 120 by input x in input x for stem (segment 1)",
+        "activation input x me>w1 float32[5, 6] 120 by input x in input x for stem (segment 1)",
         "activation stem w1>w2 float32[5, 8] 160 by stem in stem.0: addmm for left (segment 2) grad",
         "activation stem w1>w3 float32[5, 8] 160 by stem in stem.0: addmm for middle (segment 3) grad",
         "activation stem w1>w4 float32[5, 8] 160 by stem in stem.0: addmm for right (segment 4) .. add() (segment 4) grad",
         "activation middle w3>w2 float32[5, 4] 80 by middle in middle: addmm for cat() (segment 5) grad",
-        "activation add w4>w2 float32[5, 8] 160 by add() in add(): add for cat() (segment 5) grad",
-        "activation cat w2>w1 float32[5, 16] 320 by cat() in cat(): cat for head (segment 6) grad",
+        "activation add() w4>w2 float32[5, 8] 160 by add() in add(): add for cat() (segment 5) grad",
+        "activation cat() w2>w1 float32[5, 16] 320 by cat() in cat(): cat for head (segment 6) grad",
         "activation head w1>me float32[5, 2] 40 by head in head: addmm for output (segment 7) grad",
         "gradient head me>w1 float32[5, 2] 40 by backward of the loss in backward of the loss for backward of head (segment 6)",
-        "gradient cat w1>w2 float32[5, 16] 320 by backward of head in backward of head for backward of cat() (segment 5)",
-        "gradient add w2>w4 float32[5, 8] 160 by backward of cat() in backward of cat() for backward of add() (segment 4)",
+        "gradient cat() w1>w2 float32[5, 16] 320 by backward of head in backward of head for backward of cat() (segment 5)",
+        "gradient add() w2>w4 float32[5, 8] 160 by backward of cat() in backward of cat() for backward of add() (segment 4)",
         "gradient middle w2>w3 float32[5, 4] 80 by backward of cat() in backward of cat() for backward of middle (segment 3)",
         "gradient stem w4>w1 float32[5, 8] 160 by backward of right, add() in backward of right, add()"
         " for backward of stem (segment 1)",
@@ -156,18 +156,18 @@ class Mask(nn.Module):
 def test_dicts_frozen_parts_values_without_gradient_and_triggers():
     found = plan(Various(), {"a": "w1", "b": "w2", "frozen": "w2", "mask": "w1"}, (5, 6), ())
     assert [line(c) for c in found.crossings] == [
-        "activation input0 me>w2 float32[5, 6] 120 by input x in input x for b (segment 1)",
-        "activation input0 me>w1 float32[5, 6] 120 by input x in input x for a (segment 2)",
-        "activation input1 me>w2 float32[] 4 by input scale in input scale for mul() (segment 1)",
-        "activation getitem me>w2 float32[5, 4] 80 by getitem() in input x for frozen (segment 1)",
+        "activation input x me>w2 float32[5, 6] 120 by input x in input x for b (segment 1)",
+        "activation input x me>w1 float32[5, 6] 120 by input x in input x for a (segment 2)",
+        "activation input scale me>w2 float32[] 4 by input scale in input scale for mul() (segment 1)",
+        "activation getitem() me>w2 float32[5, 4] 80 by getitem() in input x for frozen (segment 1)",
         "activation mask w1>w2 bool[4] 4 by mask in buffer mask.ones for mul() (segment 3)",
-        "activation mul w2>me float32[5, 4] 80 by mul() in mul(): mul for output (segment 4)",
-        "activation gelu w1>me float32[5, 4] 80 by gelu() in gelu(): gelu for output (segment 4) grad",
-        "activation argmax w1>me int64[5] 40 by argmax() in argmax(): argmax for output (segment 4)",
-        "activation mul_1 w2>me float32[5, 4] 80 by mul() in mul(): mul for output (segment 4) grad",
-        "gradient mul_1 me>w2 float32[5, 4] 80 by backward of the loss in backward of the loss"
+        "activation mul() w2>me float32[5, 4] 80 by mul() in mul(): mul for output (segment 4)",
+        "activation gelu() w1>me float32[5, 4] 80 by gelu() in gelu(): gelu for output (segment 4) grad",
+        "activation argmax() w1>me int64[5] 40 by argmax() in argmax(): argmax for output (segment 4)",
+        "activation mul() #2 w2>me float32[5, 4] 80 by mul() in mul(): mul for output (segment 4) grad",
+        "gradient mul() #2 me>w2 float32[5, 4] 80 by backward of the loss in backward of the loss"
         " for backward of mul() (segment 1)",
-        "gradient gelu me>w1 float32[5, 4] 80 by backward of the loss in backward of the loss"
+        "gradient gelu() me>w1 float32[5, 4] 80 by backward of the loss in backward of the loss"
         " for backward of gelu() (segment 2)",
     ]
 
@@ -209,7 +209,7 @@ def test_a_trigger_is_in_the_table_and_not_in_the_histogram():
     found = plan(Net(), {"mask": "w1"}, (5, 4))
     assert [line(c) for c in found.crossings] == [
         "activation mask w1>me bool[4] 4 by mask in buffer mask.ones for mul() (segment 2)",
-        "activation start.1 me>w1 uint8[0] 0 by start in  for mask (segment 1) trigger",
+        "activation start of mask me>w1 uint8[0] 0 by start in  for mask (segment 1) trigger",
     ]
     assert [(h.kind, h.count, h.nbytes) for h in found.histogram()] == [("activation", 1, 4)]
 

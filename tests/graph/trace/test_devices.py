@@ -67,17 +67,17 @@ def test_what_lands_where():
     one, two = named(ONE), named(TWO)
     graph = located(Chain(), {"a": "w1/gpu:0", "b": "w2/gpu:1", "c": "w1/gpu:0"}, CPU)
     assert edges(graph) == {
-        ("input0", "me:", f"w1:{one}", "activation"),
+        ("input 0", "me:", f"w1:{one}", "activation"),
         ("a", f"w1:{one}", f"w2:{two}", "activation"),
-        ("add", f"w2:{two}", f"w1:{one}", "activation"),
+        ("add()", f"w2:{two}", f"w1:{one}", "activation"),
         ("c", f"w1:{one}", "me:", "activation"),
         ("c", "me:", f"w1:{one}", "gradient"),
-        ("add", f"w1:{one}", f"w2:{two}", "gradient"),
+        ("add()", f"w1:{one}", f"w2:{two}", "gradient"),
         ("a", f"w2:{two}", f"w1:{one}", "gradient"),
     }
     # On a GPU the caller's input is sent from there, and there the result comes back.
     graph = located(Chain(), {"a": "w1/gpu:0", "b": "w2/gpu:1", "c": "w1/gpu:0"}, TWO)
-    assert {("input0", f"me:{two}", f"w1:{one}", "activation"), ("c", f"w1:{one}", f"me:{two}", "activation")} < edges(graph)
+    assert {("input 0", f"me:{two}", f"w1:{one}", "activation"), ("c", f"w1:{one}", f"me:{two}", "activation")} < edges(graph)
     assert not any(step[0] == "to" for worker in ("me", "w1", "w2") for step in steps(graph, worker))
     # Without devices nothing changes.
     assert all(edge[1].endswith(":") and edge[2].endswith(":") for edge in edges(located(Chain(), {"a": "w1"}, CPU)))
@@ -97,7 +97,7 @@ def test_devices_that_the_forward_names():
     assert ("torch:ones", (), {"device": TWO}) not in steps(graph, "me")
     there = [step for step in steps(graph, "w1") if step[0] == "to"]
     assert there == [("to", (TWO,), {}), ("to", (TWO,), {})]
-    assert graph.values["arange"].landing == {"w1": named(TWO)}
+    assert graph.values["arange()"].landing == {"w1": named(TWO)}
     assert graph.values["b"].landing == {"me": named(ONE)}
 
 

@@ -45,20 +45,20 @@ class Aliases(nn.Module):
 
 def test_memory_is_attributed_by_storage():
     assert sites(Aliases(), {"block": "w1", "next": "w2", "reader": "w3", "same": "w3", "copy": "w1"}) == [
-        ("input0", "input x", ""),
+        ("input x", "input x", ""),
         ("block", "block.0: addmm", ""),
-        ("getitem", "next: addmm", ""),
+        ("getitem()", "next: addmm", ""),
         ("same", "block.0: addmm", "block"),
         ("copy", "copy: mul #2", ""),
-        ("relu", "relu(): relu", ""),
-        ("add_", "reader: addmm", ""),
+        ("relu()", "relu(): relu", ""),
+        ("add_()", "reader: addmm", ""),
     ]
 
 
 def test_dropout_hands_its_input_on_in_evaluation():
     found = sites(Aliases().eval(), {"next": "w2", "copy": "w1"})
-    assert ("copy", "next: addmm", "getitem") in found
-    assert ("getitem", "next: addmm", "") in found
+    assert ("copy", "next: addmm", "getitem()") in found
+    assert ("getitem()", "next: addmm", "") in found
 
 
 class GivesBack(nn.Module):
@@ -74,7 +74,7 @@ class GivesBack(nn.Module):
 
 def test_what_comes_back_lies_in_a_slot_even_at_its_allocator():
     assert sites(GivesBack(), {"a": "w1", "b": "w2", "c": "w1", "d": "w3"}) == [
-        ("input0", "input x", ""),
+        ("input x", "input x", ""),
         ("a", "a: addmm", ""),
         ("b", "a: addmm", "a"),
         ("c", "a: addmm", "b"),
@@ -115,16 +115,16 @@ def test_parameters_buffers_constants_and_inputs_by_name():
         return ({"ids": tensors[0]},), {"mask": (None, tensors[1])}
 
     assert sites(Forwards(), {"gives": "w1", "out": "w2"}, 2, join) == [
-        ("input0", "input batch['ids']", ""),
-        ("input1", "input mask[1]", ""),
-        ("gives.0", "parameter gives.weight", ""),
-        ("add", "add(): add", ""),
+        ("input batch['ids']", "input batch['ids']", ""),
+        ("input mask[1]", "input mask[1]", ""),
+        ("gives['weight']", "parameter gives.weight", ""),
+        ("add()", "add(): add", ""),
         ("scale", "parameter scale", ""),
-        ("mul", "mul(): mul", ""),
-        ("add_1", "add(): add", ""),
-        ("out_1", "out: addmm", ""),
-        ("getitem_3", "constant gives", ""),
-        ("cat", "cat(): cat", ""),
+        ("mul()", "mul(): mul", ""),
+        ("add() #2", "add(): add", ""),
+        ("out #2", "out: addmm", ""),
+        ("getitem() #4", "constant gives", ""),
+        ("cat()", "cat(): cat", ""),
     ]
 
 
@@ -140,13 +140,13 @@ class Views(nn.Module):
 
 def test_forwarded_state_and_inputs():
     assert sites(Views(), {"gives": "w1", "reads": "w2"}) == [
-        ("input0", "input x", ""),
-        ("gives.1", "buffer gives.kept", ""),
-        ("gives.2", "constant gives", ""),
-        ("reads", "buffer gives.kept", "gives.1"),
-        ("reads_1", "constant gives", "gives.2"),
-        ("reads_2", "input x", "input0"),
-        ("start.1", "None", ""),
+        ("input x", "input x", ""),
+        ("gives['kept']", "buffer gives.kept", ""),
+        ("gives['plain']", "constant gives", ""),
+        ("reads", "buffer gives.kept", "gives['kept']"),
+        ("reads #2", "constant gives", "gives['plain']"),
+        ("reads #3", "input x", "input x"),
+        ("start of gives", "None", ""),
     ]
 
 
@@ -166,10 +166,10 @@ class Twice(nn.Module):
 
 def test_inner_modules_and_the_count_of_allocations():
     assert sites(Twice(), {"first": "w1", "second": "w1", "recurrent": "w3"})[1:] == [
-        ("first_1", "first.1.1: sigmoid #3", ""),
-        ("mul", "mul(): mul", ""),
-        ("mul_1", "mul(): mul", ""),
-        ("mul_2", "mul(): mul", ""),
+        ("first #2", "first.1.1: sigmoid #3", ""),
+        ("mul()", "mul(): mul", ""),
+        ("mul() #2", "mul(): mul", ""),
+        ("mul() #3", "mul(): mul", ""),
     ]
 
 

@@ -30,7 +30,7 @@ def shapes(graph: TransferGraph) -> dict[str, tuple[int, ...]]:
 def test_recurrent_layers_have_the_length_of_their_input(kind):
     sizes = Sizes({(0, 1)})
     graph = cut(models.Recurrent(kind), (4, 54), sizes, {"first": "w1", "second": "w2"}, torch.int64)
-    assert shapes(graph) == {"embedding": (4, FREE, 10), "tanh": (4, FREE, 12), "mean": (4, 12)}
+    assert shapes(graph) == {"embedding": (4, FREE, 10), "tanh()": (4, FREE, 12), "mean()": (4, 12)}
     assert all(value.spec.requires_grad for value, _ in graph.crossing())
     for length in (2, 10, 54, 80, 1000):
         assert sizes.hold([(4, length)])
@@ -52,7 +52,7 @@ def test_conditions_that_exclude_sizes():
 
     sizes = Sizes({(0, 0)})
     graph = cut(Model(), (5, 3), sizes, {"part": "w1"})
-    assert shapes(graph)["mul"] == (3,)
+    assert shapes(graph)["mul()"] == (3,)
     assert sizes.hold([(9, 3)])
     assert not sizes.hold([(10, 3)])
     looped = Sizes({(0, 0)})
@@ -67,16 +67,16 @@ def test_equal_sizes_are_not_one_size():
         skeleton(nn.Sequential(nn.Linear(6, 4))), [TensorSpec((7, 7, 6), torch.float32)], lambda x: ((x,), {}), sizes
     )
     graph = analyze(found, lambda path: "w1", "me")
-    assert shapes(graph) == {"input0": (FREE, FREE, 6), "_0": (FREE, FREE, 4)}
+    assert shapes(graph) == {"input 0": (FREE, FREE, 6), "0": (FREE, FREE, 4)}
     assert sizes.hold([(3, 9, 6)])
 
 
 def test_sizes_cross_as_numbers_where_they_are_needed():
     placement = {"a": "w1", "b": "w2"}
-    assert not [name for name in shapes(cut(models.Sizes(), (3, 5, 6), Sizes(), placement)) if name.endswith(".number")]
+    assert not [name for name in shapes(cut(models.Sizes(), (3, 5, 6), Sizes(), placement)) if name.endswith(" as a tensor")]
     for sizes in (Sizes({(0, 0), (0, 1)}), Sizes(known=False)):
         graph = cut(models.Sizes(), (3, 5, 6), sizes, placement)
-        numbers = {name for name in shapes(graph) if name.endswith(".number")}
+        numbers = {name for name in shapes(graph) if name.endswith(" as a tensor")}
         assert {graph.values[name].spec for name in numbers} == {TensorSpec((), torch.int64)}
         # Taken of ``y`` at w1, used at w2; the caller wants one of z, which is at w2.
         crossings = {
@@ -90,7 +90,7 @@ def test_sizes_cross_as_numbers_where_they_are_needed():
 
 def test_what_depends_on_data_is_free_and_the_rest_is_not():
     graph = cut(nn.Sequential(nn.Linear(20, 20), models.Selecting(), nn.Tanh()), (8, 20), Sizes(), {"0": "w1", "1": "w2"})
-    assert shapes(graph) == {"input0": (8, 20), "_0": (8, 20), "_1": (FREE,)}
+    assert shapes(graph) == {"input 0": (8, 20), "0": (8, 20), "1": (FREE,)}
     with pytest.raises(NotSupported, match="depends on data"):
         cut(nn.Sequential(models.Counting()), (8, 20), Sizes(), {"0": "w1"})
 

@@ -95,7 +95,7 @@ def test_an_unwanted_write_is_an_error_not_data(cluster):
     x = torch.randn(2, 16)
     assert torch.equal(split(x), net(x))
     [plan] = split.caller.plans._kept.values()
-    [outlet] = plan.fittings.outlets_of("activation", "input0")
+    [outlet] = plan.fittings.outlets_of("activation", "input 0")
     target = outlet._targets[0]
     target.write(Header(99, 7), None, 1.0)
     with pytest.raises(RdmaError, match="a write that nobody allowed"):

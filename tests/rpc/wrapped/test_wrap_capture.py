@@ -101,7 +101,7 @@ def experts() -> None:
     steady(model, again)
     # Each call is a plan, and says so like any other.
     assert len(model.transfers()) == len(model.placement_table().split("\n\n")) >= 5
-    assert "experts_2" in model.placement_table()
+    assert "experts.2" in model.placement_table()
     model.close()
 
 

@@ -65,7 +65,7 @@ CASES = [
     # one source, two consumers: made in one's slot, written to the other
     (models.Fan, {"trunk": "worker1", "left": "worker2", "right": "worker3"}, 1, {"trunk": "of Tanh, aten.tanh"}),
     # the joining code belongs to nobody's module
-    (models.Joined, {"one": "worker1", "two": "worker2"}, 1, {"mul": "operation 1, aten.mul"}),
+    (models.Joined, {"one": "worker1", "two": "worker2"}, 1, {"mul()": "operation 1, aten.mul"}),
     # a consumer that writes into what it gets, and an operation that cannot write into given memory
     (models.Spoiled, {"one": "worker1", "two": "worker2", "three": "worker1"}, 0, {"two": "aten.native_layer_norm"}),
 ]

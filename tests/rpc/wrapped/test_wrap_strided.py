@@ -178,8 +178,8 @@ def combed() -> None:
         assert later == {}
     else:
         once = 2 * 3072 * 4  # in two steps
-        assert later["bytes_staged[getitem]"] >= once  # over verbs the gradient of that name is staged too
-        assert may_stage() or later["bytes_staged"] == later["bytes_staged[getitem]"] == once
+        assert later["bytes_staged[getitem()]"] >= once  # over verbs the gradient of that name is staged too
+        assert may_stage() or later["bytes_staged"] == later["bytes_staged[getitem()]"] == once
         why = "memory that the adapter does not know" if may_stage() else "short runs between wide gaps"
         assert why in model.placement_table()
     model.close()

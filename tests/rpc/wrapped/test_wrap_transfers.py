@@ -90,9 +90,9 @@ def sizes() -> None:
     }
     came = {name: _read(state[f"{name}.came"]) for name in PLACES}
     back = {name: _read(state[f"{name}.back"]) for name in PLACES}
-    assert came["stem"] == [arrived["worker1", "input0", "activation"]]
+    assert came["stem"] == [arrived["worker1", "input x", "activation"]]
     assert came["left"] == [arrived["worker2", "stem", "activation"]]
-    assert came["gate"][1:] == [arrived["worker2", name, "activation"] for name in ("gt", "input1")]
+    assert came["gate"][1:] == [arrived["worker2", name, "activation"] for name in ("gt()", "input scale")]
     assert back["stem"] == [arrived["worker1", "stem", "gradient"]]
     assert (*back["gate"][0][:2], back["gate"][0][2]) == ("float64", 3 * 5 * 8, (3, 5))
     last = found.crossings[[c.target for c in found.crossings].index("worker0")]
