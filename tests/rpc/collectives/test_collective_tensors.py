@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,52 @@ def test_float16_is_added_up_by_a_kernel_as_by_torch(name: str):
             none = expected.isnan()
             assert torch.equal(result.isnan(), none)
             assert torch.equal(result[~none].view(torch.int16), expected[~none].view(torch.int16))
+
+
+BEYOND = (2 << 30) + 77
+"""Elements, of a byte each: more than an int32 counts."""
+
+
+def _beyond(meeting: Meeting) -> None:
+    """One tensor of more than 2 GiB. Its elements differ around the ends of what int32 and uint32 words hold."""
+    join(meeting, 2, "beyond", seconds=600.0)
+    rank = meeting.rank
+    marks = [0, 1, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, BEYOND - 1]
+    data = torch.zeros(BEYOND, dtype=torch.int8)
+
+    def check(marked: int, others: int, what: str) -> None:
+        for mark in marks:
+            assert data[mark] == marked, f"{what}: {data[mark]} at {mark}"
+            data[mark] = others
+        for part in data.split(1 << 26):
+            assert (part == others).all(), what
+
+    def give(marked: int, others: int) -> None:
+        data.fill_(others)
+        data[marks] = marked
+
+    give(10 + rank, 1 + rank)
+    dist.all_reduce(data)
+    check(21, 3, "all_reduce")
+    give(30 + rank, 4 + rank)
+    dist.broadcast(data, 1)
+    check(31, 5, "broadcast")
+    give(40 + rank, 6 + rank)
+    if rank:
+        dist.send(data, 0)
+    else:
+        dist.recv(data, 1)
+        check(41, 7, "send and recv")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_more_than_two_gibibytes():
+    if psutil.virtual_memory().available < 8 << 30:
+        pytest.skip("needs 8 GiB of free memory")
+    results(run_group(_beyond, 2, dynamic=True, timeout=900.0))
 
 
 def _all(meeting: Meeting) -> None:
