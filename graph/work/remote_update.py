@@ -102,10 +102,14 @@ def load_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
 ) -> None:
     """The inverse of ``copy_state``: a parameter's state lies with it, but for the number of its steps, which does so only
-    where the optimizer counts on the accelerator (as ``Optimizer.load_state_dict`` has it)."""
+    where the optimizer counts on the accelerator (as ``Optimizer.load_state_dict`` has it). A parameter without entries has no
+    state then."""
     there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for at, entries in state.items():
         parameter = parameters[at]
+        optimizer.state.pop(parameter, None)
+        if not entries:
+            continue
         optimizer.state[parameter] = {
             key: value.to(parameter.device)
             if isinstance(value, torch.Tensor) and (key != "step" or id(parameter) in there)

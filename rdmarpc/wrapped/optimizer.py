@@ -104,10 +104,11 @@ class RemoteHalves:
         state["state"] = _merged(found)
 
     def unload(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Send a ``state_dict``'s entries to the owners; what is left is for the local half."""
+        """Send a ``state_dict``'s entries to the owners, where parameters without any lose theirs; the rest is for the local
+        half."""
         self.ensure()
         theirs = dict(self._indexed())
-        self._load({theirs[index]: entries for index, entries in state["state"].items() if index in theirs})
+        self._load({parameter: state["state"].get(index, {}) for index, parameter in theirs.items()})
         return {**state, "state": {index: entries for index, entries in state["state"].items() if index not in theirs}}
 
     def take(self, states: dict[RemoteParameter, dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import drawn_models
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +22,7 @@ OPTIMIZERS: list[Callable[[Any], Any]] = [
     lambda make: make(torch.optim.RMSprop, lr=0.01),
     lambda make: make(torch.optim.Adagrad, lr=0.05),
 ]
+LBFGS: Callable[[Any], Any] = lambda make: make(torch.optim.LBFGS, lr=0.1, max_iter=3)  # noqa: E731
 SCHEDULES: list[Callable[[Any], Any]] = [
     lambda o: None,
     lambda o: lr_scheduler.StepLR(o, 2, 0.5),
@@ -34,18 +36,24 @@ class Loop:
 
     def __init__(self, model: Any, make: Callable[..., Any], dice: random.Random, changes: bool) -> None:
         self.model, self.dice, self.changes = model, dice, changes
-        self.split = dice.random() < 0.2
-        self.later = not self.split and dice.random() < 0.2
+        drawn_models.LEVEL, drawn_models.COUNT = 1.0, 0
+        self.searches = changes and dice.random() < 0.1
+        self.split = not self.searches and dice.random() < 0.2
+        self.later = not (self.searches or self.split) and dice.random() < 0.2
         names = [name for name, _ in model.named_parameters()]
         groups = [names[::2], names[1::2]] if self.split or self.later else [names]
-        kind = dice.choice(OPTIMIZERS)
+        kind = LBFGS if self.searches else dice.choice(OPTIMIZERS)
         self.make = lambda chosen: kind(lambda cls, **settings: make(cls, self._named(chosen), **settings))
         self.groups = groups
         self.optimizers = [self.make(chosen) for chosen in (groups if self.split else groups[:1])]
         schedule = dice.choice(SCHEDULES)
         self.schedules = [made for o in self.optimizers if (made := schedule(o)) is not None]
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=dice.random() < 0.2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=not self.searches and dice.random() < 0.2)
         self.average: Any = None
+        self.cast: torch.dtype | None = None
+        self.rounds_more = False
+        """Whether it has computed with fewer bits."""
+        self.kept: Any = None
         self.clip = dice.choice(["", "", "norm", "value", "inf"])
         self.zero = dice.choice(["none", "none", "zeros"])
         self.number = 0
@@ -75,9 +83,28 @@ class Loop:
     def loss(self) -> torch.Tensor:
         x, y = self.data()
         torch.manual_seed(self.number)
-        return F.cross_entropy(self.model(x), y)
+        self.rounds_more |= self.cast is not None
+        with torch.autocast("cpu", self.cast or torch.bfloat16, enabled=self.cast is not None):
+            return F.cross_entropy(self.model(x), y)
 
     def step(self) -> Any:
+        return self._searched() if self.searches else self._stepped()
+
+    def _searched(self) -> Any:
+        [optimizer] = self.optimizers
+        number, dice = self.number, self.dice.getstate()
+
+        def closure() -> torch.Tensor:
+            self.number = number
+            self.dice.setstate(dice)
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).detach()]
+
+    def _stepped(self) -> Any:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=self.zero == "none")
         losses = []
@@ -126,6 +153,12 @@ class Loop:
             one.grad.mul_(0.5)
         elif one.grad is not None and how == "added":
             one.grad = one.grad + 0.01 * one.detach()
+
+    def remake(self) -> None:
+        """One optimizer, for the parameters that there are now."""
+        self.split = self.later = False
+        self.groups = [[name for name, _ in self.model.named_parameters()]]
+        self.optimizers, self.schedules, self.kept = [self.make(self.groups[0])], [], None
 
 
 # -- what comes between steps
@@ -218,5 +251,48 @@ def unfinished(loop: Loop) -> Iterator[Any]:
     yield loop.loss().detach()
 
 
+def state_of_before(loop: Loop) -> Iterator[Any]:
+    """The model and its optimizers go back to an earlier step, now and then with new optimizers."""
+    if loop.kept is None:
+        loop.kept = copy.deepcopy([loop.model.state_dict(), *(optimizer.state_dict() for optimizer in loop.optimizers)])
+    elif len(loop.kept[1]["param_groups"]) == len(loop.optimizers[0].param_groups):
+        state, *states = copy.deepcopy(loop.kept)
+        if loop.dice.random() < 0.5 and not loop.split and not loop.later and len(loop.groups) == 1:
+            kept = loop.kept
+            loop.remake()
+            loop.kept = kept
+        loop.model.load_state_dict(state)
+        for optimizer, before in zip(loop.optimizers, states):
+            optimizer.load_state_dict(before)
+    yield from ()
+
+
+def head_replaced(loop: Loop) -> Iterator[Any]:
+    if loop.changes and loop.dice.random() < 0.5:
+        loop.model.head = nn.Linear(drawn_models.SIZE, 4)
+        loop.average = None
+        loop.remake()
+    yield from ()
+
+
+def cast_switched(loop: Loop) -> Iterator[Any]:
+    loop.cast = loop.dice.choice([torch.bfloat16, torch.float16, None])
+    yield from ()
+
+
+def function_set(loop: Loop) -> Iterator[Any]:
+    function = loop.dice.choice([torch.relu, drawn_models.leveled, drawn_models.counted])
+    for block in loop.model.blocks:
+        if isinstance(block, drawn_models.Acting) and loop.changes:
+            block.one.act = function
+    yield from ()
+
+
+def level_changed(loop: Loop) -> Iterator[Any]:
+    drawn_models.LEVEL = loop.dice.choice([0.5, 2.0])
+    yield drawn_models.COUNT
+
+
 EVENTS = [evaluated, evaluated, switched, frozen, states_there_and_back, copied, averaged, gain_changed, spare_replaced]
-EVENTS += [group_added, written, norms, unfinished]
+EVENTS += [group_added, written, norms, unfinished, state_of_before, state_of_before, head_replaced, cast_switched]
+EVENTS += [function_set, function_set, level_changed]

@@ -213,7 +213,40 @@ class Decides(Block):
         return self.two(y) if y.sum() > 0 else torch.relu(y)
 
 
-KINDS = [Block, Norm, Tied, Unused, Left, Handed, Replaced, Written, Optionals, Twice, Cut, Split, Dropping, Decides]
+LEVEL = 1.0
+"""Read by ``leveled``."""
+COUNT = 0
+"""Changed by ``counted``."""
+
+
+def leveled(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * LEVEL
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    global COUNT
+    COUNT += 1
+    return torch.tanh(x)
+
+
+class Acts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.act = nn.Linear(SIZE, SIZE), torch.tanh
+
+    def forward(self, x):
+        return self.act(self.line(x))
+
+
+class Acting(Block):
+    """A part calls a function that is its attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Acts()
+
+
+KINDS = [Block, Norm, Tied, Unused, Left, Handed, Replaced, Written, Optionals, Twice, Cut, Split, Dropping, Decides, Acting]
 
 
 class Net(nn.Module):

@@ -240,3 +240,27 @@ def everything() -> dict[str, str]:
 
 def test_optimizers_are_equal_to_the_bit():
     assert not drive(everything, 3)
+
+
+def states_from_before_the_first_step() -> None:
+    """An optimizer goes back to a state without entries: what it had is gone."""
+    for make in (lambda p: torch.optim.Adam(p, 0.01), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        sides = []
+        for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
+            optimizer = make(model.parameters())
+            first = copy.deepcopy(optimizer.state_dict())
+            for number in range(4):
+                if number == 2:
+                    optimizer.load_state_dict(first)
+                optimizer.zero_grad()
+                model(torch.ones(3, 6)).square().sum().backward()
+                optimizer.step()
+            sides.append([*model.state_dict().values()])
+        model.close()
+        assert all(map(torch.equal, *sides))
+
+
+def test_an_optimizer_goes_back_to_its_first_state() -> None:
+    drive(states_from_before_the_first_step)
