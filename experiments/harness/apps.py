@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ CONF = str(Path(__file__).parents[1] / "conf")
 
 def start(app: Callable[[], None]) -> None:
     """Runs an app of hydra, with the ordinary flag ``--json`` besides hydra's ``json=true``. What hydra does not understand
-    becomes one line."""
+    becomes one line, and a disk that is full, too."""
     sys.argv[1:] = ["json=true" if argument == "--json" else argument for argument in sys.argv[1:]]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises, rather than prints and ends
     try:
@@ -31,6 +32,10 @@ def start(app: Callable[[], None]) -> None:
     except HydraException as error:
         said, *_ = str(error).partition("Config search path")
         raise SystemExit(f"error: {' '.join(said.split())}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SystemExit(f"error: {error.strerror}: {error.filename or 'of the files of this run'}") from None
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

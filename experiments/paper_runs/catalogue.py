@@ -49,7 +49,7 @@ EXPERIMENTS = (
     Experiment(
         "grid", "mlsys", "Many calls at once",
         "10 identity calls, or calls with 200 operations, at the same time: the paper's first measurement.",
-        minutes=13, quick_minutes=0.25, gib=6.0, quick_gib=1.5,
+        minutes=7.5, quick_minutes=0.25, overrides=("rounds=2", "batches=3"), gib=6.0, quick_gib=1.5,
     ),
     Experiment(
         "lines", "mlsys", "Lines of code",
@@ -59,42 +59,43 @@ EXPERIMENTS = (
     Experiment(
         "a3c", "mlsys", "Asynchronous reinforcement learning",
         "Actors fetch parameters and push gradients: time to a reward.",
-        minutes=3, quick_minutes=0.25, packages=("gymnasium",),
+        minutes=2, quick_minutes=0.25, overrides=("seeds=[0,1]",), packages=("gymnasium",),
     ),
     Experiment(
         "reinforcement", "mlsys", "PyTorch's benchmark of reinforcement learning",
         "One agent, many observers, calls in batches.",
-        minutes=3, quick_minutes=0.25,
+        minutes=2, quick_minutes=0.25, overrides=("episodes=2",),
     ),
     Experiment(
         "parameter_server", "mlsys", "PyTorch's benchmark of parameter servers",
         "Trainers, servers, embedding tables and sparse gradients.",
-        minutes=3, quick_minutes=0.25,
+        minutes=2, quick_minutes=0.25, overrides=("rounds=2",),
     ),
     Experiment(
         "dlrm", "mlsys", "A recommendation model",
         "Embedding tables at servers by RPC, the dense part at trainers by DDP, one distributed autograd over both.",
-        minutes=2, quick_minutes=0.25,
+        minutes=1.5, quick_minutes=0.25, overrides=("rounds=2",),
     ),
     Experiment(
         "gpt", "mlsys", "A GPT in stages",
         "A transformer by micro-batches over stages, beside torch RPC, torch.distributed.pipelining and one process.",
-        minutes=5, quick_minutes=0.25,
+        minutes=3.5, quick_minutes=0.25, overrides=("rounds=2",),
     ),
     Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
-        minutes=6, quick_minutes=0.25, quick=("workers=[2]", "rounds=1", "cases.wide=null"),
+        minutes=3.5, quick_minutes=0.25, overrides=("rounds=3", "steps=8"),
+        quick=("workers=[2]", "rounds=1", "cases.wide=null"),
     ),
     Experiment(
         "federated", "mlsys", "Federated learning",
         "FedAvg and FedSGD over links of 10 and 1 Gb/s.",
-        minutes=6, quick_minutes=0.25, gib=8.0,
+        minutes=3.5, quick_minutes=0.25, overrides=("rounds=1",), gib=8.0,
     ),
     Experiment(
         "sizes", "rdma", "Message sizes",
         "One tensor a step to a light consumer, from 4 bytes to 1 GB.",
-        minutes=7, quick_minutes=0.25, quick=("quick=true", "devices=[shm]"), gib=8.0,
+        minutes=4, quick_minutes=0.25, overrides=("rounds=2", "rounds_large=1"), quick=("quick=true", "devices=[shm]"), gib=8.0,
     ),
     Experiment(
         "bench", "rdma", "Latency beside its floor",
@@ -105,18 +106,18 @@ EXPERIMENTS = (
     Experiment(
         "minibatch", "rdma", "Mini-batches of the paper's models",
         "All gradients to a parameter server and all weights back; average tensor sizes.",
-        minutes=6, quick_minutes=0.25, overrides=("rounds=3",),
+        minutes=4, quick_minutes=0.25, overrides=("rounds=2",),
         quick=("models=[GRU]", "rounds=2", "batch.GRU=4"), gib=8.0, packages=("grpc",),
     ),
     Experiment(
         "mixture", "rdma", "A mixture of experts",
         "Tokens go to experts and back, by calls to servers and by all-to-all.",
-        minutes=2, quick_minutes=0.5,
+        minutes=1.5, quick_minutes=0.25,
     ),
     Experiment(
         "graph_network", "rdma", "A graph network",
         "Features of neighbourhoods are fetched from several servers in every step.",
-        minutes=2, quick_minutes=0.25,
+        minutes=1, quick_minutes=0.25,
     ),
     Experiment(
         "train", "rdma", "Training: computation and communication",
@@ -126,22 +127,22 @@ EXPERIMENTS = (
     Experiment(
         "convergence", "rdma", "Convergence",
         "A convolutional net, a sequence-to-sequence model and an encoder of sentences learn to a target.",
-        minutes=4, quick_minutes=0.5,
+        minutes=4, quick_minutes=0.25, quick=("quick=true", "problems=[sequences]"),
     ),
     Experiment(
         "scaling", "rdma", "More workers",
         "1 to 8 workers with emulated computation, and a simulated continuation to 256 hosts.",
-        minutes=4, quick_minutes=0.25, gib=4.0,
+        minutes=3, quick_minutes=0.25, overrides=("steps=6",), gib=4.0,
     ),
     Experiment(
         "ddp", "ddp", "Data parallel training",
         "DistributedDataParallel over our backend and over gloo: buckets, overlap, skipped synchronisation, more ranks.",
-        minutes=6, quick_minutes=0.25, gib=5.0,
+        minutes=4.5, quick_minutes=0.25, overrides=("batches=400", "steps=6"), gib=5.0,
     ),
     Experiment(
         "collectives", "ddp", "Collectives",
         "Each collective beside gloo and beside its floor.",
-        minutes=5, quick_minutes=0.25,
+        minutes=3, quick_minutes=0.25, overrides=("rounds=3",),
     ),
     Experiment(
         "cuda", "cuda", "CUDA tensors",

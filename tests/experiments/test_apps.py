@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import programs
@@ -25,13 +26,16 @@ RDMA = any(Path("/sys/class/infiniband").glob("*"))
             "error: device=verbs: there is no RDMA device",
             marks=pytest.mark.skipif(RDMA, reason="there is one"),
         ),
+        ("dlrm cluster=slurm device=tcp", "error: cluster=slurm: this process was not started by srun, with several tasks"),
+        ("dlrm cluster=moon", "error: In 'dlrm': Could not find 'cluster/moon'"),
+        ("convergence problems=[speech]", "error: problems=['speech'] must be some of images, sequences, sentences"),
         ("paper only=nothing", "error: only=nothing is none of mlsys, rdma, ddp, cuda"),
         ("paper minutes=soon", "error: minutes=soon must be more than 0"),
     ],
 )
 def test_bad_input_is_one_line(given: str, says: str) -> None:
-    name, override = given.split()
-    done = programs.run("-m", f"experiments.{name}", override)
+    name, *overrides = given.split()
+    done = programs.run("-m", f"experiments.{name}", *overrides)
     lines = [line for line in done.stdout.splitlines() if line]
     assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith(says), done.stdout
 
@@ -46,3 +50,12 @@ def test_what_is_no_list_of_numbers(value: object) -> None:
     apps.numbers({"ranks": [1, 2.5]}, 1, "ranks")
     with pytest.raises(SystemExit, match="ranks="):
         apps.numbers({"ranks": value}, 1, "ranks")
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["app"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(SystemExit, match="error: No space left on device: of the files of this run"):
+        apps.start(lambda: Path("/dev/full").write_text("a report") and None)
+    with pytest.raises(FileNotFoundError):
+        apps.start(lambda: Path("/nowhere/at/all").write_text("a report") and None)

@@ -272,3 +272,9 @@ def test_rows_that_keep_their_own_targets(tmp_path: Path) -> None:
 )
 def test_numbers_are_plain(value: float, says: str) -> None:
     assert number_text(value) == says
+
+
+def test_all_of_it_fits_into_its_time() -> None:
+    """As the estimates have it: what has no time left is left out."""
+    cpu = [each for each in EXPERIMENTS if not each.gpu]
+    assert sum(each.takes(False) for each in cpu) <= 60 and sum(each.takes(True) for each in cpu) <= 5
