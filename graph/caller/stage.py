@@ -224,8 +224,18 @@ def accumulator(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+def backward_of(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The backward of the stage of an autograd function: gradients of what it sent."""
+    check_once()
+    if not ctx.run.streams:
+        return ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+    with as_in_forward(ctx.run):
+        return ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
+
+
 class Cross(torch.autograd.Function):
-    """One stage, as autograd sees it."""
+    """One stage, as autograd sees it. The token's gradient is ``None``: it is there for the order alone, and the engine runs a
+    node whatever the gradients are."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, exchanges: Exchange, run: Forward, stage: Stage, *tensors: torch.Tensor) -> Any:
@@ -233,19 +243,11 @@ class Cross(torch.autograd.Function):
         ctx.exchanges, ctx.run, ctx.stage = exchanges, run, stage
         outputs = exchanges.exchange(run, stage, tensors)
         ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, stage.differentiable) if not grad))
-        return (torch.zeros(()), *outputs)
+        return (torch.empty(()), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        check_once()
-        return Cross.back(ctx, *grads)
-
-    @staticmethod
-    @once_differentiable
-    def back(ctx: Any, token: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
-        with as_in_forward(ctx.run):
-            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
-        return (torch.zeros(()), None, None, None, *results)
+    def backward(ctx: Any, token: None, *grads: torch.Tensor | None) -> Any:
+        return (None, None, None, None, *backward_of(ctx, grads))
 
 
 class Land(torch.autograd.Function):
@@ -284,20 +286,12 @@ class CrossApart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.exchanges, ctx.run, ctx.stage, ctx.back = exchanges, run, stage, back
         made += exchanges.exchange(run, stage, tensors)
-        return tuple(torch.zeros(()) for _ in range(1 + len(made)))
+        return tuple(torch.empty(()) for _ in range(1 + len(made)))
 
     @staticmethod
-    def backward(ctx: Any, *handles: torch.Tensor | None) -> Any:
-        check_once()
-        return CrossApart.go_back(ctx, *handles)
-
-    @staticmethod
-    @once_differentiable
-    def go_back(ctx: Any, *handles: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *handles: None) -> Any:
         grads, ctx.back[:] = list(ctx.back), [None] * len(ctx.back)
-        with as_in_forward(ctx.run):
-            results = ctx.exchanges.exchange_gradients(ctx.run, ctx.stage, grads)
-        return (torch.zeros(()), None, None, None, None, None, *results)
+        return (None, None, None, None, None, None, *backward_of(ctx, grads))
 
 
 def cross_apart(

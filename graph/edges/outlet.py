@@ -92,7 +92,7 @@ class Target:
         """Registered memory in which a payload with gaps is laid out as it is to land."""
         self._asks = _ASKS
         self._seen = False
-        """Whether the consumer may offer larger slots with the next credit."""
+        """Whether the consumer may offer larger slots with the next credit: what was written said so (``header.SEEN``)."""
         self._place: torch.Tensor | None = None
         if edge.nbytes and outlet.staging:
             self._stage = device.empty(edge.nbytes, dtype=torch.uint8)
@@ -142,14 +142,13 @@ class Target:
         self._reach(*where)
 
     def moved(self) -> list[RemoteRegion]:
-        """Where all slots of the edge are, if the consumer has said so here. A slot that is not mapped is READ for that, after
-        a payload that lacked room in it."""
-        edge, seen = self.outlet.edge, self._seen
-        self._seen = False
+        """Where all slots of the edge are, if the consumer has said so here, after a payload that lacked room. A slot that is
+        not mapped is READ for that."""
+        if not self._seen:
+            return []
+        edge, self._seen = self.outlet.edge, False
         if self._tail is not None:
             return self._tail.moved(edge.depth)
-        if not seen:
-            return []
         self._asks -= 1
         channel = self.outlet.channel
         try:
@@ -225,6 +224,7 @@ class Target:
         finally:
             self._mapped.end()
         if not fits:
+            self._seen = True
             header = header._replace(flags=header.flags | GATHERED | SEEN)
         header.write(self._head)
         self._work = self._bare.post()
@@ -333,9 +333,10 @@ class Target:
         if self._credit:
             return False
         self._credit = True
-        # The consumer has had it, so the write is over; on tcp its answer may come later than the credit, and nobody would
-        # look again.
-        self._over()
+        if self._work is not None:
+            # The consumer has had it, so the write is over; on tcp its answer may come later than the credit, and nobody would
+            # look again.
+            self._over()
         return True
 
     # -- production in place
@@ -535,7 +536,8 @@ class Outlet:
                 raise RdmaError(f"a credit for a slot of edge {self.edge.number} that is free", peer=self.edge.target)
             if self.edge.static:
                 self._follow(target)
-            self.flush()
+            if self._waiting:
+                self.flush()
 
         return credited
 

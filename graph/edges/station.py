@@ -257,7 +257,7 @@ class Station:
 
     def _lost_peers(self) -> list[tuple[str, RdmaError]]:
         broken = {worker: channel.error for worker, channel in list(self.peers.items()) if channel.error is not None}
-        return list({**broken, **self._lost}.items())
+        return list({**broken, **self._lost}.items()) if broken or self._lost else []
 
     def lost(self, worker: str, error: RdmaError) -> None:
         """Somebody noticed that a worker is gone. Any thread."""

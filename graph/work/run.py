@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.variable import Variable
 
 from ...transport import NotSupported
 from ..edges.outlet import keep_apart
@@ -49,6 +50,9 @@ class Arrive(torch.autograd.Function):
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
+_engine = Variable._execution_engine
+"""What ``torch.autograd.backward`` calls, behind checks of its arguments that take as long as a small backward: the sizes of
+gradients are those of their edges."""
 
 
 class Run:
@@ -266,7 +270,10 @@ class Run:
         try:
             if roots:
                 # What leads to an input leads to the anchor.
-                torch.autograd.backward(roots, grads, inputs=[_ANCHOR] if self.leave else None)
+                reached = (_ANCHOR,) if self.leave else ()
+                _engine.run_backward(
+                    tuple(roots), tuple(grads), False, False, reached, allow_unreachable=True, accumulate_grad=True
+                )
                 keep_apart(self.flow.unread, self.machine.parameters)
         finally:
             if aside is not None:

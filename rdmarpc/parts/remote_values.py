@@ -137,7 +137,8 @@ class RemoteValues:
 
     def flush(self) -> None:
         """Send what was written."""
-        self._take_over()
+        if self._lent:
+            self._take_over()
         if self._queue:
             self._send({})
         if self._lent:

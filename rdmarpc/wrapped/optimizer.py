@@ -75,7 +75,7 @@ class RemoteHalves:
         """The numbers of this worker's groups; whatever else is new about them, the worker is told at once."""
         every = self._groups()
         groups = [every[at] for at in members]
-        values = [[_comparable(value) for key, value in group.items() if key != "params"] for group in groups]
+        values = [_comparable(group) for group in groups]
         known = self._known.get(worker)
         if known is not None and known[0] == values:
             return known[1]
@@ -222,8 +222,16 @@ def _mark(optimizer: Optimizer) -> None:
     optimizer.state[_ELSEWHERE] = {}  # type: ignore[index]
 
 
-def _comparable(value: Any) -> Any:
-    return ("tensor", float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+_PLAIN = frozenset([bool, int, float, complex, str, tuple, type(None)])
+"""Types of hyperparameters that are compared as they are."""
+
+
+def _comparable(group: dict[str, Any]) -> list[Any]:
+    """The values of a group without its parameters, to be compared in every step: so plain ones are not looped over."""
+    values = list({**group, "params": None}.values())
+    if _PLAIN.issuperset(map(type, values)):
+        return values
+    return [("tensor", float(v)) if isinstance(v, torch.Tensor) and v.numel() == 1 else v for v in values]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
