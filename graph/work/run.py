@@ -269,11 +269,7 @@ class Run:
         aside = self._set_aside(duty, roots, grads) if duty.shared and not self.leave else None
         try:
             if roots:
-                # What leads to an input leads to the anchor.
-                reached = (_ANCHOR,) if self.leave else ()
-                _engine.run_backward(
-                    tuple(roots), tuple(grads), False, False, reached, allow_unreachable=True, accumulate_grad=True
-                )
+                self._go_back(roots, grads)
                 keep_apart(self.flow.unread, self.machine.parameters)
         finally:
             if aside is not None:
@@ -286,6 +282,15 @@ class Run:
         self.backwards_left -= 1
         for later in duty.then:
             self._lacks_one_less(later)
+
+    def _go_back(self, roots: list[Any], grads: list[torch.Tensor | None]) -> None:
+        """``grads`` of the roots; ``None``: of a loss, which has to be one number."""
+        if any(grad is None for grad in grads):
+            torch.autograd.backward(roots, grads, inputs=[_ANCHOR] if self.leave else None)
+            return
+        # What leads to an input leads to the anchor.
+        reached = (_ANCHOR,) if self.leave else ()
+        _engine.run_backward(tuple(roots), tuple(grads), False, False, reached, allow_unreachable=True, accumulate_grad=True)
 
     def _set_aside(self, duty: Duty, roots: list[Any], grads: list[torch.Tensor | None]) -> Aside:
         """Of parameters that several segments read, what they had is added to once, by the last of these: until then the sum of
