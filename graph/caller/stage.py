@@ -246,8 +246,8 @@ class Cross(torch.autograd.Function):
         return (torch.empty(()), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, token: None, *grads: torch.Tensor | None) -> Any:
-        return (None, None, None, None, *backward_of(ctx, grads))
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (None, None, None, None, *backward_of(ctx, grads[1:]))  # the first one is the token's
 
 
 class Land(torch.autograd.Function):
