@@ -107,7 +107,8 @@ def _inside(value: Any, names: list[str]) -> Iterator[Root]:
                 return
             table: Any = vars(value)
         elif isinstance(value, type) and not foreign(value.__module__):
-            table = _class_table(next((kind for kind in value.__mro__ if name in vars(kind)), value))
+            # Not those of torch's own classes: a trace exchanges some while it lasts (``autograd.Function.apply``).
+            table = _class_table(next((k for k in value.__mro__ if name in vars(k) and not foreign(k.__module__)), value))
         else:
             return
         yield Root(f"{name!r} of {getattr(value, '__qualname__', value.__name__)}", table, name)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
+import itertools
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .content import fields_of, foreign
+from .content import MISSING, fields_of, foreign
 
 
 class Snapshot:
@@ -26,7 +28,7 @@ class Snapshot:
         left = [value]
         while left and len(self._met) < 200_000:
             value = left.pop()
-            if type(value) in _LEAVES or isinstance(value, _CLOSED) or id(value) in self._met:
+            if type(value) in _LEAVES or isinstance(value, _CLOSED) or id(value) in self._met or value is vars(builtins):
                 continue
             self._met[id(value)] = value
             self.keep(value, label)
@@ -101,8 +103,7 @@ def _put_back(value: Any, copy: Any) -> None:
         value.clear()
         value.extend(copy)
     elif isinstance(value, dict):
-        value.clear()
-        dict.update(value, copy)
+        _put_back_items(value, dict(copy))
     elif isinstance(value, set):
         value.clear()
         value.update(copy)
@@ -114,6 +115,18 @@ def _put_back(value: Any, copy: Any) -> None:
         value.bit_generator.state = copy[1]
     else:
         value[...] = copy[1]
+
+
+def _put_back_items(value: dict[Any, Any], before: dict[Any, Any]) -> None:
+    # A class may have methods of its own for this; an ``OrderedDict`` has to know.
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict
+    # Other threads may read it, the globals of a module for example: what it had and still has stays there meanwhile.
+    stays = list(itertools.takewhile(lambda pair: pair[0] is pair[1], zip(list(value), before)))
+    for key in list(value)[len(stays) :]:
+        kind.__delitem__(value, key)
+    for key, item in before.items():
+        if dict.get(value, key, MISSING) is not item:
+            kind.__setitem__(value, key, item)
 
 
 _LEAVES = frozenset([int, float, bool, str, bytes, complex, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.Size])

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from ...transport import NotSupported
 from ..guards.side_effects import OnlyHere
 from ..trace.capture import Capture, TensorSpec
 from ..trace.devices import CPU, named
@@ -165,6 +166,8 @@ class _Analysis:
         args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
         made = [isinstance(leaf, torch.Tensor) or self.varies(node, leaf, args, kwargs) for leaf in leaves]
         if not any(made) and node.op != "call_module":
+            if any(write.node is node for write in self.capture.writes):
+                raise NotSupported(f"{node.format_node()} writes into a tensor and gives none", hint=_GIVES_NONE)
             self.express(node, flat, leaves)  # sizes and the like are known now
             return
         if node.target is operator.getitem and not isinstance(args[0], (Ref, Built)):
@@ -450,6 +453,7 @@ def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.
 
 
 _VALUES = (bool, int, float)
+_GIVES_NONE = "have it return what it has written, or have a part do it that lies at one worker"
 """Of Python: unlike tensors and symbols, not known by their identity."""
 
 

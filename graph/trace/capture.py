@@ -27,7 +27,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
@@ -49,7 +51,7 @@ from .values import (
     leaves_of,
 )
 from .watch import HOOKS, Changes, check_tensors, undrawn, untouched
-from .writes import Write, check_writes, finish, writes_of
+from .writes import Write, check_writes, finish, mutated, storage_of, with_modules, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -199,10 +201,36 @@ class Untraceable(NotSupported):
     """Python needs to know more of a tensor than that it is one."""
 
 
+class _NoWrites(TorchDispatchMode):
+    """Refuses writes into tensors of the model in a symbolic trace. What the forward gets from ``parameters()`` is no proxy, so
+    no graph would have them: a momentum encoder that follows in the forward, for example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {storage_of(tensor): name for name, tensor in named}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in mutated(func, args, kwargs or {}):
+            name = self._names.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
+            if name is not None:
+                raise Untraceable(f"the forward writes into {name!r} itself, not by an operation on an input")
+        return func(*args, **kwargs or {})
+
+
+class _NoAssignments(TorchFunctionMode):
+    """Refuses assignments such as ``parameter.data = ...`` in a symbolic trace."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__set__":
+            raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}")
+        return func(*args, **kwargs or {})
+
+
 def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
     with unchanged(model, whole):
         try:
-            with custom_functions(_proxy_of):
+            with custom_functions(_proxy_of), _NoWrites(model), _NoAssignments():
                 return _Tracer(inputs, join, whole).trace(model)
         except NotSupported:
             raise
@@ -265,7 +293,7 @@ def propagate(
         sizes,
         written,
         sites,
-        writes=propagator.writes,
+        writes=with_modules(propagator.writes, graph, model),
         draws=propagator.draws(),
         terms=counted.terms,
         parameters=counted.parameters,

@@ -155,10 +155,14 @@ class _Recorder(TorchFunctionMode):
             target = "call_method"
         else:
             target = "call_function"
+        given = [(leaf, leaf._version) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+        acts = any(leaf._version != version for leaf, version in given)
+        if acts or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             known = self.arguments((args, kwargs))
-            self.define(self.graph.create_node(target, name if target == "call_method" else func, *known), result)
+            node = self.graph.create_node(target, name if target == "call_method" else func, *known)
+            node.meta["acts"] = acts
+            self.define(node, result)
         return result
 
     def apply(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else str(node.target)
         if node.op in ("call_function", "call_method") and any(word in name for word in _ACTING):
             return True
-        return node.op in ("placeholder", "output") or _writes(node)
+        return node.op in ("placeholder", "output") or node.meta.get("acts", False) or _writes(node)
 
     graph.eliminate_dead_code(is_impure_node=impure)
     return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.users]
@@ -56,11 +56,10 @@ def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
     buffers, under the same condition."""
     aliases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        storages = {_storage(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
-        if _writes(node):
-            target = _written(node)
+        storages = {storage_of(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
+        for target in _written(node) if _writes(node) else ():
             tensor = values.get(target) if isinstance(target, fx.Node) else None
-            before = aliases.get(_storage(tensor), []) if isinstance(tensor, torch.Tensor) else []
+            before = aliases.get(storage_of(tensor), []) if isinstance(tensor, torch.Tensor) else []
             lost = not node.users and not (before and before[0].op == "get_attr")
             if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
                 raise NotSupported(
@@ -77,10 +76,24 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An operation that writes into a storage (``_storage``) in place."""
+    """An operation that writes into a storage (``storage_of``) in place. ``modules``: calls of whole modules that have a tensor
+    there themselves, if it is not such a call that writes."""
 
     node: fx.Node
     storage: int
+    modules: tuple[fx.Node, ...] = ()
+
+
+def with_modules(writes: Sequence[Write], graph: fx.Graph, model: nn.Module) -> list[Write]:
+    """These writes with their ``modules``."""
+    alone = {write.storage for write in writes if write.node.op != "call_module"}
+    calls: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes if alone else ():
+        if node.op == "call_module":
+            module = model.get_submodule(str(node.target))
+            for storage in alone & {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}:
+                calls.setdefault(storage, []).append(node)
+    return [w if w.node.op == "call_module" else replace(w, modules=tuple(calls.get(w.storage, ()))) for w in writes]
 
 
 @contextlib.contextmanager
@@ -106,7 +119,7 @@ def writes_of(
             statistics += buffers  # it writes into them behind the version counter
     yield
     changed = [*statistics, *(tensor for tensor, version in given if tensor._version != version)]
-    found += [Write(node, number) for number in dict.fromkeys(map(_storage, changed))]
+    found += [Write(node, number) for number in dict.fromkeys(map(storage_of, changed))]
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -128,13 +141,18 @@ def check_seen(
     order = {node: at for at, node in enumerate(graph.nodes)}
     aliases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        for storage in {_storage(leaf) for leaf in leaves_of(values.get(node)) if isinstance(leaf, torch.Tensor)}:
+        for storage in {storage_of(leaf) for leaf in leaves_of(values.get(node)) if isinstance(leaf, torch.Tensor)}:
             aliases.setdefault(storage, []).append(node)
     for write in writes:
         node, here = write.node, where.get(write.node)
         seen = [other for other in aliases.get(write.storage, ()) if other in where]
         before = [other for other in seen if order[other] < order[node]]
-        if here is None or not seen:
+        if here is None:
+            continue
+        for call in (call for call in write.modules if call in where):
+            if where[call] != here and not _in_order(order[call] < order[node], where[call], here):
+                raise _used_again(node, call)
+        if not seen:
             continue
         if before and before[0].op == "placeholder" and here[0] != caller:
             raise NotSupported(
@@ -146,10 +164,20 @@ def check_seen(
             users = {user: order[user] < order[node] for user in value.users if user is not node and user in where}
             for user in users:
                 if not _unseen(value, user, here, where, users, entering):
-                    raise NotSupported(
-                        f"{_named(node)} writes into a tensor that is used again by {_named(user)}",
-                        hint="use what makes a new tensor (x = x + y, not x += y or x.add_(y); ReLU(inplace=False))",
-                    )
+                    raise _used_again(node, user)
+
+
+def _used_again(write: fx.Node, reader: fx.Node) -> NotSupported:
+    return NotSupported(
+        f"{_named(write)} writes into a tensor that is used again by {_named(reader)}",
+        hint="use what makes a new tensor (x = x + y, not x += y or x.add_(y); ReLU(inplace=False))",
+    )
+
+
+def _in_order(earlier: bool, reader: Place, write: Place) -> bool:
+    """Whether a segment reads what lies at its worker before another one there writes it if it is ``earlier`` in the program,
+    and afterwards if not."""
+    return reader[0] == write[0] and earlier == (reader[1] < write[1])
 
 
 def _unseen(
@@ -166,7 +194,7 @@ def _unseen(
     if value.op == "get_attr":  # no copy of it at its worker; it is read once where it lies for all others
         at = there if there[0] == home[0] else home
         if at != here:
-            return at[0] == here[0] and earlier == (at[1] < here[1])
+            return _in_order(earlier, at, here)
         return there == here or len({before for other, before in users.items() if where[other][0] != home[0]}) == 1
     if there == here:
         return home == here or entering == [value]
@@ -182,20 +210,39 @@ def _named(node: fx.Node) -> str:
     return f"part {str(node.target)!r}" if node.op == "call_module" else node.format_node() or node.name
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
-def _written(node: fx.Node) -> Any:
-    return node.kwargs.get("out", node.args[0] if node.args else None)
+def _written(node: fx.Node) -> list[Any]:
+    """What an operation that writes writes into."""
+    if _schemas(node.target):
+        return mutated(node.target, node.args, node.kwargs)
+    return [node.kwargs.get("out", node.args[0] if node.args else None)]
+
+
+def mutated(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operation of ``torch.ops``, also one of the user's, is given to write into."""
+    found = []
+    for schema in _schemas(operation):
+        given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        found += [leaf for name in written for leaf in pytree.tree_leaves(given.get(name)) if leaf is not None]
+    return found
+
+
+def _schemas(operation: Any) -> list[Any]:
+    if isinstance(operation, torch._ops.OpOverloadPacket):
+        return [getattr(operation, name)._schema for name in operation.overloads()]
+    return [operation._schema] if isinstance(operation, torch._ops.OpOverload) else []
 
 
 def _writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name.strip("_") in _IN_PLACE
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+    if _schemas(node.target):
+        return bool(mutated(node.target, node.args, node.kwargs))
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
         inplace = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -245,6 +245,9 @@ class RemoteParameter(nn.Parameter):
             return _PLACED[func](found._home.device)
         if found.owner.eager is not None:
             # The forward of a cut module computes with it.
+            if func == _DATA.__set__:
+                raise found._refuse("an assignment of its 'data' in the forward would be lost", _WRITING)
+            func = torch.Tensor.detach if func == _DATA.__get__ else func  # of which writes are seen
             given = pytree.tree_map(_value, (args, kwargs or {}))
             return func(*given[0], **given[1])
         return _outside(found, func, args, kwargs or {})
@@ -312,6 +315,7 @@ DEVICE = torch.Tensor.device.__get__
 _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _FREEZING = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _DATA: Any = torch.Tensor.data
+_WRITING = "do it in the loop, or place the module whose forward does it as a whole"
 _PLACED: dict[Any, Callable[[torch.device], Any]] = {
     DEVICE: lambda device: device,
     torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]

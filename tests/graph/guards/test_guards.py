@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import gc
 import itertools
 import random
 import time
 import types
+from collections import OrderedDict
 
 import guard_settings as settings
 import numpy as np
@@ -18,6 +20,7 @@ from torch import nn
 
 from rdmarpc.graph.guards.content import Content, Unguardable
 from rdmarpc.graph.guards.generators import python_marks
+from rdmarpc.graph.guards.snapshot import Snapshot
 from rdmarpc.graph.trace.capture import capture, skeleton
 from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import Uncaptured, capture_by, methods_of
@@ -185,3 +188,19 @@ def test_a_generator_has_another_mark_after_every_draw(draw):
         marks.append(python_marks())
     assert all(before != after for before, after in itertools.pairwise(marks))
     assert python_marks() == marks[-1]
+
+
+def test_containers_are_as_they_were() -> None:
+    """Also an ``OrderedDict``, and one that other threads read; the names of Python itself are none of a forward's."""
+    ordered, plain, names = OrderedDict(a=1, b=2, c=3), {"a": 1, "b": 2}, vars(builtins)
+    kept = Snapshot()
+    for value in (ordered, plain, {"builtins": names}):
+        kept.add(value, "it")
+    ordered.move_to_end("a")
+    del ordered["b"]
+    plain.update(a=3, c=4)
+    names["_a_name"] = 1
+    kept.restore()
+    assert names.pop("_a_name") == 1
+    assert list(ordered.items()) == [("a", 1), ("b", 2), ("c", 3)] and dict(ordered) == {"a": 1, "b": 2, "c": 3}
+    assert list(plain.items()) == [("a", 1), ("b", 2)]

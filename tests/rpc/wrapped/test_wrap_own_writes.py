@@ -1,0 +1,157 @@
+"""Forwards that write into tensors of their own model, and functions with a backward of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_wrap import assert_same_state, batches, both, drive
+from torch import nn
+
+import rdmarpc as rpc
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -0.5 * grad
+
+
+@torch.library.custom_op("rdmarpc_tests::increment", mutates_args={"x"})
+def increment(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.key, self.head = (nn.Linear(20, 20) for _ in range(4))
+        self.head = nn.Linear(20, 4)
+        self.register_buffer("seen", torch.zeros(20))
+
+    def forward(self, x):
+        self.write(x)
+        y = self.part(self.first(x))
+        with torch.no_grad():
+            z = self.key(x)
+        return self.head(y - z - self.seen)
+
+    def write(self, x: torch.Tensor) -> None:
+        pass
+
+
+class InPlace(Net):
+    @torch.no_grad()
+    def write(self, x):
+        for key, query in zip(self.key.parameters(), self.part.parameters()):
+            key.mul_(0.9).add_(query, alpha=0.1)
+
+
+class ByData(Net):
+    def write(self, x):
+        for key, query in zip(self.key.parameters(), self.part.parameters()):
+            key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+
+class Assigned(Net):
+    """As in MoCo."""
+
+    @torch.no_grad()
+    def write(self, x):
+        for key, query in zip(self.key.parameters(), self.part.parameters()):
+            key.data = key.data * 0.9 + query.data * 0.1
+
+
+class Named(Net):
+    @torch.no_grad()
+    def write(self, x):
+        self.key.weight.div_(self.key.weight.norm())
+
+
+class Buffers(Net):
+    def write(self, x):
+        for buffer in self.buffers():
+            buffer.add_(1)
+
+
+class Operation(Net):
+    """An operation that gives nothing."""
+
+    def write(self, x):
+        increment(self.seen)
+
+    def forward(self, x):
+        y = super().forward(x)
+        z = y.detach().clone()
+        increment(z)
+        return y * z
+
+
+def same(make: Callable[[], nn.Module], placement: dict[str, str], **options: Any) -> str:
+    """Trains both; how the model was captured, or the error that refused the first forward."""
+    model, twin = both(make, placement, **options)
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin))
+    try:
+        for x, y in batches(3, 6, 20):
+            for network, optimizer in ((model, mine), (twin, theirs)):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(network(x), y)
+                loss.backward()
+                optimizer.step()
+                if network is model:
+                    first = loss
+            assert torch.equal(first, loss), (make, placement, model.captured)
+        assert_same_state(model, twin)
+        return str(model.captured)
+    except rpc.NotSupported as error:
+        return str(error)
+    finally:
+        model.close()
+
+
+def equal(makes: Iterable[Callable[[], nn.Module]], *placements: dict[str, str], **options: Any) -> None:
+    for make in makes:
+        for placement in placements:
+            how = same(make, placement, **options)
+            assert how.startswith(("fx", "export", "eager")), (make, placement, how)
+
+
+PLACEMENTS = ({"part": "worker1"}, {"key": "worker1"}, {"part": "worker1", "key": "worker1"})
+
+
+def captured() -> None:
+    equal((InPlace, ByData, Named), *PLACEMENTS)
+    equal((Buffers, Operation), PLACEMENTS[0])
+    equal((Assigned,), PLACEMENTS[0])
+
+
+def without_a_graph() -> None:
+    """An eager forward has copies of what lies elsewhere: it reads them, and does not write them without a word."""
+    equal((InPlace, ByData, Assigned), PLACEMENTS[0], capture="eager")
+    for make in (InPlace, ByData, Named):
+        assert "writes into 'key.weight'" in same(make, PLACEMENTS[1], capture="eager"), make
+    for capture in ("auto", "eager"):
+        assert "an assignment of its 'data' in the forward" in same(Assigned, PLACEMENTS[1], capture=capture)
+
+
+class Adversarial(Net):
+    def forward(self, x):
+        return self.head(Reversed.apply(self.part(self.first(x))))
+
+
+def own_backward() -> None:
+    before = torch.autograd.Function.__dict__["apply"]
+    assert same(Adversarial, PLACEMENTS[0]).startswith("fx")
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
+@pytest.mark.parametrize("program", [captured, without_a_graph, own_backward])
+def test_what_a_forward_does_itself(program):
+    drive(program, timeout=100.0)
