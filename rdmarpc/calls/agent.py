@@ -416,6 +416,7 @@ class Agent:
         kept = self, self._links
         self._links = self.links.by_worker = {}  # so that every call comes to ``Connections.to``, which refuses it
         self.caller.forked(RdmaError(forked.TEXT))
+        self.callee.forked = True
         self.garbage.clear()
         gpu.current = streams.current = None
         return kept

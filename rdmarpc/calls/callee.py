@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch.autograd import profiler as torch_profiler
 from ..functions import MAY_DEFER, TOLD_WHO
 from ..gradients.context import Context, Contexts, current
 from ..gradients.record import unbound
+from ..ground import forked
 from ..ground import streams as gpu_streams
 from ..ground.failures import Failures
 from ..ground.futures import Value, known
@@ -130,6 +132,8 @@ class Callee:
         self.failures = Failures()
         self.refused_grants = 0
         """Landing places given back by a worker that does not hold them."""
+        self.forked = False
+        """Whether this is a forked child of the worker's process."""
 
     # -- frames
 
@@ -273,6 +277,8 @@ class Callee:
         finally:
             del args, kwargs  # an error holds this frame
             answering.args = ()
+            if self.forked and self.pool.slot:
+                forked.leave(sys.exc_info()[1])
         if streams is not None:
             streams.ended()
         if inner is not None:

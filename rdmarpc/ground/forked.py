@@ -3,10 +3,14 @@ disturb the parent. So every use of them raises an error in the child, which may
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import sys
+import traceback
 import weakref
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -27,6 +31,20 @@ def share(store: dist.Store) -> None:
 def in_child(job: Callable[[], None]) -> None:
     """Have ``job`` run in every forked child. It must take no lock: another thread may have held it."""
     os.register_at_fork(after_in_child=job)
+
+
+def leave(error: BaseException | None) -> NoReturn:
+    """End a child that a function of a peer's request has forked and not ended: its thread would go on with the parent's work.
+    ``error``: what the function raised there; it is printed, and the status is 1 then, or that of a ``SystemExit``."""
+    code: Any = error.code if isinstance(error, SystemExit) else None if error is None else 1
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif isinstance(code, str):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _never_destroy() -> None:

@@ -234,3 +234,28 @@ def test_pools_of_a_program(tmp_path):
         "RPC has not been initialized",
         "alone",
     ]
+
+
+def forks_and(how):
+    """Returned: how the child ended that does not end itself in the function that was called."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if how == "raises":
+        raise ValueError("in the child")
+    if how == "exits":
+        sys.exit(7)
+    return "twice"
+
+
+def leaves_children(rank):
+    if rank == 0:
+        ends = {how: rpc.rpc_sync("worker1", forks_and, (how,)) for how in ("raises", "exits", "returns")}
+        assert ends == {"raises": 1, "exits": 7, "returns": 0}
+        still_works()
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_child_ends_with_the_function_that_forked_it(device):
+    results(run_group(leaves_children, transport=device))
