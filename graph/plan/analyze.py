@@ -137,6 +137,9 @@ class _Analysis:
                 self.expression[node] = Ref(self.names[node])
             else:
                 self.operation(node)
+        for write in self.capture.writes:
+            if write.node not in self.where:
+                raise NotSupported(f"{write.node.format_node()} writes into a tensor and gives none", hint=_GIVES_NONE)
         check_seen(self.capture.graph, self.capture.values, self.capture.writes, self.where, self.caller)
         return self.assemble(inputs, output)
 
@@ -166,8 +169,6 @@ class _Analysis:
         args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
         made = [isinstance(leaf, torch.Tensor) or self.varies(node, leaf, args, kwargs) for leaf in leaves]
         if not any(made) and node.op != "call_module":
-            if any(write.node is node for write in self.capture.writes):
-                raise NotSupported(f"{node.format_node()} writes into a tensor and gives none", hint=_GIVES_NONE)
             self.express(node, flat, leaves)  # sizes and the like are known now
             return
         if node.target is operator.getitem and not isinstance(args[0], (Ref, Built)):

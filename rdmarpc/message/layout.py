@@ -16,6 +16,7 @@ import struct
 from typing import NamedTuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..transport import RdmaError
 
@@ -64,8 +65,9 @@ _decoded: dict[bytes, Description] = {}
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised."""
-    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
+    """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised, with memory of its own."""
+    dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
+    return dense and not is_functorch_wrapped_tensor(tensor)
 
 
 def outline(tensor: torch.Tensor) -> Outline:

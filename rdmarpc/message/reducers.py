@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..ground import device_maps
 from . import gpu, permits
@@ -23,6 +24,10 @@ _COMPRESSED = {
 
 def reduce_tensor(value: torch.Tensor) -> Any:
     """Take apart a tensor that does not travel as it is. Raises ``RuntimeError`` for one that cannot travel at all."""
+    if is_functorch_wrapped_tensor(value):
+        raise RuntimeError(
+            "tensors inside of a transform of torch.func (vmap, grad, jvp, functionalize) cannot travel; call outside"
+        )
     if value.layout is torch.strided and value.device.type not in ("cpu", "meta") and not value.is_quantized:
         why = "this worker has no GPU of that kind" if not value.is_nested else "it is a nested tensor"
         raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why=why))

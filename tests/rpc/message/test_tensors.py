@@ -19,7 +19,7 @@ from tensor_kinds import Box, Tagged, check_same, dense, distance, gathered, oth
 from test_landing import counted, counters, steady, takes
 
 import rdmarpc as rpc
-from rdmarpc.message import sharing
+from rdmarpc.message import serialize, sharing
 
 DEVICES = ["shm", "tcp"]
 
@@ -519,3 +519,16 @@ def test_two_gibibytes_in_one_tensor(device):
     if free < 14 << 30:
         pytest.skip(f"needs 14 GiB of memory, {free >> 30} are free")
     results(run_group(two_gigabytes, timeout=240, transport=device, arena_limit=9 << 30))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.functionalize],
+    ids=["vmap", "grad", "func"],
+)
+def test_tensors_inside_of_transforms_are_refused(transform):
+    """They have no memory of their own, or lie about it."""
+    given = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match="inside of a transform of torch"):
+        transform(lambda x: serialize.dumps((x,)) and x)(given)
+    assert serialize.loads(*serialize.dumps((given,)))[0] is given
