@@ -231,8 +231,8 @@ class Station:
         raise PeerLost(text, peer=worker, device=device, status=error.status, hint=error.hint)
 
     def blame(self, error: BaseException) -> None:
-        """Where a use of the edges failed with ``error``: raise the loss that came first, if that is another. The error of a
-        post names its own peer, which may have left because another worker died."""
+        """Where a use of the edges failed with ``error``: raise the loss that came first, if it is that of another worker. The
+        error of a post names its own peer, which may have left because another one died."""
         if not isinstance(error, PeerLost):
             return
         if all(worker != error.peer for worker, _ in self._lost_peers()):
@@ -240,7 +240,7 @@ class Station:
         try:
             self.check()
         except PeerLost as lost:
-            if lost.message != error.message:
+            if lost.peer != error.peer:
                 raise lost from error
 
     def _first_lost(self) -> tuple[str, RdmaError] | None:
