@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -14,6 +15,8 @@ ROUNDS = 2
 
 class Asleep(torch.autograd.Function):
     """Stands for a computation that needs no core: seconds forward, and backward."""
+
+    generate_vmap_rule = True  # it does nothing but torch's operations, and takes its time
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -28,17 +31,19 @@ class Asleep(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A linear layer and a tanh; where ``forward_s`` is not 0 it sleeps too."""
+    """A linear layer and a tanh; where ``forward_s`` is not 0 it sleeps too: as long for the gradient of its weight as for that
+    of its input."""
 
     def __init__(self, width: int, forward_s: float = 0.0, backward_s: float = 0.0) -> None:
         super().__init__()
         self.linear, self.forward_s, self.backward_s = nn.Linear(width, width), forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        if self.forward_s and not isinstance(x, FakeTensor):
-            x = Asleep.apply(x, self.forward_s, self.backward_s)
-        return x
+        if not self.forward_s or isinstance(x, FakeTensor):
+            return torch.tanh(self.linear(x))
+        weight = Asleep.apply(self.linear.weight, 0.0, self.backward_s / 2)
+        x = Asleep.apply(F.linear(x, weight, self.linear.bias), self.forward_s, self.backward_s / 2)
+        return torch.tanh(x)  # last: torch's pipelines do not split the backward of a stage that gives a view
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,13 @@ class Case:
         x, y = (torch.randn(chunks * self.samples, self.width, generator=drawn) for _ in range(2))
         return x, y
 
-    def theory_ms(self, workers: int, chunks: int, rounds: int) -> float | None:
-        """How long a batch takes where only layers take time: the pipeline fills and drains over one round of stages. ``None``
-        if layers do not sleep."""
+    def theory_ms(self, workers: int, chunks: int, rounds: int, split: bool = False) -> float | None:
+        """How long a batch takes where only layers take time: the pipeline fills and drains over one round of stages; with
+        backwards that are ``split`` it does other work for half of a backward, and for another half. ``None`` if layers do not
+        sleep."""
         layer = self.forward_ms + self.backward_ms
-        return (ROUNDS * chunks + (workers - 1) * ROUNDS / rounds) * layer if layer else None
+        idle = layer - self.backward_ms * split
+        return ROUNDS * chunks * layer + (workers - 1) * ROUNDS / rounds * idle if layer else None
 
 
 def chunks(job: dict[str, Any]) -> int:

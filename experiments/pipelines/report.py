@@ -8,9 +8,6 @@ from rich.table import Table
 
 from .layers import ROUNDS, Case, chunks
 
-BOTH = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-"""Our schedule -> that of torch.distributed.pipelining it stands beside."""
-
 
 def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str, Any]]:
     """``records`` have a number of ``workers`` and a ``library`` too. Times are milliseconds of a batch: the median of the
@@ -20,7 +17,12 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str
     for record in records:
         case, workers = Case(**job["cases"][record["case"]]), record["workers"]
         count = chunks(job | {"count": workers})
-        theory = case.theory_ms(workers, count, ROUNDS if "nterleaved" in record["what"] else 1)
+        what = record["what"]
+        theory = None
+        if what != "ZBVZeroBubble":  # its stages do not go round
+            theory = case.theory_ms(
+                workers, count, ROUNDS if "nterleaved" in what else 1, what.lower().replace("_", "").endswith("zerobubble")
+            )
         busy = ROUNDS * count * (case.forward_ms + case.backward_ms)
         rows.append(
             {
@@ -33,7 +35,7 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> list[dict[str
                 "best_ms": min(record["samples"]),
                 "worst_ms": max(record["samples"]),
                 "theory_ms": theory,
-                "bubble": 1 - busy / record["median"] if theory else None,
+                "bubble": 1 - busy / record["median"] if busy else None,
                 "theory_bubble": 1 - busy / theory if theory else None,
             }
         )
@@ -61,7 +63,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             str(row["chunks"]),
             *(f"{row[key]:.2f}" for key in ("ms", "best_ms", "worst_ms")),
             f"{row['theory_ms']:.1f}" if emulated else "-",
-            f"{row['bubble']:.1%}" if emulated else "-",
+            f"{row['bubble']:.1%}" if row["bubble"] is not None else "-",
             f"{row['theory_bubble']:.1%}" if emulated else "-",
         )
     console.print(table)

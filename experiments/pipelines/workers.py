@@ -14,8 +14,8 @@ from ..harness.processes import Launcher
 from .layers import ROUNDS, Case, chunks
 
 TIMEOUT_S = 120.0
-OURS = ("1f1b", "interleaved")
-THEIRS = ("GPipe", "1F1B", "Interleaved1F1B")
+OURS = ("1f1b", "interleaved", "zero_bubble")
+THEIRS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 Step = Callable[[], None]
 
@@ -122,17 +122,18 @@ def their_step(rank: int, case: Case, job: dict[str, Any], schedule: str) -> Ste
         return pipelining.PipelineStage(nn.Sequential(*parts), at, of, torch.device("cpu"))
 
     runs: Any
-    if schedule == "Interleaved1F1B":
-        mine = range(rank, len(layers), workers)
+    kind: Any = getattr(pipelining, f"Schedule{schedule}")
+    first, last = rank == 0, rank == workers - 1
+    if schedule.startswith(("Interleaved", "ZBV")):
+        mine = [rank, 2 * workers - 1 - rank] if schedule == "ZBVZeroBubble" else [*range(rank, len(layers), workers)]
         parts = [layers[at] for at in mine]
         stages = [stage(at, [layers[at]], len(layers)) for at in mine]
-        runs = pipelining.ScheduleInterleaved1F1B(stages, count, F.mse_loss)
+        runs = kind(stages, count, F.mse_loss)
+        last = len(layers) - 1 in mine
     else:
         parts = layers[ROUNDS * rank : ROUNDS * (rank + 1)]
-        kind = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}[schedule]
         runs = kind(stage(rank, parts, workers), count, F.mse_loss)
     parameters = [parameter for part in parts for parameter in part.parameters()]
-    first, last = rank == 0, rank == workers - 1
     losses: list[Tensor] = []
 
     def step() -> None:

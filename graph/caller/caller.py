@@ -123,14 +123,17 @@ class Caller:
                 hint='give each worker several stages in turn, as worker1, worker2, worker1, worker2; or schedule="1f1b"',
             )
 
-    def forward_backward(self, parts: Sequence[Part], mode: int, interleaved: bool = False) -> None:
-        """Micro-batches in 1F1B order, or ``interleaved``, see ``pipeline``. Gradients are at their owners afterwards."""
+    def forward_backward(self, parts: Sequence[Part], mode: int, interleaved: bool = False, split: bool = False) -> None:
+        """Micro-batches in 1F1B order, or ``interleaved``, see ``pipeline``; ``split``: backwards in halves. Gradients are at
+        their owners afterwards."""
         with self._lock:
             self.check_schedule(parts[0].plan, interleaved)
             for part in parts:
                 self._make_sure(part.plan, 1)
             zeroed = self.control.begin_backward(parts[0].plan, mode)
-            self._pipeline = Pipeline(self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed, interleaved)
+            self._pipeline = Pipeline(
+                self.ledger, self.station, self.machine, self.timeout, parts, mode, zeroed, interleaved, split
+            )
             try:
                 self._pipeline.run()
             finally:

@@ -22,6 +22,7 @@ from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
 from ..plan.place import ACTIVATION
 from ..plan.program import Machine, fill
+from ..schedules.halves import hooks_made
 from ..wire.header import Header, MicroBatch
 from ..work.flow import Duty
 from ..work.run import Run
@@ -53,8 +54,11 @@ class Chunk(Run):
     def forward(self, duty: Duty) -> dict[str, Any]:
         env = super().forward(duty)
         if duty is self.flow.duties[-1]:
+            hooks = hooks_made()
             self._root = self._loss(fill(self.flow.graph.output, env))
-            self.agenda.add(Task(self, duty, True, self.commands))
+            if hooks != hooks_made():
+                self._hooked.add(duty.at)
+            self._add_backward(duty)
         return env
 
     def _given(self, duty: Duty, env: dict[str, Any], produced: Callable[[str, torch.Tensor], None]) -> None:
@@ -96,7 +100,8 @@ class Chunk(Run):
 class Pipeline:
     """One batch; made and ``run`` with the caller's lock held, ``machine`` runs the caller's segments. ``timeout``: seconds in
     which something has to happen. ``mode``: the number of the flags that the parts run under; ``zeroed``: the marks
-    (``Zeroing``) that ride in its gradients. ``interleaved``: see ``schedules/rounds``, which the plan has then."""
+    (``Zeroing``) that ride in its gradients. ``interleaved``: see ``schedules/rounds``, which the plan has then; ``split``: see
+    ``schedules/halves``."""
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class Pipeline:
         mode: int,
         zeroed: Mapping[str, bytes],
         interleaved: bool,
+        split: bool,
     ) -> None:
         self.parts, self.mode = parts, mode
         self._ledger, self._station, self._machine, self._timeout = ledger, station, machine, timeout
@@ -119,10 +125,9 @@ class Pipeline:
         self._begun = self._finished = 0
         self._waiting: dict[Inlet, int] = {}
         self._first = ledger.reserve(len(parts))
-        self._interleaved = interleaved
-        self._batch = Batch(
-            self._first, len(parts), self._window, len(plan.flow.duties), plan.flow.rounds if interleaved else None
-        )
+        self._interleaved, self._split = interleaved, split
+        rounds = plan.flow.rounds if interleaved else None
+        self._batch = Batch(self._first, len(parts), self._window, len(plan.flow.duties), rounds, split, station.counts)
         self._zeroed = zeroed
 
     def run(self) -> None:
@@ -166,7 +171,7 @@ class Pipeline:
     def _begin_next(self) -> None:
         while self._begun < len(self.parts) and self._begun - self._finished < self._window:
             sequence, index = self._first + self._begun, self._begun
-            place = MicroBatch(index, len(self.parts), self._window, self._interleaved).pack()
+            place = MicroBatch(index, len(self.parts), self._window, self._interleaved, self._split).pack()
             header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
             chunk = self._chunks[sequence] = Chunk(
                 self.parts[index], header, self._machine, self._station, self._agenda, self._batch

@@ -36,19 +36,21 @@ LEAVE = 1024
 class MicroBatch(NamedTuple):
     """The place of a forward in its batch: micro-batch ``number`` (from 0) of ``total``, with consecutive sequences.
     ``window``: how many of them may be between forward and backward at level 0. Each is below 2**16. ``interleaved``: see
-    ``schedules/rounds``. A forward that is no micro-batch has ``total`` 0."""
+    ``schedules/rounds``; ``split``: see ``schedules/halves``. A forward that is no micro-batch has ``total`` 0."""
 
     number: int
     total: int
     window: int
     interleaved: bool = False
+    split: bool = False
 
     def pack(self) -> int:
-        return self.number | self.total << 16 | self.window << 32 | self.interleaved << 48
+        return self.number | self.total << 16 | self.window << 32 | self.interleaved << 48 | self.split << 49
 
     @staticmethod
     def unpack(word: int) -> MicroBatch:
-        return MicroBatch(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32 & 0xFFFF, bool(word >> 48))
+        interleaved, split = bool(word >> 48 & 1), bool(word >> 49 & 1)
+        return MicroBatch(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32 & 0xFFFF, interleaved, split)
 
     @property
     def last(self) -> bool:

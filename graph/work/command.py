@@ -61,10 +61,10 @@ class WorkerError(NamedTuple):
     status: str = ""
 
     @staticmethod
-    def of(error: BaseException, worker: str) -> WorkerError:
-        """``worker``: whose it is."""
+    def of(error: BaseException, worker: str, task: str = "") -> WorkerError:
+        """``worker``: whose it is; ``task``: in what it was raised."""
         error = for_others(error, worker)
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error)) + (f"in the {task}\n" if task else "")
         if isinstance(error, RdmaError):
             return WorkerError(type(error), error.message, trace, error.peer, error.status)
         return WorkerError(type(error), str(error), trace)

@@ -191,7 +191,7 @@ class Executor(threading.Thread):
         except PeerLost:
             raise
         except Exception as error:
-            self._fail(run.sequence, error)
+            self._fail(run.sequence, error, str(task))
             return
         if run.batch is not None:
             run.batch.ran(task)
@@ -234,8 +234,9 @@ class Executor(threading.Thread):
         micro = MicroBatch.unpack(header.place)
         first = header.sequence - micro.number
         if first not in self._batches:
+            rounds = flow.rounds if micro.interleaved else None
             self._batches[first] = Batch(
-                first, micro.total, micro.window, len(flow.duties), flow.rounds if micro.interleaved else None
+                first, micro.total, micro.window, len(flow.duties), rounds, micro.split, self.station.counts
             )
         return self._batches[first]
 
@@ -263,14 +264,22 @@ class Executor(threading.Thread):
 
     # -- the ends
 
-    def _fail(self, sequence: int, error: Exception) -> None:
+    def _fail(self, sequence: int, error: Exception, task: str = "") -> None:
         self._drop(sequence)
-        self._send_error(sequence, error)
+        self._send_error(sequence, error, task=task)
 
     def _drop(self, sequence: int) -> None:
-        self._remember(self._dropped, sequence)
         # The rest of its batch never starts, and is dropped too.
-        self._batches = {first: b for first, b in self._batches.items() if not first <= sequence < first + b.count}
+        ended = [first for first, b in self._batches.items() if first <= sequence < first + b.count]
+        for first in ended:
+            batch = self._batches.pop(first)
+            for earlier in [s for s, run in self._runs.items() if run.batch is batch and s < sequence]:
+                # The caller may have seen its end, and discards it no more: second halves of its backwards are left.
+                self._forget(earlier)
+        self._forget(sequence)
+
+    def _forget(self, sequence: int) -> None:
+        self._remember(self._dropped, sequence)
         run = self._runs.pop(sequence, None)
         if run is not None:
             run.drop()
@@ -297,9 +306,9 @@ class Executor(threading.Thread):
         self._present = present
         self._tell(Header.done(sequence), Command(NOTHING, payload=present).padded(report_bytes(len(present))))
 
-    def _send_error(self, sequence: int, error: BaseException, fatal: bool = False) -> None:
+    def _send_error(self, sequence: int, error: BaseException, fatal: bool = False, task: str = "") -> None:
         """Forward 0 stands for all, ``fatal`` for all to come."""
-        blob = WorkerError.of(error, self.station.name).dump(REPORT_BYTES - 8)
+        blob = WorkerError.of(error, self.station.name, task).dump(REPORT_BYTES - 8)
         payload = Command(NOTHING, payload=blob).padded(report_bytes(len(self.machine.parameters)))
         try:
             self._tell(Header.error(sequence, fatal), payload)

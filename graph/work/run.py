@@ -9,6 +9,8 @@ Invariants:
    sent from here too.
 4. While a segment runs backward its thread waits for the engine, which hands on gradients of inputs that lie on accelerators by
    threads of its own, one a device: one at a time (``_lock``), each with the current stream that the forward had.
+5. In a batch whose backwards are split (``Batch.split``) a backward that can be hands on the gradients of its inputs, and
+   adds those of parameters by a task of its own (``finish_backward``). What cannot is counted by name, and runs in one go.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from torch.autograd.variable import Variable
 from ...transport import NotSupported
 from ..edges.outlet import keep_apart
 from ..plan.program import Machine
+from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
 from ..wire.header import CLEAR, GRAD, LEAVE, Header, MicroBatch
 from .aside import Aside
 from .flow import Duty, Flow, Input, Route, Source
-from .tasks import ALONE, Agenda, Batch, Task
+from .tasks import ALONE, FIRST, SECOND, WHOLE, Agenda, Batch, Task
 
 Watched = list[tuple[str, torch.Tensor, int]]
 """Name, tensor and its version: what must not be written in place."""
@@ -83,12 +86,17 @@ class Run:
         """What inputs that are carried start with, by segment."""
         self._totals: dict[str, torch.Tensor] = {}
         """Gradients of parameters that more segments add to."""
+        self._starts: dict[int, tuple[list[Any], list[torch.Tensor | None]]] = {}
+        """What backwards start from that have been looked at."""
+        self._halves: dict[int, Halves] = {}
+        self._hooked: set[int] = set()
+        """Segments whose forward has registered hooks."""
         self.forwards_left = len(flow.duties)
         self.backwards_left = flow.backwards if self.grad else 0
 
     @property
     def finished(self) -> bool:
-        return self.forwards_left == 0 and self.backwards_left == 0
+        return self.forwards_left == 0 and self.backwards_left == 0 and not self._halves
 
     def missing(self, unreported: set[str]) -> str:
         """What it waits for, for people. ``unreported``: workers whose report of the backward is missing too."""
@@ -112,6 +120,8 @@ class Run:
         self._arrived.clear()
         self._sums.clear()
         self._totals.clear()
+        self._starts.clear()
+        self._halves.clear()
 
     # -- forward
 
@@ -133,6 +143,7 @@ class Run:
         """Run a segment; what is left of its tensors comes back by name."""
         grad = self.grad and duty.backward
         outputs: dict[str, torch.Tensor] = {}
+        hooks = hooks_made()
         with torch.set_grad_enabled(grad):
             env, watched = self._take_inputs(duty, grad)
 
@@ -162,6 +173,8 @@ class Run:
                 )
         if grad:
             self._outputs[duty.at] = outputs
+        if hooks != hooks_made():
+            self._hooked.add(duty.at)
         self.forwards_left -= 1
         return env
 
@@ -262,18 +275,41 @@ class Run:
     def _lacks_one_less(self, duty: Duty) -> None:
         left = self._gradients_missing[duty.at] = self._gradients_missing[duty.at] - 1
         if left == 0:
-            self.agenda.add(Task(self, duty, True, self.commands))
+            self._add_backward(duty)
+
+    def _add_backward(self, duty: Duty) -> None:
+        """The gradients of its outputs are here."""
+        split = self.batch is not None and self.batch.split and not self.leave and self._split(duty)
+        self.agenda.add(Task(self, duty, True, self.commands, FIRST if split else WHOLE))
+
+    def _split(self, duty: Duty) -> bool:
+        """Whether this backward runs in halves."""
+        roots, grads = self._starts[duty.at] = self._roots(duty)
+        if not roots:
+            return False
+        if duty.shared:
+            found: Halves | str = "parameters that other segments read too"
+        elif self.flow.gpus:
+            found = "tensors on accelerators"
+        elif duty.at in self._hooked:
+            found = RAN_HOOKS
+        else:
+            found = halves(roots, grads, _ANCHOR)
+        if isinstance(found, Halves):
+            self._halves[duty.at] = found
+            return True
+        if found and self.batch is not None:
+            self.batch.counts[f"backwards_unsplit[{duty.segment}: {found}]"] += 1
+        return False
 
     def backward(self, duty: Duty) -> None:
-        roots, grads = self._roots(duty)
-        aside = self._set_aside(duty, roots, grads) if duty.shared and not self.leave else None
-        try:
-            if roots:
-                self._go_back(roots, grads)
-                keep_apart(self.flow.unread, self.machine.parameters)
-        finally:
-            if aside is not None:
-                self._totals.update(aside.put_back())
+        first = self._halves.get(duty.at)
+        if first is None:
+            self._whole_backward(duty)
+        else:
+            del self._starts[duty.at]
+            first.inputs(_ANCHOR)
+            self.agenda.add(Task(self, duty, True, self.commands, SECOND))
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:
             for given in duty.inputs:
@@ -282,6 +318,23 @@ class Run:
         self.backwards_left -= 1
         for later in duty.then:
             self._lacks_one_less(later)
+
+    def finish_backward(self, duty: Duty) -> None:
+        """The second half."""
+        self._halves[duty.at].parameters()
+        del self._halves[duty.at]
+        keep_apart(self.flow.unread, self.machine.parameters)
+
+    def _whole_backward(self, duty: Duty) -> None:
+        roots, grads = self._starts.pop(duty.at) if duty.at in self._starts else self._roots(duty)
+        aside = self._set_aside(duty, roots, grads) if duty.shared and not self.leave else None
+        try:
+            if roots:
+                self._go_back(roots, grads)
+                keep_apart(self.flow.unread, self.machine.parameters)
+        finally:
+            if aside is not None:
+                self._totals.update(aside.put_back())
 
     def _go_back(self, roots: list[Any], grads: list[torch.Tensor | None]) -> None:
         """``grads`` of the roots; ``None``: of a loss, which has to be one number."""

@@ -21,7 +21,7 @@ from ..transport import NotSupported
 from .state import flatten, joined, state_of
 
 MOST = 65535
-SCHEDULES = ("1f1b", "interleaved")
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 _ALIGNMENT = 64
 
 
@@ -52,6 +52,15 @@ def forward_backward(
     "worker2"}``) and more micro-batches than workers, a multiple of them at best; then ``wrap(depth=)`` should be twice the
     number of workers, because so many micro-batches lie in the slots of a stage. ``NotSupported`` where stages do not go round.
     Bits are those of ``"1f1b"``.
+
+    ``schedule="zero_bubble"`` runs a backward in two halves (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
+    the gradients of a part's inputs, which the worker before it waits for, then those of its parameters where it would wait.
+    It is for parts whose backward takes milliseconds, and holds as many micro-batches at every worker as ``"1f1b"`` holds at
+    the first one, each until the second half of its backward; so ``wrap(depth=)`` should be the number of workers. Bits are
+    those of ``"1f1b"``. A backward runs in one go where that cannot be shown: with hooks on parameters or set by the forward,
+    checkpoints, a parameter that is read twice, recurrent layers, autograd functions without ``generate_vmap_rule``, on
+    accelerators. ``model.counters()`` says how many (``backwards_unsplit``), and which and why (``backwards_unsplit[SEGMENT:
+    REASON]``).
 
     Tensors among the inputs whose first dimension is the batch's are split along it, into the sizes of ``torch.chunk`` (so
     there may be fewer than ``chunks``; a smaller last one has a plan of its own); everything else goes to each micro-batch as
@@ -110,7 +119,7 @@ def forward_backward(
                 weighted(at)(model(*given, **more)).backward()
         else:
             parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
-            session.caller.forward_backward(parts, mode, schedule == "interleaved")
+            session.caller.forward_backward(parts, mode, schedule == "interleaved", schedule == "zero_bubble")
         split.return_gradients()
     total = losses[0]
     for loss in losses[1:]:
@@ -270,7 +279,7 @@ def _memory(worker: str, plans: list[Plan], parameters: int, chunks: int, schedu
     rounds = plans[0].flow.rounds
     stages = rounds.stages if schedule == "interleaved" and rounds is not None else {}
     held = {
-        s.number: min(chunks, window if s.number in stages else max(1, window - s.level))
+        s.number: min(chunks, window if s.number in stages or schedule == "zero_bubble" else max(1, window - s.level))
         for s in graph.segments
         if s.worker == worker
     }

@@ -278,6 +278,7 @@ class State:
         totals = self.session.counters(everywhere)
         totals["misses"] = self._signatures.misses
         totals["sums_reordered"] = len(self._reordered)
+        totals["backwards_unsplit"] = sum(n for key, n in totals.items() if key.startswith("backwards_unsplit["))
         totals["forwards_here"], totals["calls_here"] = self.session.here.steps, self.session.here.calls
         totals["steps"] += self.session.here.steps
         seen = [key.partition("[")[2][:-1] for key in totals if key.startswith("draws_elsewhere[")]
