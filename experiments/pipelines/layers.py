@@ -71,7 +71,7 @@ class Case:
         backwards that are ``split`` it does other work for half of a backward, and for another half. ``None`` if layers do not
         sleep."""
         layer = self.forward_ms + self.backward_ms
-        idle = layer - self.backward_ms * split
+        idle = layer - self.backward_ms * split  # F + B + W, or F + B - W
         return ROUNDS * chunks * layer + (workers - 1) * ROUNDS / rounds * idle if layer else None
 
 

@@ -55,14 +55,21 @@ def test_it_measures_every_schedule(
     schedules.main()
     assert not list(tmp_path.glob(".meeting-*"))
     rows = json.loads((tmp_path / "schedules.json").read_text())["rows"]
-    both = [("rdmarpc", "1f1b"), ("rdmarpc", "interleaved")]
-    both += [("torch", "GPipe"), ("torch", "1F1B"), ("torch", "Interleaved1F1B")]
+    both = [("rdmarpc", name) for name in ("1f1b", "interleaved", "zero_bubble")]
+    both += [("torch", name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")]
     assert [(r["case"], r["library"], r["schedule"]) for r in rows] == [
         (case, *one) for case in ("tiny", "asleep") for one in both
     ]
     for row in rows:
         assert row["chunks"] == 4
-        assert row["theory_ms"] == {"tiny": None, "asleep": 45.0 if "nterleaved" in row["schedule"] else 50.0}[row["case"]]
+        asleep: dict[str, float | None] = {
+            "Interleaved1F1B": 45.0,
+            "interleaved": 45.0,
+            "zero_bubble": 42.0,
+            "InterleavedZeroBubble": 41.0,
+        }
+        asleep["ZBVZeroBubble"] = None
+        assert row["theory_ms"] == (asleep.get(row["schedule"], 50.0) if row["case"] == "asleep" else None)
         assert row["ms"] > (row["theory_ms"] or 0.0), row  # nobody is faster than sleep
     assert {"tiny", "asleep", "GPipe", "45.0"} <= set(capsys.readouterr().out.split())
 
@@ -74,6 +81,7 @@ def test_the_theory_is_that_of_the_papers() -> None:
         busy = 2 * chunks * 3
         assert case.theory_ms(workers, chunks, 1) == busy * (1 + (workers - 1) / chunks)
         assert case.theory_ms(workers, chunks, 2) == busy * (1 + (workers - 1) / chunks / 2)
+        assert case.theory_ms(workers, chunks, 1, True) == busy + (workers - 1) * 2 * (1 + 1 - 1)
     assert Case(16, 4).theory_ms(2, 4, 1) is None
 
 

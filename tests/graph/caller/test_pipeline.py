@@ -19,7 +19,7 @@ from rdmarpc.graph.schedules.rounds import Rounds
 from rdmarpc.graph.wire.header import MicroBatch
 from rdmarpc.graph.work.command import STEP, TO_NONE, TO_ZERO, Command
 from rdmarpc.graph.work.remote_update import numbers_of
-from rdmarpc.graph.work.tasks import Agenda, Batch, Task
+from rdmarpc.graph.work.tasks import FIRST, SECOND, WHOLE, Agenda, Batch, Task
 
 PLACEMENT = {"0": "w1", "1": "w1", "2": "w2"}
 
@@ -112,8 +112,17 @@ def test_a_step_costs_a_worker_one_command_and_the_caller_one_report(cluster):
 class Pipe:
     """A chain of levels, the first and the last at the caller, with ``slots`` on every edge; what can happen next is drawn."""
 
-    def __init__(self, owners: list[int], count: int, slots: int, draw: random.Random, rounds: Rounds | None = None) -> None:
-        self.owners, self.count, self.slots, self.draw = owners, count, slots, draw
+    def __init__(
+        self,
+        owners: list[int],
+        count: int,
+        slots: int,
+        draw: random.Random,
+        rounds: Rounds | None = None,
+        whole: set[int] | None = None,
+    ) -> None:
+        """``whole``: backwards are split but at these levels, and sometimes there too."""
+        self.owners, self.count, self.slots, self.draw, self.whole = owners, count, slots, draw, whole
         self.levels = len(owners)
         self.agendas = {owner: Agenda() for owner in owners}
         mine = {owner: [level for level, at in enumerate(owners) if at == owner] for owner in owners}
@@ -121,19 +130,24 @@ class Pipe:
             SimpleNamespace(at=mine[o].index(level), level=level, backward=True, segment=SimpleNamespace(number=level))
             for level, o in enumerate(owners)
         ]
-        self.batches = {owner: Batch(1, count, self.levels, len(mine[owner]), rounds) for owner in owners}
+        self.batches = {owner: Batch(1, count, self.levels, len(mine[owner]), rounds, whole is not None) for owner in owners}
         # By (from level, to level): micro-batches that wait for a slot, that lie in one unseen, that hold one.
         pairs = [(a, a + 1) for a in range(self.levels - 1)] + [(a + 1, a) for a in range(self.levels - 1)]
         self.waiting: dict[tuple[int, int], list[int]] = {pair: [] for pair in pairs}
         self.landed: dict[tuple[int, int], list[int]] = {pair: [] for pair in pairs}
         self.held: dict[tuple[int, int], set[int]] = {pair: set() for pair in pairs}
         self.log: list[list[tuple[bool, int]]] = [[] for _ in owners]
+        self.seconds: list[list[tuple[int, int]]] = [[] for _ in owners]
+        """By level: micro-batches whose backward is finished, and how many forwards came before."""
         self.begun = 0
 
     def add(self, level: int, index: int, backward: bool) -> None:
         owner = self.owners[level]
         run = SimpleNamespace(micro=MicroBatch(index, self.count, self.levels), sequence=1 + index, batch=self.batches[owner])
-        self.agendas[owner].add(Task(run, self.duties[level], backward, 0))
+        half = WHOLE
+        if backward and self.whole is not None and (level not in self.whole or self.draw.random() < 0.3):
+            half = FIRST
+        self.agendas[owner].add(Task(run, self.duties[level], backward, 0, half))
 
     def send(self, pair: tuple[int, int], index: int) -> None:
         self.waiting[pair].append(index)
@@ -160,6 +174,14 @@ class Pipe:
 
     def end(self, task: Any) -> None:
         level, index = task.duty.level, task.run.micro.number
+        if task.half == FIRST:
+            self.agendas[self.owners[level]].add(Task(task.run, task.duty, True, 0, SECOND))
+        if task.backward and task.half != FIRST:
+            self.seconds[level].append((index, sum(not back for back, _ in self.log[level])))
+        if task.half == SECOND:
+            # What autograd has saved, of the input too, is held until then.
+            self.let_go(level, index)
+            return
         self.log[level].append((task.backward, index))
         if not task.backward:
             if level + 1 < self.levels:
@@ -169,13 +191,17 @@ class Pipe:
             return
         if level > 0:
             self.send((level, level - 1), index)
+        if task.half == WHOLE:
+            self.let_go(level, index)
+
+    def let_go(self, level: int, index: int) -> None:
         self.free((level + 1, level), index)
         self.free((level - 1, level), index)
 
     def happen(self) -> bool:
         """One thing that can; ``False`` if nothing can."""
         things = [("land", pair) for pair, unseen in self.landed.items() if unseen] + [("run", o) for o in self.agendas]
-        if self.begun < self.count and self.begun - sum(back for back, _ in self.log[0]) < self.levels:
+        if self.begun < self.count and self.begun - len(self.seconds[0]) < self.levels:
             things.append(("begin", 0))
         self.draw.shuffle(things)
         for what, where in things:
@@ -210,6 +236,35 @@ def test_no_order_of_events_blocks_or_breaks_1f1b(workers, count, slots, seed):
 
 
 @settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 6)),
+    st.integers(0, 1 << 32),
+)
+def test_no_order_of_events_blocks_split_backwards(workers, count, slots, whole, seed):
+    pipe = Pipe([0, *workers, 0], count, slots, random.Random(seed), None, whole)
+    while pipe.happen():
+        pass
+    for log, seconds in zip(pipe.log, pipe.seconds):
+        for backward in (False, True):
+            assert [index for back, index in log if back == backward] == list(range(count))
+        assert [index for index, _ in seconds] == list(range(count))
+        # As many are held at every level as 1F1B holds at the first.
+        assert all(begun - index <= pipe.levels for index, begun in seconds)
+
+
+def test_split_backwards_fill_what_is_idle():
+    """Qi et al. 2023: 1F1B has a bubble of (p - 1) (F + B + W), all of them 1, and ZB-H1 one of (p - 1) (F + B - W). It is that
+    for two workers, and up to 2 longer where tasks are taken as they come, not by a table."""
+    for workers, batches, longer in ((2, 4, 0), (2, 8, 0), (3, 6, 1), (4, 8, 2), (4, 16, 2)):
+        owners = [*range(workers)]
+        assert length(owners, batches, None) == 3 * batches + 3 * (workers - 1)
+        assert length(owners, batches, None, True) == 3 * batches + (workers - 1) + longer
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 9), st.integers(1, 3), st.booleans(), st.integers(0, 1 << 32))
 def test_no_order_of_events_blocks_interleaved_stages(workers, count, batches, slots, caller_too, seed):
     ring = [*range(workers)] if caller_too else [*range(1, workers + 1)]
@@ -232,14 +287,14 @@ def test_interleaved_stages_take_the_time_of_the_table():
         assert length(owners, batches, None) > (batches * count + workers - 1) * 3
 
 
-def length(owners: list[int], count: int, rounds: Rounds | None) -> int:
-    """When the last task ends where forwards take 1 and backwards 2, and nothing else takes time."""
-    pipe = Pipe(owners, count, count, random.Random(0), rounds)
+def length(owners: list[int], count: int, rounds: Rounds | None, split: bool = False) -> int:
+    """When the last task ends where forwards take 1 and backwards 2, a half of one 1, and nothing else takes time."""
+    pipe = Pipe(owners, count, count, random.Random(0), rounds, set() if split else None)
     for index in range(count):
         pipe.add(0, index, False)
     busy: dict[int, tuple[int, Any]] = dict.fromkeys(owners, (0, None))
     now = done = 0
-    while done < 2 * count * len(owners):
+    while done < (3 if split else 2) * count * len(owners):
         for owner, (until, task) in busy.items():
             if task is not None and until == now:
                 busy[owner], done = (now, None), done + 1
@@ -251,7 +306,7 @@ def length(owners: list[int], count: int, rounds: Rounds | None) -> int:
             task = pipe.agendas[owner].next(0) if running is None else None
             if task is not None:
                 pipe.batches[owner].ran(task)
-                busy[owner] = (now + (2 if task.backward else 1), task)
+                busy[owner] = (now + (2 if task.backward and task.half == WHOLE else 1), task)
         now += 1
         assert now < 1000
     return now - 1
