@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import nn
 import rdmarpc as rpc
 from rdmarpc import wrap
 
-DRAWN = 8
+DRAWN = 6
 
 
 def unsplit(model: Any) -> dict[str, int]:
@@ -48,19 +46,23 @@ def drawn(seed: int) -> None:
     model.close()
 
 
-def reasons() -> None:
-    """Each part alone, between two that split: what runs in one go is counted, by part and reason."""
-    for name, (make, why) in models.WHOLE.items():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(20, 20), make(), nn.Linear(20, 4))
-        twin = copy.deepcopy(net)
-        model = wrap(net, {"0": "worker1", "1": "worker2", "2": "worker3"}, depth=4)
-        train(model, twin, batches(2, 12, 20), 4, schedule="zero_bubble")
-        found = unsplit(model)
-        assert sum(found.values()) == model.counters()["backwards_unsplit"] == 8, (name, found)
-        assert why in found and set(found) <= {why, "hooks that its forward sets"}, (name, found)
-        assert all("worker2 level 2: 1: " in key for key in model.counters() if key.startswith("backwards_unsplit["))
-        model.close()
+def in_one_go(name: str) -> None:
+    """Between two parts that split."""
+    make, why = models.WHOLE[name]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 20), make(), nn.Linear(20, 4))
+    twin = copy.deepcopy(net)
+    model = wrap(net, {"0": "worker1", "1": "worker2", "2": "worker3"}, depth=4)
+    train(model, twin, batches(2, 12, 20), 4, schedule="zero_bubble")
+    found = unsplit(model)
+    assert sum(found.values()) == model.counters()["backwards_unsplit"] == 8, found
+    assert why in found and set(found) <= {why, "hooks that its forward sets"}, found
+    assert all("worker2 level 2: 1: " in key for key in model.counters() if key.startswith("backwards_unsplit["))
+    model.close()
+
+
+def tied() -> None:
+    """A parameter that two parts of a worker read."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
     net[2].weight = net[0].weight
@@ -92,7 +94,7 @@ def errors() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), models.Blasting(), nn.Linear(20, 4))
     twin = copy.deepcopy(net)
-    model = wrap(net, {"1": "worker1", "2": "worker2"}, timeout=20)
+    model = wrap(net, {"1": "worker1", "2": "worker2"}, timeout=60)
     mine, theirs = (torch.optim.SGD(network.parameters(), 0.1) for network in (model, twin))
     [(good, y)] = batches(1, 16, 20)
     for at in (0, 6, 14):
@@ -113,29 +115,19 @@ def errors() -> None:
     model.close()
 
 
-BODIES: dict[str, Callable[[], None]] = {f"drawn {seed}": partial(drawn, seed) for seed in range(DRAWN)}
-BODIES |= {body.__name__: body for body in (reasons, memory, errors)}
+@pytest.mark.parametrize("seed", range(DRAWN))
+def test_drawn_chains(seed):
+    drive(partial(drawn, seed), 4, timeout=110.0)
 
 
-def tried() -> dict[str, str]:
-    """What each of them raised."""
-    found = {}
-    for name, body in BODIES.items():
-        try:
-            body()
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+@pytest.mark.parametrize("name", models.WHOLE)
+def test_what_runs_in_one_go_is_counted_by_part_and_reason(name):
+    drive(partial(in_one_go, name), 4, timeout=110.0)
 
 
-@pytest.fixture(scope="module")
-def raised() -> dict[str, str]:
-    return drive(tried, 4, timeout=120.0)
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_over_shared_memory(raised, body):
-    assert body not in raised, raised[body]
+@pytest.mark.parametrize("body", [tied, memory, errors])
+def test_over_shared_memory(body):
+    drive(body, 4, timeout=110.0)
 
 
 def over_tcp() -> None:
@@ -143,7 +135,7 @@ def over_tcp() -> None:
 
 
 def test_over_tcp():
-    drive(over_tcp, 4, transport="tcp")
+    drive(over_tcp, 4, timeout=110.0, transport="tcp")
 
 
 # -- a worker that is killed in a second half
@@ -161,7 +153,7 @@ def killed(rank: int) -> None:
     with torch.no_grad():
         net[0].weight.copy_(torch.eye(20))
         net[0].bias.zero_()
-    model = wrap(net, {"1": "worker1", "2": "worker2"}, timeout=20)
+    model = wrap(net, {"1": "worker1", "2": "worker2"}, timeout=60)
     [(x, y)] = batches(1, 16, 20)
     x[6, 0] = 400
     with pytest.raises(rpc.PeerLost, match="worker1"):
@@ -172,7 +164,7 @@ def killed(rank: int) -> None:
 
 
 def test_a_worker_killed_in_a_second_half():
-    outcomes = run_group(killed, 3)
+    outcomes = run_group(killed, 3, timeout=110.0)
     for rank in (0, 2):
         assert not outcomes[rank].error, outcomes[rank].text
     assert outcomes[1].exit_code == -9
