@@ -269,23 +269,19 @@ class Executor(threading.Thread):
         self._send_error(sequence, error, task=task)
 
     def _drop(self, sequence: int) -> None:
-        # The rest of its batch never starts, and is dropped too.
-        ended = [first for first, b in self._batches.items() if first <= sequence < first + b.count]
-        for first in ended:
-            batch = self._batches.pop(first)
-            for earlier in [s for s, run in self._runs.items() if run.batch is batch and s < sequence]:
-                # The caller may have seen its end, and discards it no more: second halves of its backwards are left.
-                self._forget(earlier)
-        self._forget(sequence)
-
-    def _forget(self, sequence: int) -> None:
-        self._remember(self._dropped, sequence)
-        run = self._runs.pop(sequence, None)
-        if run is not None:
-            run.drop()
-            self._agenda.forget(run)
-            for outlet in run.flow.fittings.outlets.values():
-                outlet.forget(sequence)
+        # The rest of its batch never starts, and is dropped too. So are lower ones: the caller may have seen their end, and
+        # discards them no more, where second halves of their backwards are left.
+        ended = [b for first, b in self._batches.items() if first <= sequence < first + b.count]
+        self._batches = {first: b for first, b in self._batches.items() if b not in ended}
+        lower = [number for number, run in self._runs.items() if run.batch in ended and number < sequence]
+        for number in (*lower, sequence):
+            self._remember(self._dropped, number)
+            run = self._runs.pop(number, None)
+            if run is not None:
+                run.drop()
+                self._agenda.forget(run)
+                for outlet in run.flow.fittings.outlets.values():
+                    outlet.forget(number)
 
     @staticmethod
     def _remember(seen: OrderedDict[int, None], sequence: int) -> None:
