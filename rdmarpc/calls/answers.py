@@ -58,6 +58,12 @@ class Answers:
 
     def decode(self, pending: Pending, answer: Answer) -> Any:
         """The result, or raise the exception. Runs user code (unpickling)."""
+        if not torch.is_inference_mode_enabled():
+            return self._decode(pending, answer)
+        with torch.inference_mode(False):  # as elsewhere: who waits in that mode may train with what came later
+            return self._decode(pending, answer)
+
+    def _decode(self, pending: Pending, answer: Answer) -> Any:
         fetch = None
         if not isinstance(answer, Frame):
             if isinstance(answer, Exception):

@@ -5,8 +5,10 @@ Each function gives what ``__reduce__`` gives (see ``pickle``), or ``NotImplemen
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -114,6 +116,11 @@ def _parameter(plain: torch.Tensor, requires_grad: bool, state: dict[str, Any] |
     if state:
         made.__dict__.update(state)
     return made
+
+
+def reduce_array(value: np.ndarray) -> Any:
+    """One that may not be written to leaves that behind: a function owns what it receives."""
+    return NotImplemented if value.flags.writeable else value.copy("K").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

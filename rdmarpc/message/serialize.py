@@ -80,6 +80,8 @@ class Message:
         special = _reducers.get(kind)
         if special is not None:
             return special(value, self)
+        if kind is np.ndarray:
+            return reducers.reduce_array(value)
         if isinstance(value, torch.Tensor):
             return self._in_parts(value, reducers.reduce_subclass(value))
         if isinstance(value, torch._C.Future):

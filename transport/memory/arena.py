@@ -318,7 +318,11 @@ class Arena:
         view = block.segment.view[block.offset : block.offset + nbytes]
         lease = _Lease(view, self._expired)
         # The storage holds ``view``, so the weak reference to it fires when the storage dies.
-        tensor = torch.frombuffer(view, dtype=dtype, count=count)
+        if torch.is_inference_mode_enabled():  # of a thread that may ask for all others
+            with torch.inference_mode(False):
+                tensor = torch.frombuffer(view, dtype=dtype, count=count)
+        else:
+            tensor = torch.frombuffer(view, dtype=dtype, count=count)
         lease.block, lease.storage, lease.purpose = block, tensor.untyped_storage()._cdata, TENSORS
         self._leases[block.segment.address + block.offset] = lease
         return tensor

@@ -71,6 +71,25 @@ def test_what_belongs_to_a_tensor_and_what_does_not():
     results(run_group(dropped))
 
 
+def kept_for_training(rank):
+    """What comes while a thread is in inference mode, for it or for others, is no inference tensor."""
+    if rank == 0:
+        odd = {"large": torch.ones(300, 300).t(), "sparse": torch.eye(3).to_sparse(), "slice": torch.ones(9)[::2]}
+        with torch.inference_mode():
+            waiting = rpc.remote("worker1", torch.ones, (50_000,))
+            got = [*rpc.rpc_sync("worker1", identity, (odd,)).values(), waiting.to_here()]
+            got += [rpc.rpc_sync(f"worker{to}", torch.ones, (size,)) for to in (0, 1) for size in (1, 1000, 100_000, 3_000_000)]
+        assert not any(tensor.is_inference() for tensor in got)
+        weight = torch.ones(3, requires_grad=True)
+        (weight * rpc.rpc_sync("worker1", torch.ones, (3,))).sum().backward()
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_what_comes_in_inference_mode_is_an_ordinary_tensor(device):
+    results(run_group(kept_for_training, transport=device))
+
+
 def wrap_again(view):
     assert type(view) is memoryview and view.readonly
     return pickle.PickleBuffer(view)
@@ -86,8 +105,10 @@ def other_objects(rank):
                 got += 1
         fixed = np.arange(30_000)
         fixed.flags.writeable = False
-        got = rpc.rpc_sync("worker1", identity, (fixed,))
-        assert np.array_equal(got, fixed) and not got.flags.writeable
+        for array in (fixed, fixed[:10], np.broadcast_to(np.arange(300.0), (200, 300)), np.frombuffer(b"abc", np.uint8)):
+            assert not array.flags.writeable
+            got = rpc.rpc_sync("worker1", identity, (array,))
+            assert np.array_equal(got, array) and got.dtype == array.dtype and got.flags.writeable
         mixed = rpc.rpc_sync("worker1", identity, ({"t": torch.ones(9000), "a": fixed, "u": torch.ones(8000)},))
         assert mixed["t"].shape == (9000,) and mixed["u"].shape == (8000,) and mixed["a"].shape == (30_000,)
         wrapped = rpc.rpc_sync("worker1", wrap_again, (pickle.PickleBuffer(b"x" * 100_000),))
