@@ -472,9 +472,9 @@ def test_errors_in_remote_parts():
 
 
 def too_slow() -> None:
-    model = wrap(nn.Sequential(models.Slow(6.0)), {"0": "worker1"}, timeout=0.5)
+    model = wrap(nn.Sequential(models.Slow(6.0)), {"0": "worker1"}, timeout=2.0)
     started = time.monotonic()
-    with pytest.raises(rpc.TransferTimeout, match=r"activation .* from 'worker1' did not come within 0.5 s"):
+    with pytest.raises(rpc.TransferTimeout, match=r"activation .* from 'worker1' did not come within 2.0 s"):
         model(torch.zeros(2, 20))
     assert time.monotonic() - started < 5.5
     model.close()

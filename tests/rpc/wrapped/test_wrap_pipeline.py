@@ -379,11 +379,11 @@ def errors() -> None:
     with pytest.raises(rpc.NotSupported, match="plans=1"):
         few.forward_backward(F.cross_entropy, *(batches(1, 9, 20)[0][:1]), target=batches(1, 9, 20)[0][1], chunks=2)
     few.close()
-    slow = wrap(nn.Sequential(models.Slow(4.0)), {"0": "worker1"}, timeout=0.3)
+    slow = wrap(nn.Sequential(models.Slow(6.0)), {"0": "worker1"}, timeout=2.0)
     started = time.monotonic()
-    with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 0.3 s; worker0 level 2: .* lacks 1 inputs"):
+    with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 2.0 s; worker0 level 2: .* lacks 1 inputs"):
         slow.forward_backward(torch.sum, torch.zeros(2, 20), chunks=2)
-    assert time.monotonic() - started < 3.5
+    assert time.monotonic() - started < 5.5
     slow.close()
 
 

@@ -83,7 +83,7 @@ def many_steps(steps: int, seconds: float) -> int:
     chance, until = random.Random(5), time.monotonic() + seconds
     done = 0
     try:
-        while done < steps and time.monotonic() < until:
+        while done < 20 or (done < steps and time.monotonic() < until):
             ours, expected = one_step([model, twin], chance)
             assert ours == expected, f"step {done}: {ours}, {expected}"
             if chance.random() < 0.8:
@@ -108,6 +108,4 @@ def train_for_long(device: str, steps: int, seconds: float) -> int:
 
 @pytest.mark.parametrize("device, steps", [("shm", 2000), ("tcp", 300)])
 def test_training_for_long_is_equal_to_the_bit(device, steps):
-    done = train_for_long(device, steps, 10.0)
-    print(f"{done} steps")
-    assert done >= 20
+    print(f"{train_for_long(device, steps, 10.0)} steps")
