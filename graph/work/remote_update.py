@@ -107,8 +107,8 @@ def load_state(
     there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for at, entries in state.items():
         parameter = parameters[at]
-        optimizer.state.pop(parameter, None)
         if not entries:
+            optimizer.state.pop(parameter, None)
             continue
         optimizer.state[parameter] = {
             key: value.to(parameter.device)

@@ -214,7 +214,7 @@ def trained(make: Make, closures: bool) -> None:
     (ours, mine), (expected, theirs) = runs
     assert equal(ours, expected), f"{ours} {expected}"[:300]
     assert_alike(model, twin)
-    assert list(mine["state"]) == list(theirs["state"])
+    assert list(mine["state"]) == list(theirs["state"]), (list(mine["state"]), list(theirs["state"]))
     for index, entries in theirs["state"].items():
         for key, value in entries.items():
             assert equal(mine["state"][index][key], value), (index, key)
