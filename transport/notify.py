@@ -6,6 +6,7 @@ how much of that count was consumed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -143,6 +144,8 @@ class Poller:
         # written to; private, because a forked child must not write into ours. Before the rows lies the row at which the next
         # look begins.
         mapped = mmap.mmap(-1, (MAX_ROWS + 1) * ROW_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)  # else the first row may take 2 MiB
         table = np.frombuffer(mapped, np.int64).reshape(-1, 2)
         self.table = table[1:]
         self.address = self.table.ctypes.data

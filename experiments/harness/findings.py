@@ -99,7 +99,8 @@ class Findings:
 
     def target_times(self, name: str, over: Key, under: Key, relation: str, asked: float) -> None:
         """A target of the median of ``over`` by that of ``under``. Met or missed is what the tenth percentile of one by the
-        ninetieth of the other says as well as the reverse; else ``met`` is `None`: the spread leaves it open."""
+        ninetieth of the other says as well as the reverse; else ``met`` is `None`: the spread, or one sample alone, leaves it
+        open."""
         self.target(name, ratio(self.median(*over), self.median(*under)), relation, asked)
         target = self.targets[-1]
         if target["measured"] is None:
@@ -107,7 +108,8 @@ class Findings:
         above, below = spread(self.samples(*over)), spread(self.samples(*under))
         low, high = above["p10"] / below["p90"], above["p90"] / below["p10"]
         holds = {RELATIONS[relation](value, asked) for value in (low, high)}
-        target |= {"low": low, "high": high, "met": None if len(holds) == 2 else target["met"]}
+        known = len(holds) == 1 and min(above["n"], below["n"]) > 1  # one sample has no spread
+        target |= {"low": low, "high": high, "met": target["met"] if known else None}
 
     def left_out(self, what: str, why: str) -> None:
         """Once for each pair, however often it is said."""
@@ -168,7 +170,7 @@ def target_text(target: dict[str, Any]) -> str:
 
 
 def verdict(target: dict[str, Any]) -> str:
-    """``open``: the spread has values on both sides of what is asked."""
+    """``open``: the spread has values on both sides of what is asked, or there is one sample alone."""
     if target["measured"] is None:
         return "not measured"
     return {True: "met", False: "missed", None: "open"}[target["met"]]

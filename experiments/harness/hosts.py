@@ -41,7 +41,8 @@ class Hosts:
     """This task among all of them."""
 
     def __init__(self, number: int, count: int, folder: Path, timeout_s: float) -> None:
-        """``timeout_s``: of the longest turn. Ends the program if ``folder`` has what an earlier run left."""
+        """``timeout_s``: of the longest turn. Task 0 ends the program if ``folder`` has what an earlier run left; the launcher
+        then ends the others."""
         self.number, self.count = number, count
         self.first = number == 0
         self.address = {"address": socket.gethostname(), "bind": "0.0.0.0"}

@@ -94,6 +94,8 @@ class Station:
         self.expected: set[str] = set()
         """Workers that are to become peers: their loss is one already."""
         self._lost: dict[str, RdmaError] = {}
+        self._lost_since = 0.0
+        """When a loss was first seen (``time.monotonic``); 0: none is known."""
         self.staged: set[tuple[str, str]] = set()
         """From whom to which accelerator things go through host memory although that need not be so: it was logged."""
         self.closed = False
@@ -245,14 +247,15 @@ class Station:
 
     def _first_lost(self) -> tuple[str, RdmaError] | None:
         """A worker that leaves because another one died may be heard first, and the reason of either a moment later."""
-        began = time.monotonic()
         while lost := self._lost_peers():
+            self._lost_since = self._lost_since or time.monotonic()  # once for each loss, however often it is looked at
             worker, error = min(lost, key=lambda item: item[1].status == "CLOSED")
-            waited = time.monotonic() - began
+            waited = time.monotonic() - self._lost_since
             known = error.status != "CLOSED" and (worker in self._lost or waited > _REASON_S)
             if known or waited > _GRACE_S:
                 return worker, error
             time.sleep(_LOOK_S)
+        self._lost_since = 0.0
         return None
 
     def _lost_peers(self) -> list[tuple[str, RdmaError]]:

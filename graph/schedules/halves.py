@@ -79,15 +79,20 @@ class Halves:
         """Everything else. Gradients are added to the parameters'."""
         operations = [*self._beside, *self._on_way]
         fresh = [p for operation in operations for p in operation.parameters if p.grad is None]
-        kept = {g.untyped_storage().data_ptr() for operation in operations for g in operation.grads if g is not None}
+        kept = {_memory(grad) for operation in operations for grad in operation.grads if grad is not None} - {0}
         for operation in operations:
             came = [(edge, grad) for edge, grad in zip(operation.edges, operation.grads) if grad is not None]
             if came:
                 torch.autograd.backward([e for e, _ in came], [g for _, g in came], inputs=operation.parameters)
         for parameter in fresh:
             # What was kept may be used elsewhere too; a parameter's gradient is added to in place.
-            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in kept:
+            if parameter.grad is not None and _memory(parameter.grad) in kept:
                 parameter.grad = parameter.grad.clone()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its storage lies; 0: it has none of its own (it is sparse)."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 class Later(Halves):
@@ -107,7 +112,8 @@ def halves(roots: list[Any], grads: list[Any], anchor: torch.Tensor) -> Halves |
     graph = _Graph(starts, get_gradient_edge(anchor).node)
     grads = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads)]
     if not graph.leads:
-        return Later(roots, grads, [], [])
+        return graph.why_not() or graph.why_not_later() or Later(roots, grads, [], [])
+    graph.look_below()
     beside = [
         Operation([edge], parameters, [grad])
         for edge, grad in zip(starts, grads)
@@ -127,15 +133,24 @@ def _why_whole(on_way: list[Operation], beside: list[Operation]) -> str:
     parameters: list[Any] = [parameter for operation in (*beside, *on_way) for parameter in operation.parameters]
     if len(parameters) > len({id(parameter) for parameter in parameters}):
         return MIXED
-    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+    if _hooked(parameters):
         return HOOKS
     for operation in on_way:
         node = operation.edges[0].node
         if node.name() not in SPLIT:
             return f"{node.name()}, which has not been tried in halves"
-        if any(getattr(saved, "unpack_hook", SAVED) is not None for saved in _saved(node)):
+        if _unpacks(node):
             return SAVED
     return ""
+
+
+def _hooked(parameters: Iterable[Any]) -> bool:
+    return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
+
+
+def _unpacks(node: Any) -> bool:
+    """Whether Python unpacks what an operation has saved."""
+    return any(getattr(saved, "unpack_hook", SAVED) is not None for saved in _saved(node))
 
 
 class _Graph:
@@ -156,7 +171,7 @@ class _Graph:
             for target, number in edges:
                 self.entered.setdefault(target, set()).add(number)
                 stack.append(target)
-        self._leaves = {node for node in self._next if hasattr(node, "variable")}
+        self._leaves = {node for node in self._next if node.name() == "torch::autograd::AccumulateGrad"}
         self._number = {node: node._sequence_nr() for node in self._next if node not in self._leaves}
         self.nodes = sorted(self._number, key=self._number.__getitem__)
         self._arrivals = {node for node in self.nodes if any(target is anchor for target, _ in self._next[node])}
@@ -164,10 +179,13 @@ class _Graph:
         for node in self.nodes:
             if any(target in self.leads for target, _ in self._next[node]):
                 self.leads.add(node)
-        self._hang: dict[Any, dict[Any, None]] = {leaf: {leaf: None} for leaf in self._leaves}
+        self._below: dict[Any, dict[Any, None]] = {leaf: {leaf: None} for leaf in self._leaves}
+
+    def look_below(self) -> None:
+        """Find the parameters that hang on what does not lead to the anchor; before ``parameters``."""
         for node in self.nodes:
             if node not in self.leads:
-                self._hang[node] = {leaf: None for target, _ in self._next[node] for leaf in self._hang.get(target, ())}
+                self._below[node] = {leaf: None for target, _ in self._next[node] for leaf in self._below.get(target, ())}
 
     def aside(self, node: Any) -> Iterator[Any]:
         """What it leads to that is not on the way to an input."""
@@ -175,12 +193,18 @@ class _Graph:
 
     def parameters(self, nodes: Iterable[Any]) -> list[torch.Tensor]:
         """Those that hang on any of these, which do not lead to the anchor."""
-        return [leaf.variable for leaf in {leaf: None for node in nodes for leaf in self._hang[node]}]
+        return [leaf.variable for leaf in {leaf: None for node in nodes for leaf in self._below[node]}]
 
     def why_not(self) -> str:
         if not self._ordered():
             return THREADS
         return next((why for node in self.nodes if node not in self._arrivals and (why := _python_in(node))), "")
+
+    def why_not_later(self) -> str:
+        """Why all of it has to run when its turn is, in one go."""
+        if _hooked(leaf.variable for leaf in self._leaves):
+            return HOOKS
+        return SAVED if any(map(_unpacks, self.nodes)) else ""
 
     def _ordered(self) -> bool:
         return all(

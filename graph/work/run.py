@@ -303,12 +303,12 @@ class Run:
         return False
 
     def backward(self, duty: Duty) -> None:
-        first = self._halves.get(duty.at)
-        if first is None:
+        split = self._halves.get(duty.at)
+        if split is None:
             self._whole_backward(duty)
         else:
             del self._starts[duty.at]
-            first.inputs(_ANCHOR)
+            split.inputs(_ANCHOR)
             self.agenda.add(Task(self, duty, True, self.commands, SECOND))
         undelivered = self._undelivered.pop(duty.at, None)
         if undelivered:

@@ -50,7 +50,7 @@ class Engine:
         self._plans: dict[Hashable, Plan] = {}
         self._exchanges: dict[Hashable, Plan] = {}
         self.planned = 0
-        """Calls for which a plan was made: the first of each signature."""
+        """Plans that were made: for the first call of a signature, or, of lists and uneven parts, of these addresses."""
         self.signature = Signature("barrier")
         self.since = 0.0
         """When the call under way began (``time.monotonic``); 0: there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,14 @@ SMALL = {
     "graph_network": (["nodes=500", "features=6", "width=8", "batch=5"], CALLED, {"fetch": 2}),
 }
 EVERY = {"step": 2, "computation": 2, "at servers": 2, "communication": 2, "average tensor": 1, "sent": 1}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """``Experts`` sets their number."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -182,7 +190,6 @@ def test_bad_config_is_a_clear_error(app: Any, override: str, says: str) -> None
 
 def test_experts_have_the_same_bits_in_every_thread() -> None:
     """Libraries call them in threads of their own, where MKL would use all cores."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     counts = [[7, 33], [40, 0], [17, 23]]
@@ -197,4 +204,3 @@ def test_experts_have_the_same_bits_in_every_thread() -> None:
     here = bits(one)
     with ThreadPoolExecutor(1) as other:
         assert other.submit(bits, twin).result(60) == here
-    torch.set_num_threads(before)

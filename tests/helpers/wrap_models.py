@@ -500,12 +500,12 @@ class Linger(nn.Module):
 
     def forward(self, x):
         if not isinstance(x, FakeTensor):
-            time.sleep(1.0)
+            time.sleep(4.0)
         return self.layer(x)
 
 
 class Late(nn.Module):
-    """``one`` takes a second."""
+    """``one`` takes four seconds."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

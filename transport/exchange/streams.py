@@ -65,8 +65,8 @@ _SUM_CHUNK = 64 << 10
 _PAST = 32 << 20
 """Bytes of a sum from which on it goes past the caches: no cache keeps it."""
 COPY_PAST = 8 << 20
-"""Bytes that come, or are copied here, from which on they go past the caches: with what is sent, and with the slots, they are
-several times as many."""
+"""Bytes that come to mapped slots, or stay here in ``even``, from which on their copies go past the caches: with what is sent,
+and with the slots, they are several times as many."""
 
 
 class Streams(abc.ABC):
@@ -266,9 +266,9 @@ class PostedStreams(Streams):
             place = self._out[rank][slot * lane.stride :]
             _PIECE_HEAD.pack_into(place[: _PIECE_HEAD.size].numpy(), 0, head.sequence, head.code, total, head.elements)
             words.copy(place.data_ptr() + HEADER, base + start, nbytes)
-            row[at.LANE_SENT] += 1
-            row[at.LANE_PUSHED] += 1
             self._posted[rank, slot] = self._transfer(rank, lane, slot, HEADER + nbytes).post()
+            row[at.LANE_SENT] += 1  # only now: a piece whose post failed is still needed (``needs``)
+            row[at.LANE_PUSHED] += 1
 
     def _transfer(self, rank: int, lane: Lane, slot: int, nbytes: int) -> Transfer:
         size = next((each for each in _CLASSES if nbytes <= each <= lane.stride), lane.stride)
@@ -298,7 +298,8 @@ class PostedStreams(Streams):
         return True
 
     def _credit(self, lane: Lane) -> None:
-        """Give a slot back. A peer that is gone needs no credit: whether it is still needed, ``_look`` of the caller finds."""
+        """Give a slot back. A peer that is gone needs no credit. If the call still needs that peer, the next look at its
+        channel finds the loss."""
         try:
             lane.credit.post()
         except RdmaError:

@@ -187,3 +187,37 @@ def test_a_root_beside_the_way():
             torch.autograd.backward(roots, grads)
         pair.append(([table.grad], [layer.weight.grad, layer.bias.grad]))
     assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", ["hooked", "again", "opaque"])
+def test_the_backward_of_a_first_part_waits_only_where_nothing_can_tell(name):
+    make, why = models.WHOLE[name]
+    torch.manual_seed(0)
+    part = make()
+    part(torch.randn(6, models.SIZE))  # a forward may set hooks on its parameters
+    y = part(torch.randn(6, models.SIZE))
+    assert halves([y], [torch.ones_like(y)], ANCHOR) == why
+
+
+def test_sparse_gradients():
+    pair = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        _, (grad,) = backward(lambda x, t=table: x + t(torch.tensor([1, 3, 1])), [table.weight], (3, 4), split)
+        assert grad is not None and grad.is_sparse
+        pair.append([[grad.to_dense()]])
+    assert_same(*pair)
+
+
+class Keeping(models.Doubling):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x  # as the node of a leaf has one
+        return x * 2
+
+
+def test_a_function_that_keeps_what_leaves_have_is_opaque():
+    layer = nn.Linear(4, 4)
+    y = Keeping.apply(layer(Arrival.apply(ANCHOR, [torch.randn(2, 4)], [])))
+    assert halves([y], [torch.ones_like(y)], ANCHOR) == "Keeping, whose backward may do anything"

@@ -357,7 +357,7 @@ def test_who_goes_on_when_another_has_left_is_told(world: Callable[..., World], 
 
 @pytest.mark.parametrize("devices", ["shm"], indirect=True)
 def test_a_wait_ends_and_can_be_taken_up_again(world: Callable[..., World]) -> None:
-    made = world(2, timeout=0.3)
+    made = world(2, timeout=3.0)
     for trainer in made.trainers:
         trainer.ready()
     send(made.trainers[0])

@@ -63,5 +63,6 @@ def test_a_post_may_find_the_end_of_one_before_the_death_of_the_other_is_heard(k
         assert caught.value.peer == "w1"
         split.caller.close()
     finally:
-        late.join(TIMEOUT)
+        if late.is_alive():
+            late.join(TIMEOUT)
         cluster.close()

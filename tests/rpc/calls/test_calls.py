@@ -306,7 +306,7 @@ def test_references(device):
 
 def idle(rank):
     if rank == 0:
-        time.sleep(0.5)
+        time.sleep(3.0)
         start = rpc.rpc_sync("worker1", time.process_time)
         time.sleep(2.0)
         used = rpc.rpc_sync("worker1", time.process_time) - start

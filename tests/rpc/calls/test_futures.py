@@ -290,7 +290,7 @@ async def awaits(there, rref):
     done = rpc.rpc_async(there, add, (1, 2))
     done.wait()
     assert (await done, await done) == (3, 3)
-    call = rpc.rpc_async(there, slow, (0.5, "arrived"))
+    call = rpc.rpc_async(there, slow, (3.0, "arrived"))
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(take(call), 0.05)
     task = asyncio.create_task(take(call))

@@ -198,7 +198,7 @@ BEYOND = (2 << 30) + 77
 
 def _beyond(meeting: Meeting) -> None:
     """One tensor of more than 2 GiB. Its elements differ around the ends of what int32 and uint32 words hold."""
-    join(meeting, 2, "beyond", seconds=600.0)
+    join(meeting, 2, "beyond", seconds=600.0, peer_timeout=60.0)
     rank = meeting.rank
     marks = [0, 1, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, BEYOND - 1]
     data = torch.zeros(BEYOND, dtype=torch.int8)

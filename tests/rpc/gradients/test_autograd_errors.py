@@ -77,7 +77,7 @@ def fail_exit():
 
 
 def wait_a_bit():
-    time.sleep(0.5)
+    time.sleep(1.5)
 
 
 def wait_long():
@@ -268,7 +268,7 @@ def lost_during(rank, what):
             with pytest.raises(rpc.PeerLost, match=r"Error on Node 0: Error on Node 1: worker worker3 is lost") as raised:
                 autograd.backward(context_id, [through, other])
             assert isinstance(raised.value, BackwardError)
-            assert time.monotonic() - start < PEER_TIMEOUT_S + 3.0
+            assert time.monotonic() - start < PEER_TIMEOUT_S + 12.0
         for _ in range(3):
             good("worker1", "worker2")
         gone_everywhere("worker0", "worker1", "worker2")

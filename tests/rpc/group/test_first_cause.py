@@ -218,7 +218,7 @@ def given_up(meeting):
 
 
 def test_others_are_told_of_who_was_stopped_not_of_who_gave_it_up():
-    for outcomes in on_every_device(given_up, 3, dynamic=True, peer_timeout=1.0).values():
+    for outcomes in on_every_device(given_up, 3, dynamic=True, peer_timeout=3.0).values():
         results(outcomes)
 
 

@@ -93,10 +93,12 @@ def a_call_into_the_leaver(meeting):
     meeting.join()
     meeting.step("joined", 2)
     if meeting.rank == 1:
+        meeting.hear("called")
         time.sleep(0.3)
         rpc.shutdown(graceful=False)
         return
     future = rpc.rpc_async("worker1", slow, (20.0,))
+    meeting.say("called")
     with pytest.raises(rpc.PeerLost, match="worker1 has left the group"):
         future.wait()
     rpc.shutdown()

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from called import identity, slow
-from group import die, results, run_group
+from group import die, dismiss, results, run_group, until_dismissed
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -77,7 +77,7 @@ def test_a_wrong_secret_fails_at_every_worker(device):
 
 
 def test_a_worker_that_never_joins_is_named():
-    outcomes = run_group(leave, 3, ranks=[0, 2], rpc_timeout=1.0)
+    outcomes = run_group(leave, 3, ranks=[0, 2], rpc_timeout=5.0)
     for rank in (0, 2):
         assert outcomes[rank].error == "TransferTimeout" and "no sign of rank 1" in outcomes[rank].text
 
@@ -237,9 +237,12 @@ def talk_nonsense(rank):
         with pytest.raises(rpc.PeerLost):
             rpc.rpc_sync("worker1", slow, (20,))
         assert rpc.rpc_sync("worker2", identity, ("unharmed",)) == "unharmed"
+        dismiss("worker2")
     else:
         assert rpc.rpc_sync(f"worker{3 - rank}", identity, ("still serves",)) == "still serves"
-        time.sleep(2.0)
+        until_dismissed()
+        if rank == 2:
+            dismiss("worker1")
     rpc.shutdown(graceful=False)
 
 

@@ -89,7 +89,7 @@ def test_a_worker_started_again_into_the_same_meeting():
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_who_is_missing_is_named_by_all(store):
-    outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=2.0, **place(store))
+    outcomes = run_group(calls, 3, ranks=[0, 1], rpc_timeout=6.0, **place(store))
     for rank in (0, 1):
         error, text = outcomes[rank].error, outcomes[rank].text
         assert error == "TransferTimeout" or (error == "PeerLost" and rank == 1 and store == "tcp"), text

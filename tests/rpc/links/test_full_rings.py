@@ -81,7 +81,7 @@ def lose_in_calls(kill: bool) -> None:
     for future in futures:
         with pytest.raises(rpc.PeerLost, match="worker1"):
             future.wait()
-    assert time.monotonic() - start < (TIMEOUT if kill else 3 * TIMEOUT) + 3
+    assert time.monotonic() - start < (TIMEOUT if kill else 3 * TIMEOUT) + 10
     assert rpc.counters()["rpc_queued"] > 0 and rpc.counters()["rpc_dropped"] > 0
     assert rpc.rpc_sync("worker2", identity, (1,)) == 1
     if not kill:
@@ -116,7 +116,7 @@ def dies_with_answers_under_way(rank):
     agent.current().on_peer_lost(lambda worker, error: lost.set())
     if rank == 1:
         futures = [rpc.rpc_async("worker0", piece, (number,)) for number in range(MANY)]
-        after(0.5, (os.getpid(), signal.SIGKILL))
+        after(3.0, (os.getpid(), signal.SIGKILL))
         stop()
         del futures
     elif rank == 2:
@@ -149,7 +149,7 @@ def holds_the_gil(rank):
         while rpc.rpc_sync("worker0", promises) < MANY:
             pass
         rpc.rpc_sync("worker2", let_go)
-        hold_the_gil(2.0)
+        hold_the_gil(6.0)
         rpc.rpc_sync("worker2", set_free)
         assert [int(future.wait()[0]) for future in futures] == [number % 256 for number in range(MANY)]
         dismiss("worker2")
@@ -161,7 +161,7 @@ def holds_the_gil(rank):
             before = time.monotonic()
             assert rpc.rpc_sync("worker0", identity, (1,)) == 1
             slowest = max(slowest, time.monotonic() - before)
-        assert slowest < 1.0 < time.monotonic() - start, "calls of another worker waited for the one that does not read"
+        assert slowest < 3.0 < time.monotonic() - start, "calls of another worker waited for the one that does not read"
         found = rpc.rpc_sync("worker0", counters)
         assert found["rpc_queued"] > 0 and found["rpc_dropped"] == 0, found
         until_dismissed()
@@ -190,13 +190,13 @@ class CannotBeRead:
             rpc.rpc_sync("worker0", identity, (1,))
             rpc.rpc_sync("worker2", let_go)
             if self.how != "gil":
-                after(2.5, (os.getpid(), signal.SIGCONT if self.how == "stopped" else signal.SIGKILL))
+                after(6.5, (os.getpid(), signal.SIGCONT if self.how == "stopped" else signal.SIGKILL))
                 time.sleep(0.3)  # until that process runs
             reader = getattr(agent.current().connections.to(0).channel, "reader", None)
             with reader.lock if reader else nullcontext():  # tcp: no READ is answered before the other thing happens
                 futures = [rpc.rpc_async("worker0", first_byte, (value,)) for value in values]
                 if self.how == "gil":
-                    hold_the_gil(2.0)
+                    hold_the_gil(6.0)
                 else:
                     stop()
             rpc.rpc_sync("worker2", set_free)
@@ -209,7 +209,7 @@ class CannotBeRead:
                 before = time.monotonic()
                 lost = rpc.rpc_sync("worker0", told)
                 slowest = max(slowest, time.monotonic() - before)
-            assert slowest < 1.0 < time.monotonic() - start, "calls of another worker waited for the one that does not answer"
+            assert slowest < 3.0 < time.monotonic() - start, "calls of another worker waited for the one that does not answer"
             assert (rpc.rpc_sync("worker0", counters)["rpc_held"] > 0) == agent.current().device.name.startswith("tcp")
             if self.how == "dies":
                 dismiss("worker0")

@@ -64,7 +64,7 @@ class Calls:
 def lose_worker1(how, text, within):
     """On worker 0: all calls to worker 1 fail, those to worker 2 go on."""
     calls = Calls("worker1")
-    other = rpc.rpc_async("worker2", slow, (within / 2, "unharmed"))
+    other = rpc.rpc_async("worker2", slow, (1.5 * TIMEOUT, "unharmed"))
     how()
     calls.all_lost(text, within)
     for call in (lambda: rpc.rpc_sync("worker1", identity, (1,)), lambda: rpc.remote("worker1", identity, (1,)).to_here()):
@@ -76,7 +76,7 @@ def lose_worker1(how, text, within):
 
 def killed(rank):
     if rank == 0:
-        lose_worker1(lambda: rpc.rpc_async("worker1", die), "worker1", 2.0)
+        lose_worker1(lambda: rpc.rpc_async("worker1", die), "worker1", 10.0)
         dismiss("worker2")
     else:
         until_dismissed()
@@ -102,7 +102,7 @@ def stopped(rank):
         return "went on"
     if rank == 0:
         pid = rpc.rpc_sync("worker1", os.getpid)
-        lose_worker1(lambda: halt(pid), "has not been seen running for 2 s", 3 * TIMEOUT)
+        lose_worker1(lambda: halt(pid), "has not been seen running for 2 s", 8 * TIMEOUT)
         os.kill(pid, signal.SIGCONT)
         assert rpc.rpc_sync("worker2", identity, ("after",)) == "after"
         time.sleep(0.5)
@@ -236,7 +236,7 @@ def cut_off(rank):
                 assert rpc.rpc_sync("worker1", identity, (torch.ones(1000),)).sum() == 1000
                 time.sleep(1.5 * TIMEOUT)  # beats travel through the relay too
                 assert rpc.rpc_sync("worker1", identity, (1,)) == 1
-                lose_worker1(lambda: relay.send_signal(signal.SIGSTOP), "has not been seen running for 2 s", 3 * TIMEOUT)
+                lose_worker1(lambda: relay.send_signal(signal.SIGSTOP), "has not been seen running for 2 s", 8 * TIMEOUT)
             finally:
                 relay.kill()
         dismiss("worker2")

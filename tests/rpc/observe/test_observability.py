@@ -441,7 +441,7 @@ def look_while_calls_hang(rank):
     futures.append(rpc.rpc_async("worker1", hang, ("slow",), timeout=100))
     rref = rpc.remote("worker1", double, (torch.ones(3),))
     rref.to_here()
-    time.sleep(0.3)
+    time.sleep(1.5)
     theirs, ours = rpc.rpc_sync("worker1", look), look()
     rpc.rpc_sync("worker1", let_go)
     for future in futures:

@@ -285,7 +285,7 @@ def counted():
 
 def expired(rank):
     if rank == 0:
-        late = rpc.remote("worker1", count_slowly, (1.0,), timeout=0.2)
+        late = rpc.remote("worker1", count_slowly, (4.0,), timeout=2.0)
         fetched = []
         fetching = threading.Thread(target=lambda: fetched.append(late.to_here()))
         fetching.start()

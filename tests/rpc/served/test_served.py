@@ -393,7 +393,7 @@ def test_who_gives_up_for_a_loss_says_whom_it_lost(named: str) -> None:
 
 def closes_late(what: str, rank: int) -> None:
     """Worker 0 trains in vain, 1 serves, 2 ought to train, too."""
-    timeout, workers = 3.0, ["worker0", "worker2"]
+    timeout, workers = 8.0, ["worker0", "worker2"]
     if rank != 1:
         served = rpc.serve(linear(), ["worker1"], torch.optim.SGD, lr=0.1, workers=workers, timeout=timeout)
         served.pull()
@@ -418,7 +418,7 @@ def closes_late(what: str, rank: int) -> None:
 
 @pytest.mark.parametrize("what", ["a worker", "a server"])
 def test_closing_after_a_timeout_does_not_wait_again(what: str) -> None:
-    results(run_group(partial(closes_late, what), 3))
+    results(run_group(partial(closes_late, what), 3, peer_timeout=40.0))
 
 
 def refusals(rank: int) -> None:

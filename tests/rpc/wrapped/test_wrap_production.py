@@ -196,7 +196,7 @@ def closing() -> None:
     steps(model, twin, 4)
     model.close()
     # A part that still runs when the model is closed writes into no slot that was given back.
-    model = rpc.wrap(models.Late(WIDTH), {"one": "worker2", "two": "worker1"}, timeout=0.4)
+    model = rpc.wrap(models.Late(WIDTH), {"one": "worker2", "two": "worker1"}, timeout=2.0)
     with pytest.raises(rpc.TransferTimeout):
         model(torch.ones(BATCH, WIDTH))
     model.close()

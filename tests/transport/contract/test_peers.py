@@ -210,14 +210,14 @@ def test_a_peer_that_runs_and_does_not_read_is_not_lost(
     kind: str, open_device: Callable[..., Device], start_peer: Callable[..., Peer]
 ) -> None:
     """For longer than ``peer_timeout``, and with all buffers between the two full."""
-    peer, device = start_peer(kind), open_device(kind, peer_timeout=1.0)
+    peer, device = start_peer(kind), open_device(kind, peer_timeout=3.0)
     peer.start(accept)
     channel = device.connect(peer.address)
     peer.finish()
     size = 96 << 20
     theirs = RemoteRegion.load(peer.call(make, "theirs", size, S))
     ours = tensor_of(device, size, C)
-    peer.start(hold_the_gil, 2.5)
+    peer.start(hold_the_gil, 6.0)
     time.sleep(0.2)
     channel.memcpy(theirs, ours, notify=1).wait(20.0)
     peer.finish()

@@ -173,7 +173,8 @@ def test_a_peer_that_gives_up_while_it_is_welcomed(kind: str, open_device: Open)
     b.on_lost = lost.append
     a = open_device(kind)
     with pytest.raises(TransferTimeout):
-        a.connect(b.address, timeout=0.3)
+        a.connect(b.address, timeout=2.0)
+    assert made
     given_up.set()
     comes(lambda: lost == made)
     assert isinstance(made[0].error, PeerLost)
