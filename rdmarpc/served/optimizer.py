@@ -169,10 +169,10 @@ class ServedOptimizer(torch.optim.Optimizer):
         served.pull()
         super().load_state_dict({**state_dict, "state": {}})
         state: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
-        for number, parameter in enumerate(self._everything()):
-            if number in state_dict["state"]:
-                server, at = served.position[parameter]
-                state[server][at] = state_dict["state"][number]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, self._everything()):
+            server, at = served.position[parameter]
+            state[server][at] = state_dict["state"].get(number, {})  # without entries a parameter loses its own
         for server, entries in state.items():
             served.ask(server, "load_optimizer_state", self._number, entries)
 
