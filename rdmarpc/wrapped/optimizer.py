@@ -107,7 +107,8 @@ class RemoteHalves:
         """Send a ``state_dict``'s entries to the owners, where parameters without any lose theirs; the rest is for the local
         half."""
         self.ensure()
-        theirs = dict(self._indexed())
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        theirs = {saved[at]: parameter for at, parameter in self._indexed()}
         self._load({parameter: state["state"].get(index, {}) for index, parameter in theirs.items()})
         return {**state, "state": {index: entries for index, entries in state["state"].items() if index not in theirs}}
 
@@ -292,6 +293,8 @@ def _after_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, 
 
 
 def _before_load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for half in attach(optimizer):
+    halves = attach(optimizer)
+    now, saved = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    for half in halves if now == saved else ():  # torch refuses other groups after this hook, and changes nothing
         state = half.unload(state)
     return state

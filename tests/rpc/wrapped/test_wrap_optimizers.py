@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from test_wrap import batches, drive
@@ -264,3 +265,36 @@ def states_from_before_the_first_step() -> None:
 
 def test_an_optimizer_goes_back_to_its_first_state() -> None:
     drive(states_from_before_the_first_step)
+
+
+def numbered_from(first: int, state: dict[str, Any]) -> dict[str, Any]:
+    """The same state, with other numbers of the parameters."""
+    groups = [{**group, "params": [first + index for index in group["params"]]} for group in state["param_groups"]]
+    return {"state": {first + index: entries for index, entries in state["state"].items()}, "param_groups": groups}
+
+
+def refused_and_renumbered_states() -> None:
+    """What torch refuses to load changes nothing, and entries belong to the parameters by the numbers of the saved groups."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    sides = []
+    for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for number in range(6):
+            state = copy.deepcopy(optimizer.state_dict())
+            if number == 2:
+                state["param_groups"][0]["params"].pop()
+                with pytest.raises(ValueError, match="parameter group"):
+                    optimizer.load_state_dict(state)
+            if number == 4:
+                optimizer.load_state_dict(numbered_from(100, state))
+            optimizer.zero_grad()
+            model(torch.ones(3, 6)).square().sum().backward()
+            optimizer.step()
+        sides.append([*model.state_dict().values()])
+    model.close()
+    assert all(map(torch.equal, *sides))
+
+
+def test_refused_and_renumbered_states() -> None:
+    drive(refused_and_renumbered_states)
