@@ -37,14 +37,16 @@ def leave(error: BaseException | None) -> NoReturn:
     """End a child that a function of a peer's request has forked and not ended: its thread would go on with the parent's work.
     ``error``: what the function raised there; it is printed, and the status is 1 then, or that of a ``SystemExit``."""
     code: Any = error.code if isinstance(error, SystemExit) else None if error is None else 1
-    if error is not None and not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    elif isinstance(code, str):
-        print(code, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+    try:
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+    finally:  # whatever became of the output: this thread must not answer with the parent's connection
+        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _never_destroy() -> None:
