@@ -223,16 +223,24 @@ def _mark(optimizer: Optimizer) -> None:
     optimizer.state[_ELSEWHERE] = {}  # type: ignore[index]
 
 
-_PLAIN = frozenset([bool, int, float, complex, str, tuple, type(None)])
-"""Types of hyperparameters that are compared as they are."""
+_PLAIN = frozenset([bool, int, float, complex, str, type(None)])
+"""Types of hyperparameters that are compared as they are; so are tuples of them."""
 
 
 def _comparable(group: dict[str, Any]) -> list[Any]:
     """The values of a group without its parameters, to be compared in every step: so plain ones are not looped over."""
     values = list({**group, "params": None}.values())
-    if _PLAIN.issuperset(map(type, values)):
-        return values
-    return [("tensor", float(v)) if isinstance(v, torch.Tensor) and v.numel() == 1 else v for v in values]
+    kinds = set(map(type, values))
+    if tuple in kinds:
+        kinds |= {type(item) for value in values if type(value) is tuple for item in value}
+    return values if kinds <= {*_PLAIN, tuple} else [_number(value) for value in values]
+
+
+def _number(value: Any) -> Any:
+    """A tensor may be changed in place, so its number is kept instead of it."""
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return ("tensor", float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -298,3 +298,26 @@ def refused_and_renumbered_states() -> None:
 
 def test_refused_and_renumbered_states() -> None:
     drive(refused_and_renumbered_states)
+
+
+def betas_that_change_in_place() -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    sides = []
+    for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.01), betas=betas, foreach=False, capturable=False)
+        for number in range(4):
+            if number == 2:
+                betas[0].fill_(0.5)
+                optimizer.param_groups[0]["betas"][0].fill_(0.5)
+            optimizer.zero_grad()
+            model(torch.ones(3, 6)).square().sum().backward()
+            optimizer.step()
+        sides.append([*model.state_dict().values()])
+    model.close()
+    assert all(map(torch.equal, *sides))
+
+
+def test_betas_that_change_in_place() -> None:
+    drive(betas_that_change_in_place)
