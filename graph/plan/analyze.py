@@ -454,8 +454,8 @@ def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.
 
 
 _VALUES = (bool, int, float)
-_GIVES_NONE = "have it return what it has written, or have a part do it that lies at one worker"
 """Of Python: unlike tensors and symbols, not known by their identity."""
+_GIVES_NONE = "have it return what it has written, or have a part do it that lies at one worker"
 
 
 def _dtype(number: Any) -> torch.dtype:
