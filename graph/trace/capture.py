@@ -202,20 +202,29 @@ class Untraceable(NotSupported):
 
 
 class _NoWrites(TorchDispatchMode):
-    """Refuses writes into tensors of the model in a symbolic trace. What the forward gets from ``parameters()`` is no proxy, so
-    no graph would have them: a momentum encoder that follows in the forward, for example."""
+    """Refuses writes in a symbolic trace into tensors that it has not made. What is no proxy comes from the model or from
+    elsewhere, and no graph would have the write: a momentum encoder that follows in the forward, or a count, for example."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         named = (*model.named_parameters(), *model.named_buffers())
         self._names = {storage_of(tensor): name for name, tensor in named}
+        self._made: dict[int, torch.Tensor] = {}
+        """By storage; they stay alive, so that no other storage gets the same number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in mutated(func, args, kwargs or {}):
-            name = self._names.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
-            if name is not None:
-                raise Untraceable(f"the forward writes into {name!r} itself, not by an operation on an input")
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        for tensor in mutated(func, args, kwargs):
+            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._made:
+                name = self._names.get(storage_of(tensor))
+                what = repr(name) if name else "a tensor that it has not made"
+                raise Untraceable(f"the forward writes into {what} itself, not by an operation on an input")
+        result = func(*args, **kwargs)
+        given = {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given:
+                self._made[storage_of(leaf)] = leaf
+        return result
 
 
 class _NoAssignments(TorchFunctionMode):

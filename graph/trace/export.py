@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
@@ -32,11 +33,12 @@ from .capture import (
     propagate,
     quiet,
     sets_attribute,
+    sets_on_tensor,
     unchanged,
 )
 from .values import encode
 from .watch import leave_code, undrawn
-from .writes import finish
+from .writes import finish, writes_beyond
 
 
 def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
@@ -58,8 +60,15 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
     for strict in (False, True):
         if strict:
             leave_code()
+        forgets = contextlib.nullcontext() if strict else _NoForgotten()  # a strict export runs no Python of the forward
         try:
-            with unchanged(model, lambda path: False), custom_functions(_refuse), _silent(), _assignments(model) as assigned:
+            with (
+                unchanged(model, lambda path: False),
+                custom_functions(_refuse),
+                _silent(),
+                _assignments(model) as assigned,
+                forgets,
+            ):
                 program = torch.export.export(model, args, kwargs, strict=strict)
             if assigned:
                 raise sets_attribute(*assigned[0])
@@ -69,6 +78,26 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         except Exception as error:  # it raises whatever its parts do
             reasons.append(f"{'strict' if strict else 'not strict'}: {first_line(error)}")
     raise NotSupported(f"torch.export of {type(model).__name__} failed, " + "; ".join(reasons))
+
+
+class _NoForgotten(TorchFunctionMode):
+    """Refuses what an export forgets: parameters that are frozen, and writes into tensors from outside of the model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        sets = name == "__set__" and func.__self__.__name__ == "requires_grad"
+        if (sets or name == "requires_grad_") and isinstance(first, nn.Parameter):
+            raise sets_on_tensor("an assignment of 'requires_grad'" if sets else name)
+        writes = name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor):
+            raise writes_beyond()
+        return func(*args, **kwargs or {})
+
+
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 
 
 @contextlib.contextmanager

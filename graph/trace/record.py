@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from .capture import (
@@ -37,7 +38,7 @@ from .capture import (
 )
 from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
 from .watch import undrawn
-from .writes import finish
+from .writes import finish, mutated, writes_beyond
 
 
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
@@ -54,7 +55,13 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
             recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
         args, kwargs = join(*fakes)
         before = Before(args, kwargs)
-        with static(f"{type(model).__name__}.forward"), recorder.calls(), custom_functions(recorder.apply), recorder:
+        with (
+            static(f"{type(model).__name__}.forward"),
+            recorder.calls(),
+            custom_functions(recorder.apply),
+            _NoRealWrites(),
+            recorder,
+        ):
             result = model.forward(*args, **kwargs)
         check_result(f"{type(model).__name__}.forward", result)
         if before.changed():
@@ -64,6 +71,17 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
     found = propagate(model, recorder.graph, inputs, recorder.constants)
     found.effects, found.how = effects, "fx, recorded"
     return found
+
+
+class _NoRealWrites(TorchDispatchMode):
+    """Refuses writes into tensors that have data, before they happen: they come from outside of the model, and a capture leaves
+    them as they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in mutated(func, args, kwargs or {}):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                raise writes_beyond()
+        return func(*args, **kwargs or {})
 
 
 _constants = itertools.count()  # names are unique in a process: models keep the constants of all their captures

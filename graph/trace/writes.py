@@ -210,6 +210,10 @@ def _named(node: fx.Node) -> str:
     return f"part {str(node.target)!r}" if node.op == "call_module" else node.format_node() or node.name
 
 
+def writes_beyond() -> NotSupported:
+    return NotSupported("the forward writes into a tensor that is neither its own nor its model's, a global for example")
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 

@@ -11,6 +11,7 @@ from test_capture import specs_of
 from torch import nn
 
 from rdmarpc.graph.trace.capture import skeleton
+from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import capture_by, methods_of, names
 from rdmarpc.transport import NotSupported
 
@@ -51,3 +52,48 @@ def test_what_cannot_be_had_says_so(other_package: None) -> None:
         methods_of("yours")
     with pytest.raises(NotSupported, match=r"'broken' of others cannot be loaded(.|\n)*other_captures:gone"):
         methods_of("broken")
+
+
+TOTAL = torch.zeros(3)
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        TOTAL.add_(1)
+        return x + TOTAL
+
+
+class CountsByOperator(nn.Module):
+    def forward(self, x):
+        global TOTAL
+        TOTAL += 1
+        return x + TOTAL
+
+
+@pytest.mark.parametrize("how", ["fx", "export"])
+@pytest.mark.parametrize("make", [Counts, CountsByOperator])
+def test_a_capture_writes_into_no_global_tensor(make: type[nn.Module], how: str) -> None:
+    before = TOTAL.clone()
+    said = "a tensor that is neither" if make is Counts else None
+    with pytest.raises(NotSupported, match=said):
+        capture_by(methods_of(how), skeleton(make()), specs_of([torch.ones(3)]), lambda x: ((x,), {}), lambda path: True)
+    assert torch.equal(TOTAL, before)
+
+
+class Freezes(nn.Module):
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.line, self.assigns = nn.Linear(3, 3), assigns
+
+    def forward(self, x):
+        if self.assigns:
+            self.line.weight.requires_grad = False
+        else:
+            self.line.weight.requires_grad_(False)
+        return self.line(x)
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_an_export_forgets_no_freezing(assigns: bool) -> None:
+    with pytest.raises(NotSupported, match="requires_grad"):
+        export(skeleton(Freezes(assigns)), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}))

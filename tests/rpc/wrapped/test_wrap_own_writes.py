@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def increment(x: torch.Tensor) -> None:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.part, self.key, self.head = (nn.Linear(20, 20) for _ in range(4))
+        self.first, self.part, self.key = (nn.Linear(20, 20) for _ in range(3))
         self.head = nn.Linear(20, 4)
         self.register_buffer("seen", torch.zeros(20))
 
@@ -94,6 +95,41 @@ class Operation(Net):
         return y * z
 
 
+class Attribute(Net):
+    """A tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(20)
+
+    def write(self, x):
+        self.count.add_(1)
+
+    def forward(self, x):
+        return super().forward(x + self.count)
+
+
+class Listed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [torch.zeros(20), torch.zeros(20)]
+
+    def write(self, x):
+        self.counts[1].add_(1)
+
+    def forward(self, x):
+        return super().forward(x + self.counts[1])
+
+
+SEEN = torch.zeros(20)
+
+
+class Global(Net):
+    def forward(self, x):
+        SEEN.add_(1)
+        return super().forward(x + SEEN)
+
+
 def same(make: Callable[[], nn.Module], placement: dict[str, str], **options: Any) -> str:
     """Trains both; how the model was captured, or the error that refused the first forward."""
     model, twin = both(make, placement, **options)
@@ -126,10 +162,26 @@ def equal(makes: Iterable[Callable[[], nn.Module]], *placements: dict[str, str],
 PLACEMENTS = ({"part": "worker1"}, {"key": "worker1"}, {"part": "worker1", "key": "worker1"})
 
 
-def captured() -> None:
-    equal((InPlace, ByData, Named), *PLACEMENTS)
-    equal((Buffers, Operation), PLACEMENTS[0])
-    equal((Assigned,), PLACEMENTS[0])
+def captured(make: Callable[[], nn.Module], count: int = 1) -> None:
+    equal((make,), *PLACEMENTS[:count])
+
+
+def of_no_module(capture: str) -> None:
+    """What is in no table of a module is written once a step too, and not by the capture."""
+    for make in (Attribute, Listed):
+        how = same(make, PLACEMENTS[0], capture=capture)
+        assert how.startswith(("fx", "export", "eager") if capture != "export" else ("export", "torch.export of")), (make, how)
+    if capture == "export":
+        return
+    model, twin = both(Global, PLACEMENTS[0], capture=capture)
+    for x, _ in batches(3, 6, 20):
+        before = SEEN.clone()
+        theirs = twin(x)
+        after = SEEN.clone()
+        SEEN.copy_(before)
+        mine = model(x)
+        assert torch.equal(SEEN, after) and torch.equal(mine, theirs), (model.captured, SEEN[0], after[0])
+    model.close()
 
 
 def without_a_graph() -> None:
@@ -152,6 +204,17 @@ def own_backward() -> None:
     assert torch.autograd.Function.__dict__["apply"] is before
 
 
-@pytest.mark.parametrize("program", [captured, without_a_graph, own_backward])
+@pytest.mark.parametrize("make", [InPlace, ByData, Named, Buffers, Operation, Assigned])
+def test_what_a_captured_forward_writes_itself(make):
+    count = 3 if make in (InPlace, ByData, Named) else 1
+    drive(partial(captured, make, count), timeout=100.0)
+
+
+@pytest.mark.parametrize("capture", ["auto", "export", "eager"])
+def test_writes_into_tensors_of_no_module(capture):
+    drive(partial(of_no_module, capture), timeout=100.0)
+
+
+@pytest.mark.parametrize("program", [without_a_graph, own_backward])
 def test_what_a_forward_does_itself(program):
     drive(program, timeout=100.0)
