@@ -54,8 +54,8 @@ class Arrive(torch.autograd.Function):
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 _engine = Variable._execution_engine
-"""What ``torch.autograd.backward`` calls, behind checks of its arguments that take as long as a small backward: the sizes of
-gradients are those of their edges."""
+"""What is behind ``torch.autograd.backward``: its checks of arguments take as long as a small backward, and the sizes of
+gradients are those of their edges. Context variables do not reach the engine's threads for accelerators."""
 
 
 class Run:
