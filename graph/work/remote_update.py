@@ -101,9 +101,9 @@ def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.P
 def load_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
 ) -> None:
-    """The inverse of ``copy_state``: a parameter's state lies with it, but for the number of its steps, which does so only
-    where the optimizer counts on the accelerator (as ``Optimizer.load_state_dict`` has it). A parameter without entries has no
-    state then."""
+    """The inverse of ``copy_state``, with the devices and dtypes of ``Optimizer.load_state_dict``: those of the parameter, but
+    for the number of its steps, which is float32 and lies with it where the optimizer counts on the accelerator, and else stays
+    as it is. A parameter without entries has no state then."""
     there = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for at, entries in state.items():
         parameter = parameters[at]
@@ -111,11 +111,15 @@ def load_state(
             optimizer.state.pop(parameter, None)
             continue
         optimizer.state[parameter] = {
-            key: value.to(parameter.device)
-            if isinstance(value, torch.Tensor) and (key != "step" or id(parameter) in there)
-            else value
+            key: _as_loaded(parameter, key, value, id(parameter) in there) if isinstance(value, torch.Tensor) else value
             for key, value in entries.items()
         }
+
+
+def _as_loaded(parameter: torch.Tensor, key: str, value: torch.Tensor, counts_there: bool) -> torch.Tensor:
+    if key == "step":
+        return value.to(parameter.device, torch.float32) if counts_there else value
+    return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
