@@ -91,7 +91,7 @@ def _same(value: Any, copy: Any) -> bool:
     if isinstance(value, (list, deque)):
         return len(value) == len(copy) and all(a is b for a, b in zip(value, copy))
     if isinstance(value, dict):
-        return len(value) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(value.items(), copy))
+        return len(value) == len(copy) and all(k is n and a is b for (k, a), (n, b) in zip(list(value.items()), copy))
     if isinstance(value, set):
         return value == copy
     now = _copy(value)
@@ -120,7 +120,7 @@ def _put_back(value: Any, copy: Any) -> None:
 def _put_back_items(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     # A class may have methods of its own for this; an ``OrderedDict`` has to know.
     kind = OrderedDict if isinstance(value, OrderedDict) else dict
-    # Other threads may read it, the globals of a module for example: what it had and still has stays there meanwhile.
+    # Other threads may read it, the globals of a module for example: what stands where it stood stays there meanwhile.
     stays = list(itertools.takewhile(lambda pair: pair[0] is pair[1], zip(list(value), before)))
     for key in list(value)[len(stays) :]:
         kind.__delitem__(value, key)

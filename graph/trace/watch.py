@@ -101,12 +101,17 @@ class Watch:
         finally:
             if collects:
                 gc.enable()
-            self._look(drawn)
-            self._before.restore()
-            for root, value in (item for roots in self._roots for item in roots.values()):
-                if root.value() is not value:
-                    _rebind(root, value)
-            draw_again(drawn)
+            try:
+                self._look(drawn)
+            finally:
+                self._put_back(drawn)
+
+    def _put_back(self, drawn: dict[str, Any]) -> None:
+        self._before.restore()
+        for root, value in (item for roots in self._roots for item in roots.values()):
+            if root.value() is not value:
+                _rebind(root, value)
+        draw_again(drawn)
 
     def _look(self, drawn: dict[str, Any]) -> None:
         """What is different now."""

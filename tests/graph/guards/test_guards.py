@@ -25,7 +25,7 @@ from rdmarpc.graph.trace.capture import capture, skeleton
 from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import Uncaptured, capture_by, methods_of
 from rdmarpc.graph.trace.record import record
-from rdmarpc.graph.trace.watch import watched
+from rdmarpc.graph.trace.watch import Watch, watched
 from rdmarpc.transport import NotSupported
 
 
@@ -204,3 +204,16 @@ def test_containers_are_as_they_were() -> None:
     assert names.pop("_a_name") == 1
     assert list(ordered.items()) == [("a", 1), ("b", 2), ("c", 3)] and dict(ordered) == {"a": 1, "b": 2, "c": 3}
     assert list(plain.items()) == [("a", 1), ("b", 2)]
+
+
+def test_what_a_trace_has_changed_is_put_back_when_looking_at_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    net = nn.Linear(2, 2)
+    net.seen = []  # type: ignore[assignment]
+    monkeypatch.setattr(Watch, "_look", fails)
+    state = random.getstate()
+    with pytest.raises(RuntimeError, match="changed size"), Watch(net, lambda path: True).running():
+        net.seen.append(random.random())  # type: ignore[operator]
+    assert net.seen == [] and random.getstate() == state
