@@ -142,7 +142,9 @@ class Access:
                 self._recoded()
             if named := Globals(part, [known]).values():
                 said = f"part {path!r} was given a function that names {next(iter(named))}, which is not followed here"
-                raise NotSupported(said, hint="set the function from here, as an attribute")
+                raise NotSupported(
+                    said, hint="the part has it now; close the model, or set the function from here, as an attribute"
+                )
 
         self._submit(job, commands)
 
