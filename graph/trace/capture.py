@@ -228,11 +228,14 @@ class _NoWrites(TorchDispatchMode):
 
 
 class _NoAssignments(TorchFunctionMode):
-    """Refuses assignments such as ``parameter.data = ...`` in a symbolic trace."""
+    """Refuses assignments such as ``parameter.data = ...``, and methods that do the like, in a symbolic trace."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__set__":
+        name = getattr(func, "__name__", "")
+        if name == "__set__":
             raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}")
+        if name in UNSEEN and args and isinstance(args[0], nn.Parameter):
+            raise sets_on_tensor(name)
         return func(*args, **kwargs or {})
 
 
@@ -435,6 +438,13 @@ class _Proxy(fx.Proxy):
         super().__setattr__(name, value)
 
 
+class _ParameterProxy(fx.proxy.ParameterProxy):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "name" in self.__dict__:  # the last one that it sets itself
+            raise sets_on_tensor(f"an assignment of {name!r}")
+        super().__setattr__(name, value)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, count: int, join: Join, whole: Callable[[str], bool]) -> None:
         super().__init__(param_shapes_constant=True)
@@ -448,7 +458,11 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if not isinstance(attr_val, torch.Tensor) or isinstance(attr_val, nn.Parameter):
-            return super().getattr(attr, attr_val, parameter_proxy_cache)
+            found = super().getattr(attr, attr_val, parameter_proxy_cache)
+            if type(found) is fx.proxy.ParameterProxy:
+                made = _ParameterProxy(self, found.node, found.name, found.param)
+                found = parameter_proxy_cache[found.name] = made
+            return found
         # Left alone, what a forward computes from buffers would be computed now, once, from no data.
         for name, buffer in self.root.named_buffers():
             if buffer is attr_val:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import packages
@@ -11,7 +13,6 @@ from test_capture import specs_of
 from torch import nn
 
 from rdmarpc.graph.trace.capture import skeleton
-from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import capture_by, methods_of, names
 from rdmarpc.transport import NotSupported
 
@@ -93,7 +94,20 @@ class Freezes(nn.Module):
         return self.line(x)
 
 
-@pytest.mark.parametrize("assigns", [True, False])
-def test_an_export_forgets_no_freezing(assigns: bool) -> None:
+class FreezesAll(nn.Module):
+    """By the parameters themselves, which a symbolic trace does not see as values of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.line.requires_grad_(False)
+        return self.line(x)
+
+
+@pytest.mark.parametrize("make", [partial(Freezes, True), partial(Freezes, False), FreezesAll])
+@pytest.mark.parametrize("how", ["fx", "export"])
+def test_no_capture_forgets_a_freezing(make: Callable[[], nn.Module], how: str) -> None:
     with pytest.raises(NotSupported, match="requires_grad"):
-        export(skeleton(Freezes(assigns)), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}))
+        capture_by(methods_of(how), skeleton(make()), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}), lambda path: True)
