@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import Content, foreign
@@ -51,7 +50,7 @@ from .values import (
     leaves_of,
 )
 from .watch import HOOKS, Changes, check_tensors, undrawn, untouched
-from .writes import Write, check_writes, finish, mutated, storage_of, with_modules, writes_of
+from .writes import NoWrites, Write, check_writes, finish, with_modules, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -201,32 +200,6 @@ class Untraceable(NotSupported):
     """Python needs to know more of a tensor than that it is one."""
 
 
-class _NoWrites(TorchDispatchMode):
-    """Refuses writes in a symbolic trace into tensors that it has not made. What is no proxy comes from the model or from
-    elsewhere, and no graph would have the write: a momentum encoder that follows in the forward, or a count, for example."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._names = {storage_of(tensor): name for name, tensor in named}
-        self._made: dict[int, torch.Tensor] = {}
-        """By storage; they stay alive, so that no other storage gets the same number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in mutated(func, args, kwargs):
-            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._made:
-                name = self._names.get(storage_of(tensor))
-                what = repr(name) if name else "a tensor that it has not made"
-                raise Untraceable(f"the forward writes into {what} itself, not by an operation on an input")
-        result = func(*args, **kwargs)
-        given = {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given:
-                self._made[storage_of(leaf)] = leaf
-        return result
-
-
 class _NoAssignments(TorchFunctionMode):
     """Refuses assignments such as ``parameter.data = ...``, and methods that do the like, in a symbolic trace."""
 
@@ -242,7 +215,7 @@ class _NoAssignments(TorchFunctionMode):
 def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
     with unchanged(model, whole):
         try:
-            with custom_functions(_proxy_of), _NoWrites(model), _NoAssignments():
+            with custom_functions(_proxy_of), NoWrites(model), _NoAssignments():
                 return _Tracer(inputs, join, whole).trace(model)
         except NotSupported:
             raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from .values import leaves_of
@@ -208,6 +209,32 @@ def _unseen(
 
 def _named(node: fx.Node) -> str:
     return f"part {str(node.target)!r}" if node.op == "call_module" else node.format_node() or node.name
+
+
+class NoWrites(TorchDispatchMode):
+    """Refuses writes in a symbolic trace into tensors that it has not made. What is no proxy comes from the model or from
+    elsewhere, and no graph would have the write: a momentum encoder that follows in the forward, or a count, for example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {storage_of(tensor): name for name, tensor in named}
+        self._made: dict[int, torch.Tensor] = {}
+        """By storage; they stay alive, so that no other storage gets the same number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in mutated(func, args, kwargs):
+            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._made:
+                name = self._names.get(storage_of(tensor))
+                what = repr(name) if name else "a tensor that it has not made"
+                raise NotSupported(f"the forward writes into {what} itself, not by an operation on an input")
+        result = func(*args, **kwargs)
+        given = {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given:
+                self._made[storage_of(leaf)] = leaf
+        return result
 
 
 def writes_beyond() -> NotSupported:
