@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings, ratio, size_text, text, times
 from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
+from .peers.turns import Turns, main_with_results, run_app
 
 CONF = apps.CONF
 NAMES = ("images", "sequences", "sentences")
@@ -40,14 +40,14 @@ def main(cfg: DictConfig) -> None:
 def run(job: dict[str, Any], turns: Turns) -> None:
     from .learning import server, trainer
 
-    common = job | {"register": server.__name__, "drive": "", "functions": server.NAMES, "calls": 1}
+    common = job | {"register": server.__name__, "drive": f"{trainer.__name__}:drive", "functions": server.NAMES, "calls": 1}
     common |= {"clients": job["workers"], "threads": job["workers"] + 2}
     for number in range(job["rounds"]):
         for problem in job["problems"]:
             for library in job["libraries"]:
                 title = f"{TITLES[library]}, {problem}, round {number + 1} of {job['rounds']}"
                 given = common | job[problem] | {"library": library, "problem": problem}
-                turns.take(given, library, title, trainer.main, problem)
+                turns.take(given, library, title, main_with_results, problem)
 
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings
 from .peers.libraries import TITLES
-from .peers.turns import Turns, run_app
+from .peers.turns import Turns, main_with_results, run_app
 from .spread.report import judge as judge_all
 
 CONF = apps.CONF
@@ -36,12 +36,12 @@ def main(cfg: DictConfig) -> None:
 def run(job: dict[str, Any], turns: Turns) -> None:
     from .spread import graphs
 
-    common = job | {"register": graphs.__name__, "functions": graphs.NAMES, "calls": 1, "clients": job["workers"]}
-    common |= {"threads": job["workers"] + 2}
+    common = job | {"register": graphs.__name__, "functions": graphs.NAMES, "drive": f"{graphs.__name__}:drive", "calls": 1}
+    common |= {"clients": job["workers"], "threads": job["workers"] + 2}
     for number in range(job["rounds"]):
         for library in job["libraries"]:
             title = f"{TITLES[library]}, round {number + 1} of {job['rounds']}"
-            turns.take(common | {"library": library}, library, title, graphs.main, "the network")
+            turns.take(common | {"library": library}, library, title, main_with_results, "the network")
 
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.turns import Turns, run_app
+from .peers.turns import Turns, main_with_results, run_app
 from .spread.report import ALL_TITLES
 from .spread.report import judge as judge_all
 
@@ -35,13 +35,13 @@ def main(cfg: DictConfig) -> None:
 def run(job: dict[str, Any], turns: Turns) -> None:
     from .spread import calls, collective
 
-    common = job | {"register": calls.__name__, "functions": calls.NAMES, "calls": 1, "clients": job["workers"]}
-    common |= {"threads": job["workers"] + 2}
+    common = job | {"register": calls.__name__, "functions": calls.NAMES, "drive": f"{calls.__name__}:drive", "calls": 1}
+    common |= {"clients": job["workers"], "threads": job["workers"] + 2}
     for number in range(job["rounds"]):
         for library in job["libraries"]:
             title = f"{ALL_TITLES[library]}, round {number + 1} of {job['rounds']}"
             if library not in GROUPS:
-                turns.take(common | {"library": library}, library, title, calls.main, "the mixture")
+                turns.take(common | {"library": library}, library, title, main_with_results, "the mixture")
             elif job["workers"] != job["servers"]:
                 turns.findings.left_out(ALL_TITLES[library], "every worker owns the experts of one server: workers=servers")
             else:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..harness.processes import Launcher
-from ..peers.libraries import Client, serve_or_drive
+from ..peers.libraries import Client
 from ..peers.meeting import meet
 from ..peers.turns import Figure
 from .problems import PROBLEMS
@@ -25,15 +24,6 @@ class Record:
     computation: list[float] = field(default_factory=list)
     exchange: list[float] = field(default_factory=list)
     quality: list[tuple[int, float]] = field(default_factory=list)
-
-
-def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """A process of a turn; worker 0 tells what it measured, and what must be the same in every turn."""
-    found = serve_or_drive(drive, rank, job)
-    if rank == 0:
-        figures, results = found
-        launcher.tell(("figures", figures))
-        launcher.tell(("results", results))
 
 
 def drive(client: Client, job: dict[str, Any]) -> tuple[list[Figure], dict[str, bytes]]:

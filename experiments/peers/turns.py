@@ -29,10 +29,23 @@ Entry = Callable[[int, dict[str, Any], Launcher], None]
 def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     """A process of a turn in which clients call functions of servers; client 0 tells ("figures", list of them). The job says
     "drive" (module:function), "functions", "calls" under way from a client, and "threads" of a server."""
-    module, _, name = job["drive"].partition(":")
-    found = serve_or_drive(getattr(importlib.import_module(module), name), rank, job)
+    found = _drive(rank, job)
     if rank == 0:
         launcher.tell(("figures", found))
+
+
+def main_with_results(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
+    """The same where "drive" returns figures and results ({name: bytes}); client 0 tells ("results", ...) too."""
+    found = _drive(rank, job)
+    if rank == 0:
+        figures, results = found
+        launcher.tell(("figures", figures))
+        launcher.tell(("results", results))
+
+
+def _drive(rank: int, job: dict[str, Any]) -> Any:
+    module, _, name = job["drive"].partition(":")
+    return serve_or_drive(getattr(importlib.import_module(module), name), rank, job)
 
 
 def enter(entry: Entry, ranks: list[int], number: int, job: dict[str, Any], launcher: Launcher) -> None:

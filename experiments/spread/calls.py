@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..harness.processes import Launcher
 from ..peers.functions import FUNCTIONS
-from ..peers.libraries import Client, serve_or_drive
+from ..peers.libraries import Client
 from ..peers.meeting import meet
 from ..peers.turns import Figure
 from .experts import Experts
@@ -93,12 +92,3 @@ class Calls:
 def drive(client: Client, job: dict[str, Any]) -> tuple[list[Figure], dict[str, bytes]]:
     meet("begun", job)
     return measured(job["rank"], Calls(client, job), job)
-
-
-def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """A process of a turn by calls; worker 0 tells."""
-    found = serve_or_drive(drive, rank, job)
-    if rank == 0:
-        figures, results = found
-        launcher.tell(("figures", figures))
-        launcher.tell(("results", results))

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..harness.processes import Launcher
 from ..learning import server
 from ..learning.vectors import Vectors
 from ..peers.functions import FUNCTIONS
-from ..peers.libraries import Client, serve_or_drive
+from ..peers.libraries import Client
 from ..peers.meeting import meet
 from ..peers.turns import Figure
 
@@ -150,12 +149,3 @@ def fetched(client: Client, nodes: Tensor, job: dict[str, Any]) -> tuple[Tensor,
         rows[here] = answer[1:].view(-1, job["features"])
         served = max(served, float(answer[0]))
     return rows, served
-
-
-def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
-    """A process of a turn; worker 0 tells."""
-    found = serve_or_drive(drive, rank, job)
-    if rank == 0:
-        figures, results = found
-        launcher.tell(("figures", figures))
-        launcher.tell(("results", results))

@@ -8,7 +8,7 @@ import sys
 import time
 
 
-def eventually(look, wanted=True, limit=10.0):
+def eventually(look, wanted=True, limit=30.0):
     """``look()`` gives what is wanted, after a while."""
     deadline = time.monotonic() + limit
     while (found := look()) != wanted:

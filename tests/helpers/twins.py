@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import rdmarpc as rpc
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -45,3 +47,17 @@ def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
     assert list(ours) == list(theirs)
     for key, value in theirs.items():
         assert torch.equal(ours[key], value), key
+
+
+def verdict(
+    wrapped: Callable[[], Any], train: Callable[[Any], list[torch.Tensor]], expected: list[torch.Tensor], shown: int
+) -> str:
+    """Of a model that is wrapped here, trained and closed: "equal", "refused: why", or "wrong", with so many of what came."""
+    model = wrapped()
+    try:
+        found = train(model)
+    except rpc.NotSupported as error:
+        return f"refused: {error}"
+    finally:
+        model.close()
+    return "equal" if all(map(torch.equal, found, expected)) else f"wrong: {found[:shown]} for {expected[:shown]}"

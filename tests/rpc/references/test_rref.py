@@ -26,6 +26,7 @@ from rref_things import (
     value_of,
     wait_until_empty,
 )
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -217,13 +218,14 @@ def pickling(rank):
 
 
 holding = threading.Event()
+held: list[tuple[int, object]] = []
 
 
 def unconfirmed(rank):
     """The owner's control messages are held back: calls with references wait, and hold no thread."""
     if rank == 1:
         mail = agent.current().rrefs.mail
-        transmit, held = mail.transmit, []
+        transmit = mail.transmit
         mail.transmit = lambda to, message: held.append((to, message))
         holding.set()
         until_dismissed()
@@ -233,9 +235,7 @@ def unconfirmed(rank):
         rpc.shutdown()
         return len(held)
     if rank == 0:
-        limit = time.monotonic() + 20
-        while not rpc.rpc_sync("worker1", holds_back):
-            assert time.monotonic() < limit
+        eventually(lambda: rpc.rpc_sync("worker1", holds_back))
         theirs = rpc.remote("worker1", Thing, (3,))
         waiting = [rpc.rpc_async("worker2", value_of, (theirs,)) for _ in range(30)]
         created = [rpc.remote("worker2", value_of, (theirs,)) for _ in range(5)]
@@ -243,6 +243,7 @@ def unconfirmed(rank):
             assert rpc.rpc_sync("worker2", Thing.double, (number,)) == 2 * number
         assert not any(future.done() for future in waiting)
         assert rpc.rpc_sync("worker2", tables)["num_pending_users"] == 35
+        eventually(lambda: rpc.rpc_sync("worker1", holds_some))  # the owner may hear of the forks after worker 2 has answered
         dismiss("worker1")
         # A reference in a result need not be confirmed.
         assert not rpc.rpc_sync("worker2", make_of, ("worker1",)).confirmed_by_owner()
@@ -256,6 +257,10 @@ def unconfirmed(rank):
 
 def holds_back():
     return holding.is_set()
+
+
+def holds_some():
+    return bool(held)
 
 
 def make_of(owner):

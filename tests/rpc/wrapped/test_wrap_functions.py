@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from test_wrap import batches, drive
 from torch import nn
+from twins import verdict
 
 import rdmarpc as rpc
 from rdmarpc import wrap
@@ -136,15 +137,11 @@ def trial(where: str, value: Any, at: int, reader: str, capture: str) -> str:
     reset()
     expected = trained(twin, where, value, at, reader)
     reset()
-    model = wrap(net, {"0": "worker1"}, capture=capture)
+    wrapped = functools.partial(wrap, net, {"0": "worker1"}, capture=capture)
     try:
-        found = trained(model, where, value, at, reader)
-    except rpc.NotSupported as error:
-        return f"refused: {error}"
+        return verdict(wrapped, lambda model: trained(model, where, value, at, reader), expected, 6)
     finally:
         reset()
-        model.close()
-    return "equal" if all(map(torch.equal, found, expected)) else f"wrong: {found[:6]} for {expected[:6]}"
 
 
 def functions_set() -> dict[str, str]:

@@ -243,24 +243,35 @@ def test_optimizers_are_equal_to_the_bit():
     assert not drive(everything, 3)
 
 
+def assert_alike_with(make: Callable[[Any], torch.optim.Optimizer], steps: int, change: Callable[[int, Any], None]) -> None:
+    """``change(n, optimizer)`` before step n of one process and of a wrapped model leaves both with the same weights."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    sides = []
+    for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
+        optimizer = make(model.parameters())
+        for number in range(steps):
+            change(number, optimizer)
+            optimizer.zero_grad()
+            model(torch.ones(3, 6)).square().sum().backward()
+            optimizer.step()
+        sides.append([*model.state_dict().values()])
+    model.close()
+    assert all(map(torch.equal, *sides))
+
+
 def states_from_before_the_first_step() -> None:
     """An optimizer goes back to a state without entries: what it had is gone."""
+    first: dict[str, Any] = {}
+
+    def change(number: int, optimizer: torch.optim.Optimizer) -> None:
+        if number == 0:
+            first.update(copy.deepcopy(optimizer.state_dict()))
+        elif number == 2:
+            optimizer.load_state_dict(first)
+
     for make in (lambda p: torch.optim.Adam(p, 0.01), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        sides = []
-        for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
-            optimizer = make(model.parameters())
-            first = copy.deepcopy(optimizer.state_dict())
-            for number in range(4):
-                if number == 2:
-                    optimizer.load_state_dict(first)
-                optimizer.zero_grad()
-                model(torch.ones(3, 6)).square().sum().backward()
-                optimizer.step()
-            sides.append([*model.state_dict().values()])
-        model.close()
-        assert all(map(torch.equal, *sides))
+        assert_alike_with(make, 4, change)
 
 
 def test_an_optimizer_goes_back_to_its_first_state() -> None:
@@ -275,25 +286,17 @@ def numbered_from(first: int, state: dict[str, Any]) -> dict[str, Any]:
 
 def refused_and_renumbered_states() -> None:
     """What torch refuses to load changes nothing, and entries belong to the parameters by the numbers of the saved groups."""
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    sides = []
-    for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        for number in range(6):
-            state = copy.deepcopy(optimizer.state_dict())
-            if number == 2:
-                state["param_groups"][0]["params"].pop()
-                with pytest.raises(ValueError, match="parameter group"):
-                    optimizer.load_state_dict(state)
-            if number == 4:
-                optimizer.load_state_dict(numbered_from(100, state))
-            optimizer.zero_grad()
-            model(torch.ones(3, 6)).square().sum().backward()
-            optimizer.step()
-        sides.append([*model.state_dict().values()])
-    model.close()
-    assert all(map(torch.equal, *sides))
+
+    def change(number: int, optimizer: torch.optim.Optimizer) -> None:
+        state = copy.deepcopy(optimizer.state_dict())
+        if number == 2:
+            state["param_groups"][0]["params"].pop()
+            with pytest.raises(ValueError, match="parameter group"):
+                optimizer.load_state_dict(state)
+        elif number == 4:
+            optimizer.load_state_dict(numbered_from(100, state))
+
+    assert_alike_with(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 6, change)
 
 
 def test_refused_and_renumbered_states() -> None:
@@ -301,22 +304,15 @@ def test_refused_and_renumbered_states() -> None:
 
 
 def betas_that_change_in_place() -> None:
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    sides = []
-    for model in (copy.deepcopy(net), wrap(net, {"2": "worker1"})):
+    def make(parameters: Any) -> torch.optim.Optimizer:
         betas = torch.tensor(0.9), torch.tensor(0.99)
-        optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.01), betas=betas, foreach=False, capturable=False)
-        for number in range(4):
-            if number == 2:
-                betas[0].fill_(0.5)
-                optimizer.param_groups[0]["betas"][0].fill_(0.5)
-            optimizer.zero_grad()
-            model(torch.ones(3, 6)).square().sum().backward()
-            optimizer.step()
-        sides.append([*model.state_dict().values()])
-    model.close()
-    assert all(map(torch.equal, *sides))
+        return torch.optim.Adam(parameters, torch.tensor(0.01), betas=betas, foreach=False, capturable=False)
+
+    def change(number: int, optimizer: torch.optim.Optimizer) -> None:
+        if number == 2:
+            optimizer.param_groups[0]["betas"][0].fill_(0.5)
+
+    assert_alike_with(make, 4, change)
 
 
 def test_betas_that_change_in_place() -> None:
