@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpu
+import hypothesis
 import psutil
 import pytest
 
@@ -19,6 +20,13 @@ SEMAPHORE = "sem."
 
 lasting: set[int] = set()
 """Processes that a fixture of wider scope keeps."""
+
+
+# An example that takes longer than usual says nothing about the code on a busy machine; and a run draws what the last one drew.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
