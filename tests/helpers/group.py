@@ -181,7 +181,7 @@ def _leave() -> None:
 
 def until_dismissed(times: int = 1) -> None:
     for _ in range(times):
-        assert _dismissals.acquire(timeout=30), "nobody has dismissed this worker"
+        assert _dismissals.acquire(timeout=50), "nobody has dismissed this worker"
 
 
 def die() -> None:

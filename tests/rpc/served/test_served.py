@@ -287,13 +287,13 @@ def some_end(what: str, rank: int) -> float:
     """Seconds until worker0 heard of it; workers 0 and 1 train, 2 and 3 serve."""
     if rank > 1:
         try:
-            rpc.shutdown(timeout=20)
+            rpc.shutdown(timeout=50)
         except rpc.RdmaError:
             pass
         return 0.0
     kind = Breaks if what == "step" else torch.optim.SGD
     servers = ["worker2"] if what == "step" else ["worker2", "worker3"]
-    served = rpc.serve(linear(), servers, kind, lr=0.1, workers=["worker0", "worker1"], timeout=20)
+    served = rpc.serve(linear(), servers, kind, lr=0.1, workers=["worker0", "worker1"], timeout=30)
     if what != "step":
         one_step(served)
         served.pull()
@@ -307,6 +307,9 @@ def some_end(what: str, rank: int) -> float:
             one_step(served)
     took = time.monotonic() - start
     served.close()
+    if what != "worker":  # who leaves ends the servers, and the other worker has to ask one for the reason
+        dismiss(f"worker{1 - rank}")
+        until_dismissed()
     rpc.shutdown(graceful=False)
     return took
 
@@ -318,7 +321,7 @@ def test_what_ends_one_is_an_error_of_all(what):
     for rank, outcome in enumerate(outcomes):
         if rank != dead:
             assert not outcome.error, f"worker {rank}: {outcome.text}"
-    assert all(outcomes[rank].result < 20 for rank in (0, 1) if rank != dead)
+    assert all(outcomes[rank].result < 25 for rank in (0, 1) if rank != dead)
 
 
 def another_one_dies(rank: int) -> None:
@@ -372,14 +375,14 @@ def gives_up_for_a_loss(lost: PeerLost, named: str, rank: int) -> None:
 
         state_of(served).servers.trainer.pull = pull
         served.close()
-        time.sleep(1.0)
+        until_dismissed()
     else:
         with pytest.raises(PeerLost, match="'worker1' has closed the model: worker worker3 is lost") as raised:
             one_step(served)
             served.pull()
         assert f"{raised.value.peer} {raised.value.status}" == named
         served.close()
-        dismiss("worker2")
+        dismiss("worker1", "worker2")
     rpc.shutdown(graceful=False)
 
 
@@ -408,7 +411,7 @@ def closes_late(what: str, rank: int) -> None:
         served.close()
         took = time.monotonic() - start
         os.kill(server, signal.SIGCONT)
-        assert took < timeout / 2
+        assert took < 0.9 * timeout
         dismiss("worker2")
     elif rank == 2:
         until_dismissed()

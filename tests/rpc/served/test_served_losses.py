@@ -15,6 +15,7 @@ import pytest
 import torch
 from group import Meeting, die, on_every_device, results, run_group
 from halt import halt
+from timing import eventually
 from torch import nn
 
 import rdmarpc as rpc
@@ -24,7 +25,7 @@ from rdmarpc.served import serving
 from rdmarpc.served.model import ServedModel
 
 TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
-P = 1.0
+P = 3.0
 """``peer_timeout``, seconds."""
 
 
@@ -52,7 +53,7 @@ def comes_never(how: str, meeting: Meeting) -> None:
             if how == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
             meeting.hear("asked")
-            limit = time.monotonic() + 10.0
+            limit = time.monotonic() + 15.0
             while len(agent.current().links.by_worker) < len(SERVERS) and time.monotonic() < limit:
                 time.sleep(0.01)
             raise ValueError("before it came")
@@ -64,13 +65,13 @@ def comes_never(how: str, meeting: Meeting) -> None:
             start = time.monotonic()
             with pytest.raises(rpc.PeerLost, match=r"before it came" if how == "raises" else "it cannot be reached") as raised:
                 train()
-            assert raised.value.peer == "worker1" and time.monotonic() - start < P + 5.0
+            assert raised.value.peer == "worker1" and time.monotonic() - start < P + 14.0
             meeting.say("told")
             if how == "stops":
                 os.kill(pid, signal.SIGKILL)
         else:
             meeting.hear("told")
-            assert not [server for table in serving._servers.values() for server in table.values() if server.is_alive()]
+            eventually(lambda: [one for table in serving._servers.values() for one in table.values() if one.is_alive()], [])
 
 
 @pytest.mark.parametrize("how", ["stops", "raises"])
@@ -98,7 +99,7 @@ def dies_at_the_door(meeting: Meeting) -> None:
         return ask(server, method, *args)
 
     Server.ask = late  # type: ignore[method-assign]
-    limit = time.monotonic() + 10.0
+    limit = time.monotonic() + 30.0
     while not me.links.lost or any(isinstance(thread, Server) for thread in threading.enumerate()):
         assert time.monotonic() < limit, threading.enumerate()
         time.sleep(0.01)
@@ -116,7 +117,7 @@ def comes_late(meeting: Meeting) -> None:
     with in_a_group(meeting):
         if meeting.rank == 0:
             with pytest.raises(rpc.TransferTimeout):
-                train(timeout=1.0)
+                train(timeout=3.0)
             meeting.say("gave up")
             meeting.hear("told")
         elif meeting.rank == 1:
@@ -124,7 +125,7 @@ def comes_late(meeting: Meeting) -> None:
             start = time.monotonic()
             with pytest.raises(rpc.RdmaError, match="'worker0' has closed the model"):
                 train()
-            assert time.monotonic() - start < 10.0
+            assert time.monotonic() - start < 18.0
             meeting.say("told")
         if meeting.rank < 2:
             served = train()
