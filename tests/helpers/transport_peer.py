@@ -63,13 +63,13 @@ class Peer:
         """Have it run ``function(state, *args)``; ``finish`` gives the result."""
         self._pipe.send((function, args))
 
-    def finish(self, timeout: float = 30.0) -> Any:
+    def finish(self, timeout: float = 60.0) -> Any:
         good, result = self._receive(timeout)
         if not good:
             raise result
         return result
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
         self.start(function, *args)
         return self.finish(timeout)
 
@@ -78,14 +78,14 @@ class Peer:
             self._pipe.send(None)
         except OSError:
             pass
-        self.process.join(10.0)
+        self.process.join(30.0)
         self.kill()
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(10.0)
+        self.process.join(30.0)
         assert not self.process.is_alive()
         self._pipe.close()
 
@@ -120,9 +120,9 @@ class Across:
 def works(a: Device, b: Device) -> None:
     """``a`` can connect to ``b`` and copy."""
     channel = a.connect(b.address)
-    b.accept(timeout=10.0)
+    b.accept(timeout=30.0)
     theirs = filled(b, 10, 0)
-    channel.memcpy(RemoteRegion.load(b.export(theirs)), a.empty(10, dtype=torch.uint8).fill_(C)).wait(10.0)
+    channel.memcpy(RemoteRegion.load(b.export(theirs)), a.empty(10, dtype=torch.uint8).fill_(C)).wait(30.0)
     assert bool((theirs == C).all())
     channel.close()
 
@@ -145,7 +145,7 @@ def all_are(tensor: torch.Tensor, fill: int) -> bool:
 
 
 def accept(state: State) -> bytes:
-    state.channel = state.device.accept(timeout=10.0)
+    state.channel = state.device.accept(timeout=30.0)
     return state.channel.peer_hello
 
 

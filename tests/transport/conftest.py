@@ -95,7 +95,7 @@ def start_peer(options: dict[str, Any]) -> Iterator[Callable[..., Peer]]:
 def pair(kind: str, open_device: Callable[..., Device]) -> Pair:
     a, b = open_device(kind), open_device(kind)
     ab = a.connect(b.address, hello=b"from a")
-    return Pair(a, b, ab, b.accept(timeout=5.0))
+    return Pair(a, b, ab, b.accept(timeout=30.0))
 
 
 @pytest.fixture

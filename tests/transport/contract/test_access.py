@@ -19,7 +19,7 @@ from transport_peer import C, Pair, S, all_are, altered, filled
 from rdmarpc.transport import Channel, Device, RemoteAccessError, RemoteRegion
 from rdmarpc.transport.memory import mapping
 
-T = 10.0
+T = 30.0
 Open = Callable[..., Device]
 
 
@@ -29,7 +29,7 @@ def readable(device: Device, nbytes: int, fill: int) -> torch.Tensor:
 
 def connected(device: Device, other: Device) -> tuple[Channel, Channel]:
     channel = device.connect(other.address)
-    return channel, other.accept(timeout=5.0)
+    return channel, other.accept(timeout=T)
 
 
 def refused(channel: Channel, remote: RemoteRegion, ours: torch.Tensor, *, read: bool = False) -> str:

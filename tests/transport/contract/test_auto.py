@@ -22,7 +22,7 @@ from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RemoteReg
 from rdmarpc.transport.auto import AutoDevice
 from rdmarpc.transport.nic import sysfs
 
-T = 10.0
+T = 30.0
 Open = Callable[..., Device]
 globals().update(
     {

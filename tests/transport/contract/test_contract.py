@@ -10,6 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 import torch
+from timing import eventually
 from transport_peer import C, Pair, S, all_are, altered, filled
 
 from rdmarpc.transport import (
@@ -22,7 +23,7 @@ from rdmarpc.transport import (
 )
 
 SIZES = (0, 1, 3, 63, 64 * 1024 + 1, 9 * 2**20 + 7)
-T = 10.0
+T = 30.0
 """Longest wait, in seconds, for what comes at once on a machine that is not overloaded."""
 
 
@@ -212,7 +213,7 @@ def test_an_unbound_tensor_is_let_go(pair: Pair) -> None:
     del ours
     assert alive() is not None
     transfer.unbind(0)
-    assert alive() is None
+    eventually(lambda: alive() is None)  # a thread that sends may just have been at it
     transfer.rebind(0, filled(pair.a, 1 << 16, 1))
     transfer.post().wait(T)
     assert all_are(theirs, 1)
@@ -285,7 +286,7 @@ def test_a_waiter_sleeps_and_is_woken(pair: Pair) -> None:
 def test_poller(pair: Pair, kind: str, open_device: Callable[..., Device]) -> None:
     third = open_device(kind)
     cb = third.connect(pair.b.address)
-    bc = pair.b.accept(timeout=5.0)
+    bc = pair.b.accept(timeout=T)
     poller = pair.b.poller()
     assert poller.wait(0.01) is None
     first, second, third_row = poller.add(pair.ba, 1), poller.add(pair.ba, 2), poller.add(bc, 1)

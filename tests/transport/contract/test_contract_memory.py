@@ -19,7 +19,7 @@ from rdmarpc.transport import (
     RemoteRegion,
 )
 
-T = 10.0
+T = 30.0
 
 
 def no_cma(channel: Channel, elsewhere: str = "") -> str:

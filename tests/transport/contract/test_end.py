@@ -14,7 +14,7 @@ from transport_peer import C, Pair, S, all_are, filled
 from rdmarpc.transport import Device, PeerLost, RdmaError
 from rdmarpc.transport.shm.channel import SILENT, SYNC
 
-T = 10.0
+T = 30.0
 
 
 def test_close_is_idempotent_and_what_was_prepared_fails(pair: Pair) -> None:

@@ -14,7 +14,7 @@ from rdmarpc.transport import Device, DeviceOptions, RdmaError, RegistrationErro
 from rdmarpc.transport.memory.arena import SEGMENT_BYTES, Segment
 from rdmarpc.transport.memory.memory import Memory
 
-T = 10.0
+T = 30.0
 KINDS = ("shm", "tcp")
 Open = Callable[..., Device]
 

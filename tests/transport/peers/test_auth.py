@@ -15,7 +15,7 @@ from rdmarpc.transport import AuthenticationError, Device, PeerLost, RdmaError, 
 from rdmarpc.transport.peers import auth
 from rdmarpc.transport.peers.identity import Identity, _multiply, uid_of
 
-T = 10.0
+T = 30.0
 SECRET = b"what all of them know"
 Open = Callable[..., Device]
 

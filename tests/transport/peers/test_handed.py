@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import limits
 import pytest
+from timing import eventually
 from transport_peer import Peer, State, accept, make, works
 
 from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion
@@ -18,7 +19,7 @@ from rdmarpc.transport.memory.arena import Segment
 from rdmarpc.transport.memory.mapping import mapped, memfd
 from rdmarpc.transport.peers.handed import received
 
-T = 10.0
+T = 30.0
 Open = Callable[..., Device]
 
 
@@ -39,11 +40,11 @@ def test_a_kernel_that_cannot_seal_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*args: object) -> int:
         raise OSError(22, "Invalid argument")
 
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     with pytest.raises(NotSupported, match=r"seal(?s:.*)tcp"):
         memfd("test", 8192)
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def unsealed(nbytes: int) -> int:
@@ -134,7 +135,7 @@ def test_memory_that_cannot_be_mapped_ends_that_peers_channel_alone(
         good.kill()  # a death is noticed all the same
         with pytest.raises(PeerLost, match="ended"):
             channels[1].expect(1).wait(T)
-        assert lost == channels
+        eventually(lambda: lost, channels)  # told a moment after those who wait
     later.start(accept)
     assert device.connect(later.address).error is None
     later.finish()
@@ -151,8 +152,9 @@ def test_a_descriptor_that_is_lost_ends_that_peers_channel_with_the_limit_named(
     channel, good = device.connect(peer.address), device.connect(other.address)
     for each in (peer, other):
         each.finish()
-    with limits.no_descriptors():
-        remote = RemoteRegion.load(peer.call(make, "much", 200 << 20, 1))  # a segment of its own
+    with limits.no_descriptors() as take:
+        take()
+        remote = RemoteRegion.load(peer.call(make, "much", 80 << 20, 1))  # a segment of its own
         with pytest.raises(PeerLost, match=r"descriptor(?s:.*)EMFILE(?s:.*)ulimit -n"):
             channel.expect(1).wait(T)
     assert remote.nbytes and good.error is None
@@ -163,7 +165,7 @@ def test_a_descriptor_that_is_lost_ends_that_peers_channel_with_the_limit_named(
 def test_descriptors_are_closed_however_it_ends() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fd = sealed(4096)
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with ours, theirs:
         socket.send_fds(ours, [b"x"], [fd])
         with pytest.raises(ZeroDivisionError), received(theirs, 10, 1) as (data, fds):
@@ -172,7 +174,7 @@ def test_descriptors_are_closed_however_it_ends() -> None:
         socket.send_fds(ours, [b"x"], [fd, fd, fd])  # more than asked for
         with pytest.raises(PeerLost, match="more than 1"), received(theirs, 10, 1):
             raise AssertionError
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert set(os.listdir("/proc/self/fd")) <= before
     os.close(fd)
 
 

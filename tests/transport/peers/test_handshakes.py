@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import selectors
 import socket
 import threading
 import time
@@ -13,14 +12,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from test_strangers import SESAME, raw_socket
+from test_strangers import SESAME, patient, raw_socket
 from transport_peer import Peer, State, works
 
 from rdmarpc.transport import AuthenticationError, Channel, Device, NotSupported, PeerLost, RdmaError, TransferTimeout
+from rdmarpc.transport.peers import auth
 from rdmarpc.transport.peers import handshakes as of_handshakes
 from rdmarpc.transport.shm import device as of_shm
 
-T = 10.0
+T = 30.0
+HELLO = len(auth._MAGIC) + 32 + 32
 Open = Callable[..., Device]
 
 
@@ -50,14 +51,19 @@ def dribbling(address: bytes, count: int) -> Iterator[list[socket.socket]]:
             sock.close()
 
 
+def patient_there(state: State) -> None:
+    patient(pytest.MonkeyPatch())  # until the process ends
+
+
 def test_a_worker_connects_past_more_slow_strangers_than_are_served_at_once(
     kind: str, open_device: Open, start_peer: Callable[..., Peer]
 ) -> None:
     peer = start_peer(kind)
+    peer.call(patient_there)  # else strangers would go by themselves
     device = open_device(kind)
     with dribbling(peer.address, of_handshakes.MAX_UNPROVEN + 40):
         for _ in range(3):
-            channel = device.connect(peer.address, timeout=5.0)
+            channel = device.connect(peer.address, timeout=T)
             channel.notify(1)
             channel.close()
 
@@ -84,7 +90,8 @@ def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None
     with socket.socket(
         *((socket.AF_UNIX, socket.SOCK_SEQPACKET) if kind == "shm" else (socket.AF_INET, socket.SOCK_STREAM))
     ) as at:
-        at.bind("\0rdmarpc-00000000000slow1" if kind == "shm" else ("127.0.0.1", 0))
+        name = f"slow{os.getpid():012}"
+        at.bind(f"\0rdmarpc-{name}" if kind == "shm" else ("127.0.0.1", 0))
         at.listen(5)
 
         def trickle() -> None:
@@ -100,7 +107,7 @@ def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None
         theirs = device.address.decode().split(":")
         port = at.getsockname()[1] if kind != "shm" else 0
         where = {
-            "shm": f"shm:{theirs[1]}:00000000000slow1",
+            "shm": f"shm:{theirs[1]}:{name}",
             "tcp": f"tcp:127.0.0.1:{port}:0",
             "verbs": f"verbs:127.0.0.1:{port}:0:{theirs[-1]}",
         }[kind]
@@ -114,27 +121,22 @@ def test_who_connects_has_one_deadline_too(kind: str, open_device: Open) -> None
 
 def test_the_oldest_stranger_makes_way(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_handshakes, "MAX_UNPROVEN", 3)
+    patient(monkeypatch)
     device = open_device(kind)
     strangers = [raw_socket(device.address) for _ in range(4)]
     try:
-        ends = selectors.DefaultSelector()
-        for stranger in strangers:
-            drain(stranger)
-            ends.register(stranger, selectors.EVENT_READ)
-        ready = ends.select(T)
-        assert [key.fileobj for key, _ in ready] == strangers[:1]
-        ends.close()
+        for stranger in strangers[1:]:  # all that an acceptor says first
+            auth.receive_exactly(stranger, HELLO)
+        with suppress(ConnectionError):
+            while strangers[0].recv(HELLO):
+                pass
+        for stranger in strangers[1:]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
     finally:
         for stranger in strangers:
             stranger.close()
-
-
-def drain(sock: socket.socket) -> None:
-    """What an acceptor says first."""
-    sock.settimeout(0.3)
-    with suppress(TimeoutError):
-        while sock.recv(1 << 10):
-            pass
 
 
 # -- another user

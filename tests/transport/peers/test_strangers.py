@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from transport_peer import works
@@ -21,7 +23,7 @@ from rdmarpc.transport import (
     TransferTimeout,
 )
 
-T = 10.0
+T = 30.0
 SESAME = b"open sesame, open"
 Open = Callable[..., Device]
 
@@ -46,6 +48,16 @@ def raw_socket(address: bytes) -> socket.socket:
     return sock
 
 
+PATIENCE_S = 600.0
+
+
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handshake of a device of this process is given up for its length, until the test ends."""
+    for module in ("shm", "tcp", "verbs"):
+        with suppress(ImportError):  # no libibverbs
+            monkeypatch.setattr(f"rdmarpc.transport.{module}.device.HANDSHAKE_S", PATIENCE_S)
+
+
 # -- authentication
 
 
@@ -68,7 +80,7 @@ def test_a_wrong_secret_is_refused_and_the_acceptor_lives_on(kind: str, open_dev
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"rdmarpc\x02", os.urandom(500)])
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"rdmarpc\x02", random.Random(1).randbytes(500)])
 def test_garbage_and_silence_disturb_nobody(kind: str, open_device: Open, noise: bytes) -> None:
     a, b = open_device(kind), open_device(kind)
     strangers = [raw_socket(b.address) for _ in range(5)]
@@ -83,12 +95,13 @@ def test_garbage_and_silence_disturb_nobody(kind: str, open_device: Open, noise:
     works(a, b)
 
 
-def test_a_device_closes_while_strangers_are_silent(kind: str, open_device: Open) -> None:
+def test_a_device_closes_while_strangers_are_silent(kind: str, open_device: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
     b = open_device(kind)
     with raw_socket(b.address):
         started = time.monotonic()
         b.close()
-        assert time.monotonic() - started < 4.9  # the limit of a handshake is 5 s
+        assert time.monotonic() - started < PATIENCE_S / 10
 
 
 # -- nobody, or somebody else
@@ -155,7 +168,7 @@ def test_a_device_that_is_closed_while_a_connection_is_made(kind: str, open_devi
     with pytest.raises((PeerLost, TransferTimeout)):
         a.connect(b.address, timeout=2.0).expect(1).wait(T)
     assert a.counters()["channels"] == 0
-    comes(lambda: made[0].error is not None)
+    comes(lambda: bool(made) and made[0].error is not None)
 
 
 def test_a_peer_that_gives_up_while_it_is_welcomed(kind: str, open_device: Open) -> None:
@@ -174,7 +187,7 @@ def test_a_peer_that_gives_up_while_it_is_welcomed(kind: str, open_device: Open)
     a = open_device(kind)
     with pytest.raises(TransferTimeout):
         a.connect(b.address, timeout=2.0)
-    assert made
+    comes(lambda: bool(made))
     given_up.set()
     comes(lambda: lost == made)
     assert isinstance(made[0].error, PeerLost)

@@ -32,7 +32,7 @@ from rdmarpc.transport import (
 )
 from rdmarpc.transport.tls.handshake import Tls
 
-T = 10.0
+T = 30.0
 SECRET = ENCRYPTED["secret"]
 OTHER = b"another secret of tests"
 RDMA = {"tls": TlsOptions(rdma_in_clear=True), "secret": SECRET}
@@ -96,7 +96,7 @@ def sockets() -> int:
     return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
 
 
-def soon(what: Callable[[], bool], seconds: float = 15.0) -> bool:
+def soon(what: Callable[[], bool], seconds: float = T) -> bool:
     deadline = time.monotonic() + seconds
     while not what() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -139,6 +139,7 @@ def test_a_bit_that_is_changed_on_the_wire_is_an_error(
         channel.memcpy(back, remote).wait(T)
         assert bool((back == known).all())
     # What came before the change is there; nothing else is.
+    theirs = theirs.clone()  # more of it may still come
     assert bool(((theirs == known) | (theirs == 0)).all())
 
 
@@ -345,8 +346,9 @@ def channel_read(channel: object, device: Device, remote: RemoteRegion) -> bytes
 
 def test_nothing_is_left(open_device: Open, start_peer: Callable[..., Peer]) -> None:
     """Of streams that were closed here, there, by SIGKILL, and in handshakes that failed."""
-    works(open_device("tcp", **ENCRYPTED), open_device("tcp", **ENCRYPTED))  # what is opened once
-    assert soon(lambda: not threads())
+    once = [open_device("tcp", **ENCRYPTED) for _ in range(2)]
+    works(*once)  # what is opened once
+    assert soon(lambda: not threads() and not any(device.counters()["channels"] for device in once))
     device, clear = open_device("tcp", **ENCRYPTED), open_device("tcp", secret=SECRET)
     before = sockets()
     for end in ("here", "there", "killed"):
@@ -368,7 +370,7 @@ def test_nothing_is_left(open_device: Open, start_peer: Callable[..., Peer]) -> 
         with pytest.raises(RdmaError):
             device.connect(clear.address)
     assert soon(lambda: not threads())
-    assert soon(lambda: sockets() == before)
+    assert soon(lambda: sockets() <= before)
 
 
 def test_a_forked_child_keeps_no_stream_open(pair: Pair, open_device: Open) -> None:
