@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 
 
@@ -27,6 +28,19 @@ def slow(seconds, value=None):
 
 def double(tensor):
     return tensor * 2
+
+
+_gates: dict[str, threading.Event] = {}
+
+
+def held(gate, value=None):
+    """Ends when ``let_go`` of the same name has been called here."""
+    assert _gates.setdefault(gate, threading.Event()).wait(60), "nobody lets it go"
+    return value
+
+
+def let_go(gate) -> None:
+    _gates.setdefault(gate, threading.Event()).set()
 
 
 def stop() -> None:

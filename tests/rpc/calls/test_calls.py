@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 
 import pytest
 import torch
-from called import identity, no_result, slow
+from called import held, identity, let_go, no_result, slow
 from group import results, run_group
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -146,27 +148,28 @@ def test_errors_arrive_with_their_type_and_remote_traceback():
 def timeouts(rank):
     if rank == 0:
         for call in (
-            lambda: rpc.rpc_sync("worker1", slow, (6.0,), timeout=0.2),
-            lambda: rpc.rpc_async("worker1", slow, (6.0,), timeout=0.2).wait(),
-            lambda: rpc.remote("worker1", slow, (6.0,)).to_here(timeout=0.2),
+            lambda: rpc.rpc_sync("worker1", held, ("all",), timeout=0.2),
+            lambda: rpc.rpc_async("worker1", held, ("all",), timeout=0.2).wait(),
+            lambda: rpc.remote("worker1", held, ("all",)).to_here(timeout=0.2),
         ):
-            start = time.monotonic()
-            with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            with pytest.raises(RuntimeError, match=r"RPC ran for more than.*200 ms"):
                 call()
-            assert time.monotonic() - start < 5.5
-        unwatched = rpc.rpc_async("worker1", slow, (6.0,), timeout=0.1)
+        unwatched = rpc.rpc_async("worker1", held, ("all",), timeout=0.1)
         done = threading.Event()
         unwatched.add_done_callback(lambda _: done.set())
-        assert done.wait(5.5)
+        assert done.wait(30)
+        rpc.rpc_sync("worker1", let_go, ("all",))
         big = torch.ones(100_000)
         with pytest.raises(rpc.TransferTimeout):
-            rpc.rpc_sync("worker1", slow, (0.5, big), timeout=0.1)
+            rpc.rpc_sync("worker1", held, ("big", big), timeout=0.1)
+        rpc.rpc_sync("worker1", let_go, ("big",))
         for _ in range(5):  # the late answer must not disturb, nor write into reused memory
             assert rpc.rpc_sync("worker1", identity, (big,)).sum() == 100_000
         assert rpc.get_rpc_timeout() == 20
         rpc._set_rpc_timeout(0.1)
         with pytest.raises(RuntimeError, match=r"100 ms"):
-            rpc.rpc_sync("worker1", slow, (0.5,))
+            rpc.rpc_sync("worker1", held, ("default",))
+        rpc.rpc_sync("worker1", let_go, ("default",), timeout=20)
         assert rpc.rpc_sync("worker1", slow, (0.5, "no limit"), timeout=0) == "no limit"
     rpc.shutdown()
 
@@ -218,10 +221,11 @@ def test_callbacks_and_async_execution():
 def blocked_handlers(rank):
     if rank == 0:
         # More blocked functions than threads stand by: short calls still get through.
-        waiting = [rpc.rpc_async("worker1", slow, (1.5,)) for _ in range(6)]
+        waiting = [rpc.rpc_async("worker1", held, ("some",)) for _ in range(6)]
         for n in range(50):
             assert rpc.rpc_sync("worker1", identity, (n,)) == n
         assert not any(future.done() for future in waiting)
+        rpc.rpc_sync("worker1", let_go, ("some",))
         torch.futures.wait_all(waiting)
     rpc.shutdown()
 
@@ -278,10 +282,7 @@ def references(rank):
             pickle.dumps(first)
         del first, own, later, big
         rpc.rpc_sync("worker1", no_result)
-        deadline = time.monotonic() + 5
-        while any(rpc.rpc_sync(f"worker{n}", alive) for n in range(3)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert [rpc.rpc_sync(f"worker{n}", alive) for n in range(3)] == [0, 0, 0]
+        eventually(lambda: [rpc.rpc_sync(f"worker{n}", alive) for n in range(3)], [0, 0, 0])
         last = rpc.remote("worker1", identity, (1,))
         rpc.shutdown()
         with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion."):
@@ -307,15 +308,17 @@ def test_references(device):
 def idle(rank):
     if rank == 0:
         time.sleep(3.0)
-        start = rpc.rpc_sync("worker1", time.process_time)
-        time.sleep(2.0)
-        used = rpc.rpc_sync("worker1", time.process_time) - start
+        marks = []
+        for _ in range(3):
+            marks.append(rpc.rpc_sync("worker1", time.process_time))
+            time.sleep(1.0)
+        marks.append(rpc.rpc_sync("worker1", time.process_time))
         rpc.shutdown()
-        return used
+        return min(after - before for before, after in itertools.pairwise(marks))
     rpc.shutdown()
     return None
 
 
 def test_an_idle_worker_uses_no_processor_time():
     # Loose on purpose, other tests may run beside: the benchmark measures it properly (below 1 % of a core).
-    assert results(run_group(idle))[0] < 0.2
+    assert results(run_group(idle))[0] < 0.1

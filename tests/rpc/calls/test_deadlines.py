@@ -96,7 +96,7 @@ def ask_back(worker: str) -> int:
 class Calls:
     """``ended``: after how many seconds each with a deadline ended, and how. ``patient``: those without one."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
         self.module = RemoteModule("worker1", Doubles)
         self.weight = torch.ones(BYTES // 4 + 1, requires_grad=True)
         self.ended: list[tuple[float, object]] = []
@@ -105,24 +105,24 @@ class Calls:
         numbers = iter(range(10_000))
         for kind in (KINDS * MANY)[:MANY]:
             self._in_a_thread(
-                lambda args: rpc.rpc_sync("worker1", value_when_told, args, timeout=DEADLINE), (next(numbers), kind)
+                lambda args: rpc.rpc_sync("worker1", value_when_told, args, timeout=deadline), (next(numbers), kind)
             )
             for wait in (self._with_a_callback, self._in_a_thread_of_its_own):
-                wait(rpc.rpc_async("worker1", value_when_told, (next(numbers), kind), timeout=DEADLINE))
+                begin = time.monotonic()
+                wait(begin, rpc.rpc_async("worker1", value_when_told, (next(numbers), kind), timeout=deadline))
             args = next(numbers), kind
             self.patient.append((rpc.rpc_async("worker1", value_when_told, args, timeout=0), *args))
         reference = rpc.remote("worker1", value_when_told, (next(numbers), "tensor"))
-        self._in_a_thread(lambda: reference.to_here(timeout=DEADLINE))
+        self._in_a_thread(lambda: reference.to_here(timeout=deadline))
         self._in_a_thread(self.backward)
-        self._in_a_thread_of_its_own(self.module.forward_async(next(numbers)))
+        self._in_a_thread_of_its_own(time.monotonic(), self.module.forward_async(next(numbers)))
 
     def backward(self) -> None:
         with rpc.autograd.context() as context:
             found = rpc.rpc_sync("worker1", with_a_hook, (self.weight,))
             rpc.autograd.backward(context, [found.sum()])
 
-    def _run(self, call: Callable[..., object], *args: object) -> None:
-        begin = time.monotonic()
+    def _run(self, begin: float, call: Callable[..., object], *args: object) -> None:
         try:
             outcome = call(*args)
         except Exception as error:
@@ -130,20 +130,17 @@ class Calls:
         self.ended.append((time.monotonic() - begin, outcome))
 
     def _in_a_thread(self, call: Callable[..., object], *args: object) -> None:
-        self._threads.append(threading.Thread(target=self._run, args=(call, *args)))
+        self._start(lambda: self._run(time.monotonic(), call, *args))
+
+    def _in_a_thread_of_its_own(self, begin: float, future: torch.futures.Future[object]) -> None:
+        self._start(lambda: self._run(begin, future.wait))
+
+    def _start(self, run: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=run))
         self._threads[-1].start()
 
-    def _in_a_thread_of_its_own(self, future: torch.futures.Future[object]) -> None:
-        self._in_a_thread(future.wait)
-
-    def _with_a_callback(self, future: torch.futures.Future[object]) -> None:
-        begin = time.monotonic()
-
-        def tell(done: torch.futures.Future[object]) -> None:
-            self._run(done.value)
-            self.ended[-1] = time.monotonic() - begin, self.ended[-1][1]
-
-        future.then(tell)
+    def _with_a_callback(self, begin: float, future: torch.futures.Future[object]) -> None:
+        future.then(lambda done: self._run(begin, done.value))
 
     def have_ended(self) -> bool:
         return len(self.ended) == EXPECTED - MANY
@@ -177,7 +174,7 @@ def nothing_stays(how: str) -> None:
     rpc.rpc_sync("worker1", identity, (1,))
     rpc.rpc_sync("worker2", ask_back, ("worker0",))
     before = used()
-    calls_end(Calls(), how)
+    calls_end(Calls(20.0 if how == "dies" else DEADLINE), how)
     if how != "dies":
         until(lambda: rpc.rpc_sync("worker1", lent) == 0)
         assert same(rpc.rpc_sync("worker1", value, (7, "both")), 7, "both")
@@ -222,7 +219,13 @@ class HeldUp:
 def test_a_call_whose_answer_cannot_be_read_ends_at_its_deadline(how):
     each = {1: {"num_worker_threads": EXPECTED}}
     found = on_every_device(
-        HeldUp(how), 3, devices=("tcp",), num_worker_threads=THREADS, rpc_timeout=DEADLINE, peer_timeout=20, each=each
+        HeldUp(how),
+        3,
+        devices=("tcp",),
+        num_worker_threads=THREADS,
+        rpc_timeout=20 if how == "dies" else DEADLINE,
+        peer_timeout=20,
+        each=each,
     )
     for device, outcomes in found.items():
         survivors = (0, 2) if how == "dies" else (0, 1, 2)

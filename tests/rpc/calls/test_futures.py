@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from called import held, let_go
 from group import results, run_group
 
 import rdmarpc as rpc
@@ -48,7 +49,7 @@ def after_collect(rank):
                 again = nested.then(lambda done: rpc.rpc_async(there, add, (done.wait(), 1)).wait())
                 done = threading.Event()
                 again.add_done_callback(lambda _, done=done: done.set())
-                assert done.wait(10)
+                assert done.wait(30)
                 assert again.value() == count + 2
         # The same while the main thread makes progress for a call of its own.
         pending = rpc.rpc_async(there, slow, (0.5, "last"))
@@ -137,7 +138,8 @@ def gathered(rank):
     with pytest.raises(ValueError, match="in the end"), rpc.api._wait_all():
         rpc.rpc_async(there, fail, ("in the end",))
     with pytest.raises(RuntimeError, match="RPC ran for more than"), rpc.api._wait_all():
-        rpc.rpc_async(there, slow, (1.0,), timeout=0.1)
+        rpc.rpc_async(there, held, ("gathered",), timeout=0.1)
+    rpc.rpc_sync(there, let_go, ("gathered",))
     assert not hasattr(rpc.api._thread_local_var, "future_list")
     everything = rpc.api._all_gather({"rank": rank, "tensor": torch.full((3,), rank)})
     assert {name: int(found["tensor"].sum()) for name, found in everything.items()} == {"worker0": 0, "worker1": 3}
@@ -162,7 +164,7 @@ def cut_short(rank):
         futures[0].add_done_callback(lambda done: told.set())
         every = torch.futures.collect_all(futures)
         rpc.shutdown(graceful=False)
-        assert told.wait(10)
+        assert told.wait(30)
         for future in (*futures, every):
             with pytest.raises(rpc.PeerLost):
                 future.wait()
@@ -187,7 +189,7 @@ def outlives(rank):
     if rank == 0:
         value = rpc.rpc_async("worker1", slow, (0.2, Thing(1))).wait()
         value = weakref.ref(value)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while value() is not None:
             assert time.monotonic() < deadline, "something keeps the result"
             time.sleep(0.02)
@@ -290,7 +292,8 @@ async def awaits(there, rref):
     done = rpc.rpc_async(there, add, (1, 2))
     done.wait()
     assert (await done, await done) == (3, 3)
-    call = rpc.rpc_async(there, slow, (3.0, "arrived"))
+    gate = f"awaited by {threading.get_ident()}"
+    call = rpc.rpc_async(there, held, (gate, "arrived"))
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(take(call), 0.05)
     task = asyncio.create_task(take(call))
@@ -298,6 +301,7 @@ async def awaits(there, rref):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await rpc.rpc_async(there, let_go, (gate,))
     return await call
 
 
@@ -313,9 +317,10 @@ def loops(rank):
             others = [threads.submit(lambda: asyncio.run(awaits("worker1", rref))) for _ in range(2)]
             assert asyncio.run(awaits("worker1", rref)) == "arrived"
             assert [other.result(30) for other in others] == ["arrived"] * 2
-        late = rpc.rpc_async("worker1", slow, (0.5, "late"))
+        late = rpc.rpc_async("worker1", held, ("late", "late"))
         with pytest.raises(asyncio.TimeoutError):
             asyncio.run(asyncio.wait_for(take(late), 0.05))  # the loop is closed when the answer comes
+        rpc.rpc_sync("worker1", let_go, ("late",))
         assert late.wait() == "late"
     rpc.shutdown()
 
