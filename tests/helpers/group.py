@@ -97,7 +97,7 @@ def run_group(
     scenario: Callable[[Any], Any],
     size: int = 2,
     *,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     ranks: list[int] | None = None,
     each: dict[int, dict[str, Any]] | None = None,
     **options: Any,

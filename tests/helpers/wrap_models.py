@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -137,6 +138,27 @@ class Slow(nn.Module):
     def forward(self, x):
         if not isinstance(x, FakeTensor):
             time.sleep(self.seconds)
+        return self.layer(x)
+
+
+GO = threading.Event()
+"""Of this process's ``Held``."""
+
+
+def let_go() -> None:
+    GO.set()
+
+
+class Held(nn.Module):
+    """Its forward ends when this process is asked to ``let_go``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 4)
+
+    def forward(self, x):
+        if not isinstance(x, FakeTensor):
+            assert GO.wait(60), "nobody lets it go"
         return self.layer(x)
 
 

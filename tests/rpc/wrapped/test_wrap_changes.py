@@ -450,7 +450,7 @@ def everything() -> None:
 
 
 def test_changes() -> None:
-    drive(everything, 2, timeout=110.0)
+    drive(everything, 2, timeout=250.0)
 
 
 def test_wrap_leaves_the_original() -> None:

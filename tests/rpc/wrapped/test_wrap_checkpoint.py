@@ -133,6 +133,6 @@ def scenario(meeting: Any) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_the_same_bits():
-    outcomes = run_group(scenario, 4, dynamic=True, timeout=120.0)
+    outcomes = run_group(scenario, 4, dynamic=True, timeout=250.0)
     assert outcomes[1].exit_code == -9
     results([outcome for rank, outcome in enumerate(outcomes) if rank != 1])

@@ -100,4 +100,4 @@ def trials() -> list[str]:
 
 
 def test_drawn_models_in_drawn_loops() -> None:
-    assert not drive(trials, 3, timeout=580.0 if MANY else 110.0)
+    assert not drive(trials, 3, timeout=580.0 if MANY else 250.0)

@@ -206,4 +206,4 @@ def everything() -> None:
 
 
 def test_draws_are_those_of_one_process():
-    drive(everything, 3, timeout=100.0)
+    drive(everything, 3, timeout=250.0)

@@ -162,7 +162,7 @@ def functions_set() -> dict[str, str]:
 
 
 def test_functions_that_become_attributes_of_parts() -> None:
-    assert not drive(functions_set, timeout=1500.0 if MANY else 110.0)
+    assert not drive(functions_set, timeout=1500.0 if MANY else 250.0)
 
 
 def gives(function: Callable[..., Any], module: nn.Module) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
-from group import die, results, run_group
-from test_wrap import on_driver
+from group import die, dismiss, results, run_group
+from test_wrap import leave_after_a_loss, on_driver
 from test_wrap_gpu import (
     CHAIN,
     TRANSPORTS,
@@ -310,8 +310,7 @@ class Dying(nn.Module):
 
 def killed(rank: int) -> Any:
     if rank != 0:
-        with pytest.raises((rpc.PeerLost, rpc.TransferTimeout)):
-            rpc.shutdown(timeout=20)
+        leave_after_a_loss()
         return "left"
     net = nn.Sequential(nn.Linear(20, 20), Dying(), nn.Linear(20, 4))
     model = wrap(net, places({"0": "worker2/0", "1": "worker1/0", "2": "worker2/0"}))
@@ -321,6 +320,7 @@ def killed(rank: int) -> Any:
             F.cross_entropy(model(x.to(gpu.device())), y.to(gpu.device())).backward()
     seconds = time.monotonic() - started
     model.close()
+    dismiss("worker2")
     with pytest.raises(rpc.PeerLost):
         rpc.shutdown(timeout=20)
     return seconds

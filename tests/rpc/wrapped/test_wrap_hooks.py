@@ -197,7 +197,7 @@ def all_hooks(make: Callable[[], nn.Module], how: str) -> None:
 
 @pytest.mark.parametrize("make, how", [(Net, "eager"), (Net, "here"), (Collecting, "eager"), (Collecting, "here")])
 def test_hooks_inside_of_parts(make, how):
-    drive(partial(all_hooks, make, how), timeout=120)
+    drive(partial(all_hooks, make, how), timeout=250.0)
 
 
 def said() -> None:

@@ -423,4 +423,4 @@ def everything() -> None:
 
 
 def test_loops() -> None:
-    drive(everything, 3, timeout=120)
+    drive(everything, 3, timeout=250.0)

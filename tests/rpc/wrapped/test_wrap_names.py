@@ -112,4 +112,4 @@ def check(word: str, known: list[str]) -> None:
 
 
 def test_names_in_tables_are_those_of_the_model() -> None:
-    drive(tables, 3, timeout=110.0)
+    drive(tables, 3, timeout=250.0)

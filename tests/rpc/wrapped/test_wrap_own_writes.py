@@ -242,14 +242,14 @@ def freezing() -> None:
 @pytest.mark.parametrize("make", [InPlace, ByData, Named, Buffers, Operation, Assigned])
 def test_what_a_captured_forward_writes_itself(make):
     count = 3 if make in (InPlace, ByData, Named) else 1
-    drive(partial(captured, make, count), timeout=100.0)
+    drive(partial(captured, make, count), timeout=250.0)
 
 
 @pytest.mark.parametrize("capture", ["auto", "export", "eager"])
 def test_writes_into_tensors_of_no_module(capture):
-    drive(partial(of_no_module, capture), timeout=100.0)
+    drive(partial(of_no_module, capture), timeout=250.0)
 
 
 @pytest.mark.parametrize("program", [without_a_graph, own_backward, freezing])
 def test_what_a_forward_does_itself(program):
-    drive(program, timeout=100.0)
+    drive(program, timeout=250.0)

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import wrap_models as models
 from test_wrap import assert_same_state, batches, both, drive
+from timing import eventually
 from torch import nn
 
 import rdmarpc as rpc
@@ -346,7 +348,7 @@ def errors() -> None:
         theirs.step()
         assert_same_state(model, twin)
         for worker in ("worker1", "worker2"):
-            assert rpc.rpc_sync(worker, left_over) == [0, 0, 0]
+            eventually(partial(rpc.rpc_sync, worker, left_over), [0, 0, 0])
     output = model(good[:2])
     with pytest.raises(rpc.RdmaError, match="forward_backward allows none"):
         model.forward_backward(F.cross_entropy, good, target=y, chunks=8)
@@ -379,12 +381,11 @@ def errors() -> None:
     with pytest.raises(rpc.NotSupported, match="plans=1"):
         few.forward_backward(F.cross_entropy, *(batches(1, 9, 20)[0][:1]), target=batches(1, 9, 20)[0][1], chunks=2)
     few.close()
-    slow = wrap(nn.Sequential(models.Slow(6.0)), {"0": "worker1"}, timeout=2.0)
-    started = time.monotonic()
-    with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 2.0 s; worker0 level 2: .* lacks 1 inputs"):
-        slow.forward_backward(torch.sum, torch.zeros(2, 20), chunks=2)
-    assert time.monotonic() - started < 5.5
-    slow.close()
+    held = wrap(nn.Sequential(models.Held()), {"0": "worker1"}, timeout=4.0)
+    with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 4.0 s; worker0 level 2: .* lacks 1 inputs"):
+        held.forward_backward(torch.sum, torch.zeros(2, 20), chunks=2)
+    rpc.rpc_sync("worker1", models.let_go)
+    held.close()
 
 
 # -- before the first step
@@ -449,7 +450,7 @@ def tried() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    return drive(tried, 3, timeout=120.0)
+    return drive(tried, 3, timeout=280.0)
 
 
 @pytest.mark.parametrize("body", [body.__name__ for body in BODIES])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from group import die, may_stage, run_group
+from group import die, dismiss, may_stage, run_group
 from test_wrap import DEVICES, STEADY, drive, leave_after_a_loss
 from torch import nn
 from twins import assert_same_state
@@ -377,25 +377,29 @@ def test_a_checkpoint_and_another_worker(tmp_path: Path) -> None:
 
 
 def killed(rank: int) -> Any:
-    if rank != 0:
+    if rank == 1:
         leave_after_a_loss()
+    if rank == 2:
+        rpc.shutdown()  # serves until it is killed
+    if rank:
         return None
     net, _, _ = pair(dense, TWO)
     net(torch.randn(4, 12)).sum().backward()
     rpc.rpc_async("worker2", die)
     started = time.monotonic()
     with pytest.raises(rpc.PeerLost, match="worker2"):
-        while time.monotonic() < started + 20:
+        while time.monotonic() < started + 40:
             net(torch.randn(4, 12)).sum().backward()
     seconds = time.monotonic() - started
     net.close()
+    dismiss("worker1")
     with pytest.raises(rpc.PeerLost):
         rpc.shutdown(timeout=20)
     return seconds
 
 
 def test_a_replica_that_dies_ends_the_step() -> None:
-    outcomes = run_group(killed, 3, timeout=60)
+    outcomes = run_group(killed, 3, timeout=250.0)
     assert not outcomes[0].error, outcomes[0].text
-    assert outcomes[0].result < 15
+    assert outcomes[0].result < 30
     assert not outcomes[1].error, outcomes[1].text

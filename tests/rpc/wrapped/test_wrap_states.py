@@ -262,7 +262,7 @@ def others() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*runs in this process")
 def test_a_forward_of_an_instance_and_cached_parametrizations():
-    drive(others, timeout=120)
+    drive(others, timeout=250.0)
 
 
 def frozen_late() -> None:

@@ -200,4 +200,4 @@ def every() -> int:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gaps_are_not_staged(device):
-    drive(every, 2, transport=device, timeout=90.0)
+    drive(every, 2, transport=device, timeout=250.0)

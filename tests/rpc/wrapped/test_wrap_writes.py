@@ -160,8 +160,8 @@ def everything() -> None:
 
 
 def test_writes_in_place():
-    drive(everything, timeout=100.0)
+    drive(everything, timeout=250.0)
 
 
 def test_buffers_that_parts_write():
-    drive(statistics, timeout=100.0)
+    drive(statistics, timeout=250.0)
