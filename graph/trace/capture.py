@@ -49,7 +49,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, Changes, check_tensors, undrawn, untouched
+from .watch import HOOKS, Changes, alone, check_tensors, undrawn, untouched
 from .writes import NoWrites, Write, check_writes, finish, with_modules, writes_of
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
@@ -213,7 +213,7 @@ class _NoAssignments(TorchFunctionMode):
 
 
 def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
-    with unchanged(model, whole):
+    with alone(), unchanged(model, whole):
         try:
             with custom_functions(_proxy_of), NoWrites(model), _NoAssignments():
                 return _Tracer(inputs, join, whole).trace(model)
@@ -338,11 +338,13 @@ def custom_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict
     @classmethod  # type: ignore[misc]
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original.__get__(None, cls)
+        if threading.get_ident() != thread:
+            return plain(*args, **kwargs)
         if cls.__module__ == "torch.utils.checkpoint":
             raise NotSupported(
                 "checkpoint(..., use_reentrant=True) calls a function once more in the backward, a trace does not"
             )
-        return handle(plain, args, kwargs) if threading.get_ident() == thread else plain(*args, **kwargs)
+        return handle(plain, args, kwargs)
 
     torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     try:
@@ -422,6 +424,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, count: int, join: Join, whole: Callable[[str], bool]) -> None:
         super().__init__(param_shapes_constant=True)
         self._count, self._join, self._whole = count, join, whole
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # torch.fx sees calls of all threads
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = self._whole(module_qualified_name)

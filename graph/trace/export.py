@@ -110,12 +110,15 @@ def _assignments(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     written: set[tuple[nn.Module, str]] = set()
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() != thread:
+            original(module, name, value)
+            return
         plain = not isinstance(value, (torch.Tensor, nn.Module)) and not name.startswith("_flat_weight")
         before = next((table[name] for table in (vars(module), module._buffers, module._parameters) if name in table), None)
         if isinstance(value, torch.Tensor):
             plain = before is not None and (module, name) not in written
             written.add((module, name))
-        if threading.get_ident() == thread and plain and module in paths and vars(module).get(name, module) is not value:
+        if plain and module in paths and vars(module).get(name, module) is not value:
             found.append((paths[module], name))
         original(module, name, value)
 

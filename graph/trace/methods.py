@@ -22,7 +22,7 @@ from ...transport import NotSupported, plugins
 from .capture import Capture, Join, TensorSpec, capture, first_line
 from .record import record
 from .sizes import Sizes
-from .watch import Beyond, Changes, watched
+from .watch import Beyond, Busy, Changes, watched
 
 GROUP = "rdmarpc.captures"
 """The entry points by which packages bring capture methods."""
@@ -77,7 +77,7 @@ def capture_by(
                 found = watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
             use(found)
             return found, refused
-        except Beyond:
+        except (Beyond, Busy):
             raise
         except Exception as raised:
             refused.append(f"{name}: {first_line(raised)}")
@@ -112,7 +112,7 @@ def _by_fx(
     """Two traces, each watched for itself."""
     try:
         return symbolic(model, inputs, join, whole, away)
-    except Beyond:
+    except (Beyond, Busy):
         raise
     except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
         return watched(lambda: record(model, inputs, join, whole), model, whole, away)

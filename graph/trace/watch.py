@@ -350,13 +350,35 @@ class Beyond(NotSupported):
     """What a part calls outside of itself; no method can have it."""
 
 
+class Busy(NotSupported):
+    """Another thread of this process traces."""
+
+
+PATIENCE_S = 60.0
+_tracing = threading.RLock()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One trace at a time in a process: a trace exchanges methods of ``nn.Module`` and puts globals back, and two that overlap
+    would leave each other's. Raises ``Busy`` after ``PATIENCE_S``."""
+    if not _tracing.acquire(timeout=PATIENCE_S):
+        what = f"another thread of this process has been capturing a forward for {PATIENCE_S:g} s"
+        raise Busy(what, hint="call the models one after another once; forwards that are captured need not wait")
+    try:
+        yield
+    finally:
+        _tracing.release()
+
+
 def watched(
     make: Callable[[], Any], model: nn.Module, whole: Callable[[str], bool], away: Callable[[str], bool] = lambda path: False
 ) -> Any:
     """The capture that ``make()`` gives, with what it read. Raises ``NotSupported`` if it would not hold."""
-    watch = Watch(model, whole, away)
-    with watch.running():
-        found = make()
+    with alone():
+        watch = Watch(model, whole, away)
+        with watch.running():
+            found = make()
     watch.check(found.graph, found.how == "export")
     found.roots = watch.roots
     return found
@@ -366,10 +388,11 @@ def watched(
 def untouched(part: nn.Module) -> Iterator[None]:
     """While this lasts, one whole part runs; afterwards it, and what it reached, is as it was. Raises ``OnlyHere`` if it has
     changed globals, or drawn from generators of Python's or numpy's."""
-    watch = Watch(part, lambda path: True, lambda path: True)
-    watch._at = 2
-    with watch.running():
-        yield
+    with alone():
+        watch = Watch(part, lambda path: True, lambda path: True)
+        watch._at = 2
+        with watch.running():
+            yield
     if drawn := watch.drawn():
         raise draws_there("the part", drawn)
     if label := watch.changed_there():

@@ -37,6 +37,7 @@ from ..links.ring import Link
 from ..links.table import Links
 from ..message import gpu, permits, serialize
 from ..options import RpcBackendOptions
+from ..polling.modes import check_real
 from ..polling.pool import Pool
 from ..polling.role import Role
 from ..references.carrier import Carrier
@@ -238,6 +239,8 @@ class Agent:
         """See ``here.Agent``. ``rref``, ``fork``: of a value that the call creates."""
         if not callable(function):
             raise TypeError("function should be callable.")
+        if not flags & CONTROL:
+            check_real()
         link = self._links.get(to.number)
         if link is None:
             return self._start_first(to, function, args, kwargs, timeout, flags, future, rref, fork)

@@ -16,6 +16,7 @@ from ..links.frames import Frame
 from ..links.grants import Signature
 from ..links.ring import Link
 from ..message.tensors import Landing
+from ..polling.modes import check_real
 from ..polling.role import Role
 from ..transport import TransferTimeout, bare
 
@@ -175,6 +176,8 @@ class Future(Awaitable):
         if not self.done():
             pending = self._pending
             if pending is not None:
+                if not pending.control:
+                    check_real()
                 observer = self._caller.observer
                 if observer is None:
                     self._wait(pending)

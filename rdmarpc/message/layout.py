@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from ..transport import RdmaError
 
@@ -67,7 +68,14 @@ _decoded: dict[bytes, Description] = {}
 def travels(tensor: torch.Tensor) -> bool:
     """Whether a tensor goes out of band as it is: dense, on the CPU, neither nested nor quantised, with memory of its own."""
     dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and tensor.dtype not in _QUANTISED
-    return dense and not is_functorch_wrapped_tensor(tensor)
+    return dense and bare(tensor)
+
+
+def bare(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than its memory: neither inside of a transform of torch.func nor with a tangent."""
+    if is_functorch_wrapped_tensor(tensor):
+        return False
+    return forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None
 
 
 def outline(tensor: torch.Tensor) -> Outline:
@@ -209,4 +217,4 @@ def lone(tensor: torch.Tensor) -> Outline | None:
         if tensor.dtype in _QUANTISED:
             return None
         found = _outline(*key)
-    return found if found.lone and not tensor.is_neg() else None
+    return found if found.lone and not tensor.is_neg() and bare(tensor) else None

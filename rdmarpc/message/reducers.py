@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..ground import device_maps
 from . import gpu, permits
-from .layout import travels
+from .layout import bare, travels
 
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
@@ -26,10 +26,7 @@ _COMPRESSED = {
 
 def reduce_tensor(value: torch.Tensor) -> Any:
     """Take apart a tensor that does not travel as it is. Raises ``RuntimeError`` for one that cannot travel at all."""
-    if is_functorch_wrapped_tensor(value):
-        raise RuntimeError(
-            "tensors inside of a transform of torch.func (vmap, grad, jvp, functionalize) cannot travel; call outside"
-        )
+    _check_bare(value)
     if value.layout is torch.strided and value.device.type not in ("cpu", "meta") and not value.is_quantized:
         why = "this worker has no GPU of that kind" if not value.is_nested else "it is a nested tensor"
         raise RuntimeError(device_maps.NO_WAY.format(device=value.device, why=why))
@@ -45,6 +42,17 @@ def reduce_tensor(value: torch.Tensor) -> Any:
     if value.layout is torch.strided:
         return NotImplemented  # meta, nested: torch's own way
     raise RuntimeError(f"tensors of layout {value.layout} cannot travel; call .to_dense() before sending one")
+
+
+def _check_bare(value: torch.Tensor) -> None:
+    if is_functorch_wrapped_tensor(value):
+        raise RuntimeError(
+            "tensors inside of a transform of torch.func (vmap, grad, jvp, functionalize) cannot travel; call outside"
+        )
+    if not bare(value):
+        raise RuntimeError(
+            "tensors with a tangent (torch.autograd.forward_ad) cannot travel: it would be lost; send unpack_dual(x).primal"
+        )
 
 
 def _coo(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool, requires_grad: bool) -> torch.Tensor:
@@ -89,8 +97,11 @@ def reduce_subclass(value: torch.Tensor) -> Any:
     """Take apart a tensor of a subclass of ``torch.Tensor``. If it is a dense tensor and the subclass adds only Python
     behaviour, its data goes out of band."""
     kind = type(value)
+    if isinstance(value, torch._subclasses.FakeTensor):
+        raise RuntimeError("a FakeTensor has no data to send; send a tensor of device 'meta', or its shape")
     if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return NotImplemented
+    _check_bare(value)
     with torch._C.DisableTorchFunctionSubclass():
         plain = value.detach().as_subclass(torch.Tensor)
         if not travels(plain) and (gpu.current is None or not gpu.current.takes(plain)):

@@ -28,6 +28,7 @@ from ..graph.trace.capture import Capture, TensorSpec, call_of, capture_call, mo
 from ..graph.trace.devices import CPU, named
 from ..graph.trace.sites import INPUT, Site, input_names, name_inputs
 from ..graph.trace.sizes import Sizes
+from ..graph.trace.watch import Busy
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
 from ..parts.remote_part import has_hooks, hooks_around, tables_inside
@@ -132,7 +133,7 @@ class Eager:
         def captured() -> Capture:
             try:
                 found = capture_call(self._shape(), path, self._specs(path, tensors), join)
-            except OnlyHere:
+            except (OnlyHere, Busy):
                 raise
             except Exception:  # of the part, or of what fake tensors can do: the probe will tell
                 return self._probe(path, tensors, join)
