@@ -97,14 +97,14 @@ def test_a_death_is_noticed_at_once() -> None:
 
 
 def test_one_worker_without_tls_is_a_named_error() -> None:
-    outcomes = run_group(says_why, dynamic=True, each={1: {"tls": False}}, **{**TLS, "rpc_timeout": 5})
+    outcomes = run_group(says_why, dynamic=True, each={1: {"tls": False}}, **{**TLS, "rpc_timeout": 20})
     assert any("TLS" in str(outcome.result) and "tls at every worker" in str(outcome.result) for outcome in outcomes), outcomes
 
 
 def says_why(meeting: Meeting) -> str:
     try:
         meeting.join(world_size=2)
-        rpc.rpc_sync(f"worker{1 - meeting.rank}", str, (1,), timeout=5)
+        rpc.rpc_sync(f"worker{1 - meeting.rank}", str, (1,), timeout=20)
     except (RuntimeError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

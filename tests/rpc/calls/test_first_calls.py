@@ -44,7 +44,7 @@ def both_at_once(dies, meeting):
 
         def slowly(*args, **options):
             meeting.say("connects")
-            time.sleep(0.5 if dies else 3.0)
+            time.sleep(3.0)  # the other one has asked for long
             if dies:
                 die()
             return connect(*args, **options)
@@ -57,7 +57,7 @@ def both_at_once(dies, meeting):
         if dies:
             with pytest.raises(rpc.PeerLost, match="worker0 cannot be reached: the peer's process ended"):
                 rpc.rpc_sync("worker0", abs, (-1,))
-            assert time.monotonic() - start < 8.0
+            assert time.monotonic() - start < 15.0
         else:
             assert rpc.rpc_sync("worker0", abs, (-1,)) == 1
     if not dies:

@@ -16,6 +16,7 @@ from forks import forks
 from group import Meeting, on_every_device, results
 from halt import halt
 from programs import run
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -75,9 +76,14 @@ def test_shutdown_may_come_last(tmp_path):
     assert (codes, outs) == ([0, 0], ["", ""])
 
 
+def others_shut_down():
+    """Worker 0 connects to all others when it comes to ``shutdown``; worker 2 has said that it does."""
+    eventually(lambda: 0 in agent.current().links.by_worker)
+
+
 def while_others_shut_down(meeting):
     if meeting.rank == 1:
-        time.sleep(0.2)
+        others_shut_down()
         raise ValueError("the first cause")
     rpc.shutdown()
 
@@ -224,9 +230,10 @@ def test_others_are_told_of_who_was_stopped_not_of_who_gave_it_up():
 
 def interrupted(meeting):
     if meeting.rank == 1:
+        others_shut_down()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         time.sleep(60)
     rpc.shutdown()
 

@@ -15,6 +15,7 @@ import traceback
 
 import pytest
 import torch
+from called import held, let_go
 from group import dismiss, results, run_group, until_dismissed
 from programs import run
 from torch.utils.data import DataLoader, Dataset
@@ -26,11 +27,6 @@ DEVICES = ["shm", "tcp"]
 
 def twice(tensor):
     return tensor * 2
-
-
-def later(seconds, value):
-    time.sleep(seconds)
-    return value
 
 
 def child(job):
@@ -72,7 +68,7 @@ def while_up(rank):
     doubled = rpc.rpc_sync("worker1", twice, (tensor,))
     reference = rpc.remote("worker1", twice, (tensor,))
     assert torch.equal(reference.to_here(), doubled)
-    pending = rpc.rpc_async("worker1", later, (1.0, "answered"))
+    pending = rpc.rpc_async("worker1", held, ("pending", "answered"))
 
     def uses():
         for use in (
@@ -106,6 +102,7 @@ def while_up(rank):
         assert pool.map(len, ["a", "bb"]) == [1, 2]
     assert subprocess.run([sys.executable, "-c", "print(1)"], check=True, capture_output=True).stdout == b"1\n"
     still_works()
+    rpc.rpc_sync("worker1", let_go, ("pending",))
     assert pending.wait() == "answered"
     assert torch.equal(reference.to_here(), doubled)
     dismiss("worker1")

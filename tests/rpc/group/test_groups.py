@@ -8,11 +8,13 @@ import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from called import identity, slow
 from group import Meeting, die, results, run_group
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -56,18 +58,18 @@ def leaves_and_is_missed(meeting):
     meeting.join()
     meeting.step("joined", 3)
     if meeting.rank == 2:
-        futures = [rpc.rpc_async("worker0", slow, (0.5, n)) for n in range(3)]
+        futures = [rpc.rpc_async("worker0", slow, (0.8, n)) for n in range(3)]
+        meeting.hear("under way")
         rpc.shutdown()  # its own calls end first, and so does what it runs for others
         meeting.say("left")
         return [future.value() for future in futures]
     if meeting.rank == 1:
-        under_way = rpc.rpc_async("worker2", slow, (0.3, "answered"))
+        under_way = rpc.rpc_async("worker2", slow, (0.8, "answered"))
         assert rpc.rpc_sync("worker2", identity, (1,)) == 1
+        meeting.say("under way")
         assert under_way.wait() == "answered"
     meeting.hear("left")
-    deadline = time.monotonic() + 5.0
-    while "worker2" in names():
-        assert time.monotonic() < deadline
+    eventually(lambda: "worker2" in names(), False)
     for to in ("worker2", 2):
         with pytest.raises(RuntimeError, match=r"could not find destination|has left the group"):
             rpc.rpc_sync(to, identity, (1,))
@@ -97,6 +99,7 @@ def a_call_into_the_leaver(meeting):
         time.sleep(0.3)
         rpc.shutdown(graceful=False)
         return
+    assert rpc.rpc_sync("worker1", identity, (1,)) == 1  # it is connected
     future = rpc.rpc_async("worker1", slow, (20.0,))
     meeting.say("called")
     with pytest.raises(rpc.PeerLost, match="worker1 has left the group"):
@@ -284,10 +287,10 @@ def test_who_is_cut_off_by_one_stays_a_member_for_the_others(device):
 def dies_unseen(meeting):
     if meeting.rank == 1:
         meeting.join(name="mortal", rank=5)
-        meeting.say("joined")
+        meeting.say("joined", str(os.getpid()))
         die()
-    meeting.hear("joined")
-    time.sleep(0.3)
+    pid = int(meeting.said("joined"))
+    eventually(lambda: psutil.pid_exists(pid), False)
     meeting.join(name="mortal", rank=5)  # nobody was connected with it: the joiner finds out that it is dead
     assert rpc.rpc_sync("mortal", os.getpid) == os.getpid()
     rpc.shutdown()
@@ -307,11 +310,12 @@ def dies_while_joining(meeting):
 
         def swap_and_die(self, *args):
             swap(self, *args)
+            meeting.say("dies")
             die()
 
         Registry._swap = swap_and_die
         meeting.join()
-    time.sleep(0.5)
+    meeting.hear("dies")
     start = time.monotonic()
     meeting.join()
     assert time.monotonic() - start < 20.0

@@ -291,10 +291,10 @@ def forgets_to_shut_down(rank):
     """Calls pending, threads waiting, functions running: the interpreter must come to its end all the same."""
     peer = f"worker{1 - rank}"
     assert rpc.rpc_sync(peer, identity, (rank,)) == rank
-    kept.append([rpc.rpc_async(peer, slow, (30.0,)) for _ in range(5)])
-    kept.append(rpc.remote(peer, slow, (30.0,)))
+    kept.append([rpc.rpc_async(peer, slow, (600.0,)) for _ in range(5)])
+    kept.append(rpc.remote(peer, slow, (600.0,)))
     kept.append(rpc.rpc_async(peer, identity, (torch.ones(100_000),)))
-    threading.Thread(target=rpc.rpc_sync, args=(peer, slow, (30.0,)), daemon=True).start()
+    threading.Thread(target=rpc.rpc_sync, args=(peer, slow, (600.0,)), daemon=True).start()
     time.sleep(0.3)
 
 
@@ -303,7 +303,7 @@ kept: list[object] = []
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_exit_without_shutdown_with_everything_pending(device):
-    results(run_group(forgets_to_shut_down, 2, transport=device, timeout=20))
+    results(run_group(forgets_to_shut_down, 2, transport=device, timeout=90))
 
 
 def prompt_with_the_dead(rank):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from functools import partial
 
 import psutil
@@ -12,8 +10,10 @@ import pytest
 from called import identity
 from group import die, results, run_group
 from test_secrets import calls, free_port
+from timing import eventually
 
 import rdmarpc as rpc
+from rdmarpc.group.rendezvous import Rendezvous
 
 DEVICES = ["shm", "tcp", pytest.param("verbs", marks=pytest.mark.rdma)]
 
@@ -70,13 +70,15 @@ def test_of_two_that_start_at_once_one_has_the_rank(device):
 
 def dies_while_it_waits(meeting):
     if meeting.rank == 0:
-        meeting._store.set("pid", str(os.getpid()))
-        threading.Timer(0.5, die).start()
+
+        def waits(*_):  # for the claims of all others; its own is in the store
+            meeting.say("pid", str(os.getpid()))
+            die()
+
+        Rendezvous._all = waits
         meeting.join(world_size=2)
-    pid, deadline = int(meeting._store.get("pid")), time.monotonic() + 20.0
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    pid = int(meeting.said("pid"))
+    eventually(lambda: psutil.pid_exists(pid), False)
     with pytest.raises(RuntimeError, match=r"^rank 0 is taken by worker0 \(process \d+, which has ended\): a group meets once"):
         meeting.join(name="again", rank=0, world_size=2)
     return "told"

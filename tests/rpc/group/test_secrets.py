@@ -57,7 +57,7 @@ def break_in(device: str, port: int) -> str:
     address = next(field for field in _texts(store.get("worker/0")) if field.startswith(f"{device}:")).encode()
     with open_device(device, secret=told) as ours:
         try:
-            ours.connect(address, hello=_HELLO.pack(_HELLO_MAGIC, 1) + bytes(64), timeout=5.0)
+            ours.connect(address, hello=_HELLO.pack(_HELLO_MAGIC, 1) + bytes(64), timeout=20.0)
         except RdmaError as error:
             return type(error).__name__
     return "connected"
