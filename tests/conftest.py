@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("rdma"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What takes long, and once, is done before the first test's limit of time begins."""
+    if session.config.option.collectonly:
+        return
+    uses = (item.get_closest_marker("gpu") or hasattr(getattr(item, "module", None), "softgpu") for item in session.items)
+    if any(uses) and not gpu.why_not():
+        gpu.build()
+    if "forks" in sys.modules:  # some of these tests may start processes
+        sys.modules["forks"].warm_up()
 
 
 def _children() -> dict[int, str]:

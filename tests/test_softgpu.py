@@ -24,7 +24,7 @@ from torch import nn
 pytestmark = pytest.mark.skipif(bool(softgpu.available()), reason=softgpu.available())
 
 SLOW = 300.0
-"""Milliseconds of a kernel that is certainly still running when the next line is reached."""
+"""Milliseconds of a slow kernel. Where one has to be running still when a line is reached, its stream is ``held``."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def current_device() -> int:
     return softgpu.load().current_device()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -100,12 +100,10 @@ class Handle(ctypes.Structure):
 def asynchrony() -> None:
     gpu = softgpu.load()
     x = torch.zeros(1000, device="softgpu")
-    begun = time.monotonic()
-    gpu.fill_later(x, 7.0, SLOW)
-    assert time.monotonic() - begun < SLOW / 1000 / 3, "it was waited for"
-    with torch.Stream(device="softgpu"):
-        assert x.sum().item() == 0, "another stream waited"
-    assert time.monotonic() - begun < SLOW / 1000, "the host was too slow for this test to say anything"
+    with gpu.held():  # whoever waits for this stream here waits for ever
+        gpu.fill_later(x, 7.0, SLOW)
+        with torch.Stream(device="softgpu"):
+            assert x.sum().item() == 0
     assert x.sum().item() == 7000, "its own stream did not wait"
 
 
@@ -116,19 +114,21 @@ def events() -> None:
     before, after = (torch.Event(device="softgpu:0", enable_timing=True) for _ in range(2))
     assert before.query(), "an event that was not recorded is complete"
     before.record()
-    gpu.fill_later(x, 7.0, SLOW)
-    after.record()
-    assert not after.query()
-    assert not torch.accelerator.current_stream().query()
+    with gpu.held():
+        gpu.fill_later(x, 7.0, SLOW)
+        after.record()
+        assert not after.query()
+        assert not torch.accelerator.current_stream().query()
+        with side:
+            assert torch.accelerator.current_stream() == side
+            assert gpu.raw_stream() == side.stream_id != 0
+            assert x.sum().item() == 0
     with side:
-        assert torch.accelerator.current_stream() == side
-        assert gpu.raw_stream() == side.stream_id != 0
-        assert x.sum().item() == 0
         side.wait_event(after)
         assert x.sum().item() == 7000
     assert gpu.raw_stream() == 0
     assert after.query()
-    assert SLOW * 0.9 < before.elapsed_time(after) < SLOW * 10
+    assert SLOW * 0.9 < before.elapsed_time(after) < SLOW * 200
     gpu.fill_later(x, 8.0, SLOW)
     side.wait_stream(torch.accelerator.current_stream())
     side.synchronize()
@@ -153,15 +153,17 @@ def poison() -> None:
         y = torch.ones(64, device="softgpu")
         where = y.data_ptr()
         gpu.drain()
-        with side:
-            gpu.sleep(SLOW)
-            got = torch.empty(64, device="softgpu")
-            got.copy_(y, non_blocking=True)
-            if recorded:
-                y.record_stream(side)
-        del y
-        taken = [torch.empty(64, device="softgpu") for _ in range(16)]
-        assert any(z.data_ptr() == where for z in taken) != recorded
+        with contextlib.ExitStack() as slow:
+            with side:
+                slow.enter_context(gpu.held())
+                got = torch.empty(64, device="softgpu")
+                got.copy_(y, non_blocking=True)
+                if recorded:
+                    y.record_stream(side)
+            del y
+            taken = [torch.empty(64, device="softgpu") for _ in range(16)]
+            assert any(z.data_ptr() == where for z in taken) != recorded
+            gpu.drain()
         with side:
             assert torch.equal(got.cpu().view(torch.int32), torch.ones(64).view(torch.int32)) == recorded
         del taken, got
@@ -262,18 +264,20 @@ def driver_copies() -> None:
     before = {name: gpu.count(name) for name in names}
     a, b, s = cuda.allocate(100), cuda.allocate(100), cuda.stream()
     source = ctypes.create_string_buffer(b"x" * 100, 100)
-    cuda.library.softcuda_sleep(ctypes.c_void_p(s), int(SLOW * 1000))
+    release = gpu.hold(s)
     cuda("cuMemcpyHtoDAsync_v2", a, source, 100, s)
     ctypes.memset(source, 0, 100)  # pageable memory was taken at once
     cuda("cuMemcpyDtoDAsync_v2", b, a, 100, s)
     assert cuda.code("cuStreamQuery", s) == 600
+    release()
     assert cuda.read(b, 100, s) == b"x" * 100
     # Registered memory is read when the stream is there.
     cuda("cuMemHostRegister_v2", source, 100, 0)
     assert cuda.code("cuMemHostRegister_v2", source, 100, 0) == 712
-    cuda.library.softcuda_sleep(ctypes.c_void_p(s), int(SLOW * 1000))
+    release = gpu.hold(s)
     cuda("cuMemcpyHtoDAsync_v2", a, source, 100, s)
     ctypes.memset(source, ord("y"), 100)
+    release()
     assert cuda.read(a, 100, s) == b"y" * 100
     cuda("cuMemHostUnregister", source)
     assert cuda.code("cuMemHostUnregister", source) == 713

@@ -25,3 +25,10 @@ def forks() -> ForkServerContext:
         if path is not None:
             os.environ["PYTHONPATH"] = path
     return context
+
+
+def warm_up() -> None:
+    """Return when that server has imported everything."""
+    process = forks().Process(target=int)
+    process.start()
+    process.join()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -164,6 +165,35 @@ def fill_later(tensor: torch.Tensor, value: float, ms: float) -> None:
     stream = _backend.softgpu_handle(tensor.device.index)
     _check(_driver.softcuda_sleep(stream, round(ms * 1000)))
     _check(_driver.softcuda_fill32(stream, tensor.data_ptr(), bits, tensor.numel()))
+
+
+_words: list[mmap.mmap] = []
+"""Memory that streams wait for; it stays."""
+
+
+def hold(stream: int | None = None, device: torch.device | str | int | None = None) -> Callable[[], None]:
+    """Has a stream (of the driver; else the current one) wait until what this returns is called."""
+    _words.append(mmap.mmap(-1, mmap.PAGESIZE))
+    word = ctypes.c_uint32.from_buffer(_words[-1])
+    handle = _backend.softgpu_handle(_index(device)) if stream is None else stream
+    address = ctypes.addressof(word)
+    context = ctypes.c_void_p()  # this thread may have none yet
+    _check(_driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    _check(_driver.cuCtxPushCurrent_v2(context))
+    _check(_driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0))
+    _check(_driver.cuStreamWaitValue32_v2(ctypes.c_void_p(handle), ctypes.c_ulonglong(address), 1, 0))
+    _check(_driver.cuCtxPopCurrent_v2(ctypes.byref(context)))
+    return lambda: setattr(word, "value", 1)
+
+
+@contextlib.contextmanager
+def held(device: torch.device | str | int | None = None) -> Iterator[None]:
+    """The current stream waits until the block ends: what it is given within is certainly not done there."""
+    release = hold(device=device)
+    try:
+        yield
+    finally:
+        release()
 
 
 def fail() -> None:

@@ -16,7 +16,7 @@ from transport_peer import C, Pair, Peer, State, accept
 from rdmarpc import transport
 from rdmarpc.transport import Device, RemoteRegion
 
-T = 10.0
+T = 30.0
 
 
 def _serve(pipe: Connection, kind: str, environment: dict[str, str], options: dict[str, Any]) -> None:

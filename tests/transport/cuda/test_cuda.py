@@ -64,7 +64,7 @@ def sees(state: State, imm: int, value: float) -> bool:
 def test_a_copy_waits_for_its_producer_and_nobody_waits_for_the_copy(two: Two, place: str) -> None:
     remote = two.landing(40_000, place)
     two.there.start(sees, 1, 7.0)
-    two.here.call(post_late, remote, 150.0, 1)
+    two.here.call(post_late, remote, 1000.0, 1)
     assert two.there.finish()
 
 
@@ -150,7 +150,7 @@ def notify_late(state: State, ms: float, imm: int) -> None:
 
 
 def test_a_notification_comes_after_what_the_stream_was_given(two: Two) -> None:
-    two.here.start(notify_late, 200.0, 4)
+    two.here.start(notify_late, 2000.0, 4)
     two.there.call(wait_for, 5, 1, T)
     with pytest.raises(TransferTimeout):
         two.there.call(wait_for, 4, 1, 0.01)

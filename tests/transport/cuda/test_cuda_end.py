@@ -32,11 +32,11 @@ def wait_for_loss(state: State) -> float:
 
 
 def lanes(state: State, wanted: int) -> int:
-    """How many side streams there are; waits some seconds for so many, and for the end of all mappings where none is wanted."""
+    """How many side streams there are; waits for so many, and for the end of all mappings where none is wanted."""
     from rdmarpc.transport.cuda import lane
 
     imports = state.channel.peer_gpus.imports  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 4.0
+    deadline = time.monotonic() + 30.0
     while len(lane._lanes) != wanted or not (wanted or imports.close()):
         assert time.monotonic() < deadline, f"{len(lane._lanes)} lanes, or a mapping, were left"
         time.sleep(0.02)
@@ -47,7 +47,7 @@ def test_work_under_way_fails_when_the_peer_is_killed(start: Callable[..., Two])
     two = start()
     two.here.call(write_late, two.landing(10_000, "gpu"), 1500.0)
     two.there.kill()
-    assert two.here.call(wait_for_loss) < 4.0
+    assert two.here.call(wait_for_loss) < 15.0
     assert two.here.call(lanes, 0) == 0
 
 
@@ -135,7 +135,7 @@ def test_no_copy_is_under_way_after_abort(start: Callable[..., Two], by: str) ->
 
 def test_abort_says_when_a_copy_cannot_be_stopped(start: Callable[..., Two]) -> None:
     two = start()
-    two.here.call(read_late, two.landing(10_000, "gpu", S), 1000.0)
+    two.here.call(read_late, two.landing(10_000, "gpu", S), 3000.0)
     took, error = two.here.call(abort, 0.1)
     assert took < 15.0 and "under way" in error
     assert two.there.call(channel_error) == "PeerLost"
@@ -182,7 +182,7 @@ def lose_gpu(state: State, remote: bytes) -> str:
     there = RemoteRegion.load(remote)
     ours = tensor_of(state.device, there.nbytes, "gpu", C)
     transfer = state.channel.prepare([(there, ours)], notify=8)
-    gpu.sleep(800.0)
+    gpu.sleep(2000.0)
     work = transfer.post()
     driver = cuda_driver.driver()
     real, driver.attempt = driver.attempt, lambda name, *args: "CUDA_ERROR_ILLEGAL_ADDRESS"  # type: ignore[method-assign]
@@ -199,4 +199,4 @@ def test_a_gpu_that_fails_ends_the_channel(start: Callable[..., Two]) -> None:
     two = start()
     assert two.here.call(lose_gpu, two.landing(1000, "gpu")) == "CUDA_ERROR_ILLEGAL_ADDRESS"
     two.there.call(hear_of_loss)
-    time.sleep(0.8)  # the copy that we only pretended to have lost
+    time.sleep(2.0)  # the copy that we only pretended to have lost

@@ -57,14 +57,18 @@ def posts_what_is_made() -> None:
         wire, value = Wire(), tensor(0.0)
         module.drain()
         assert behind(bench, wire, "idle") is DONE and bench.counts == {}
-        module.fill_later(value, 5.0, 300)
-        work = behind(bench, wire, lambda: module.peek(value)[0].item())
-        assert not work.done() and wire.posted == ["idle"], "nobody waited"
-        module.fill_later(value, 6.0, 500)
+        with module.held():
+            module.fill_later(value, 5.0, 100)
+            work = behind(bench, wire, lambda: module.peek(value)[0].item())
+            assert not work.done() and wire.posted == ["idle"], "nobody waited"
+            release = module.hold()
+        module.fill_later(value, 6.0, 0)
         work.wait(20.0)
         assert work.done() and work.exception() is None and wire.posted == ["idle", 5.0], "neither sooner nor later"
+        release()
         module.drain()
-        assert bench.counts == {"gpu_posts_behind": 1} and not wire.later
+        until(lambda: not wire.later)
+        assert bench.counts == {"gpu_posts_behind": 1}
 
 
 def keeps_the_order() -> None:
@@ -73,23 +77,23 @@ def keeps_the_order() -> None:
     with Bench() as bench:
         wire, other = Wire(), Wire()
         module.drain()
-        module.sleep(300)
-        works = [behind(bench, wire, 0), behind(bench, other, 0)]
-        with torch.Stream(device=torch.device("softgpu", 0)):
-            works.append(behind(bench, wire, 1))  # its own stream has nothing to do
-            module.sleep(100)
-            works.append(behind(bench, wire, 2))
-        works.append(behind(bench, wire, 3))
-        assert wire.posted == other.posted == []
-        assert behind(bench, wire, "there", 1) is DONE
+        with module.held():
+            works = [behind(bench, wire, 0), behind(bench, other, 0)]
+            with torch.Stream(device=torch.device("softgpu", 0)):
+                works.append(behind(bench, wire, 1))  # its own stream has nothing to do
+                module.sleep(100)
+                works.append(behind(bench, wire, 2))
+            works.append(behind(bench, wire, 3))
+            assert wire.posted == other.posted == []
+            assert behind(bench, wire, "there", 1) is DONE
         for work in works:
             work.wait(20.0)
         assert wire.posted == ["there", 0, 1, 2, 3] and other.posted == [0]
         module.sleep(100, 0)
-        module.sleep(200, 1)
-        both = behind(bench, wire, "both", 0, 1)
-        module.drain(0)
-        assert not both.done()
+        with module.held(1):
+            both = behind(bench, wire, "both", 0, 1)
+            module.drain(0)
+            assert not both.done()
         both.wait(20.0)
 
 
@@ -98,28 +102,28 @@ def comes_to_an_end() -> None:
     with Bench() as bench:
         wire, fine, value = Wire(), Wire(), tensor(0.0)
         module.drain()
-        module.fill_later(value, 1.0, 600)
-        work, good = behind(bench, wire, "late"), behind(bench, fine, "good")
-        with pytest.raises(TransferTimeout, match="the GPU has not made within"):
-            work.wait(0.05)
-        heard: list[RdmaError] = []
+        with module.held():
+            module.fill_later(value, 1.0, 0)
+            work, good = behind(bench, wire, "late"), behind(bench, fine, "good")
+            with pytest.raises(TransferTimeout, match="the GPU has not made within"):
+                work.wait(0.05)
+            heard: list[RdmaError] = []
 
-        def hear() -> None:
-            with pytest.raises(PeerLost) as raised:
-                work.wait(20.0)
-            heard.append(raised.value)
+            def hear() -> None:
+                with pytest.raises(PeerLost) as raised:
+                    work.wait(20.0)
+                heard.append(raised.value)
 
-        waiter = threading.Thread(target=hear)
-        waiter.start()
-        time.sleep(0.05)
-        wire.error = PeerLost("gone", peer="somebody")
-        waiter.join(0.4)
-        assert [str(error) for error in heard] == [str(wire.error)] and work.done() and work.exception() is wire.error, (
-            "long before the GPU is done"
-        )
-        assert fine.posted == []
+            waiter = threading.Thread(target=hear)
+            waiter.start()
+            time.sleep(0.05)
+            wire.error = PeerLost("gone", peer="somebody")
+            waiter.join(20.0)  # before the GPU is done
+            assert [str(error) for error in heard] == [str(wire.error)] and work.done() and work.exception() is wire.error
+            assert fine.posted == []
         good.wait(20.0)
-        assert wire.posted == [] and not wire.later
+        until(lambda: not wire.later)
+        assert wire.posted == []
 
         def breaks() -> None:
             raise ValueError("so much for that")
@@ -129,10 +133,11 @@ def comes_to_an_end() -> None:
         with pytest.raises(RdmaError, match="so much for that"):
             broken.wait(20.0)
         next_one.wait(20.0)
-        module.sleep(400)
+        release = module.hold()
         left = behind(bench, fine, "never")
     with pytest.raises(RdmaError, match="the device was closed"):
         left.wait(20.0)
+    release()
     assert fine.posted == ["good", "next"]
     module.drain()
 
@@ -152,7 +157,7 @@ def ends_the_channels_of_a_gpu_that_fails() -> None:
     with Bench() as bench:
         wire, other = Wire(), Wire()
         module.drain()
-        module.sleep(100)
+        module.hold()
         works = [behind(bench, wire, 0), behind(bench, other, 0)]
         module.fail()
         for work in works:

@@ -207,7 +207,7 @@ def notices_freed_memory() -> None:
         assert len(bench.context.asked) == 2 and not bench.context.made[0].open, "found when the next one was registered"
         del again
         torch.softgpu.empty_cache()  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 5.0  # nothing is registered any more, but it is noticed
+        deadline = time.monotonic() + 30.0  # nothing is registered any more, but it is noticed
         while bench.memory._segments:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -221,26 +221,26 @@ def waits_for_streams() -> None:
         module.drain()
         bench.memory.wait([0])
         assert bench.counts == {}
-        module.fill_later(value, 5.0, 1000)
-        ticks, stop = [0], threading.Event()
+        release = module.hold()
+        module.fill_later(value, 5.0, 0)
+        ticks = [0]
 
         def tick() -> None:
-            while not stop.wait(0.001):
+            for _ in range(20):
+                time.sleep(0.01)
                 ticks[0] += 1
+            release()
 
         other = threading.Thread(target=tick)
         other.start()
-        began = time.monotonic()
         bench.memory.wait([0])
-        took = time.monotonic() - began
-        stop.set()
+        assert ticks[0] == 20, "others run meanwhile"
         other.join()
-        assert took > 0.2 and ticks[0] > 20, "others run meanwhile"
         assert bench.counts == {"gpu_waits": 1}
         assert (module.peek(value) == 5.0).all()
-        module.fill_later(value, 6.0, 1500)
         before, verbs_gpu.WAIT_LIMIT_S = verbs_gpu.WAIT_LIMIT_S, 0.1
-        with pytest.raises(TransferTimeout, match="not done after"):
+        with module.held(), pytest.raises(TransferTimeout, match="not done after"):
+            module.fill_later(value, 6.0, 0)
             bench.memory.wait([0])
         verbs_gpu.WAIT_LIMIT_S = before
         bench.memory.wait([0, 1] if module.device_count() > 1 else [0])
@@ -351,22 +351,22 @@ def test_what_arrives_is_flushed() -> None:
     """The two places where a notification is waited for, on another device."""
     with open_device("shm") as a, open_device("shm") as b:
         ab = a.connect(b.address)
-        ba = b.accept(timeout=5.0)
+        ba = b.accept(timeout=30.0)
         calls: list[int] = []
         expected = FlushedExpectation(ba, 20, 1, ba.count(20), lambda: calls.append(1))
         with pytest.raises(TransferTimeout):
             expected.wait(0.01)
         assert not calls
         ab.notify(20)
-        expected.wait(5.0)
+        expected.wait(30.0)
         assert len(calls) == 1
         poller = FlushedPoller(b.memory, b.port, lambda: calls.append(1))
         row = poller.add(ba, 21)
         assert poller.wait(0.01) is None and poller.take() is None and len(calls) == 1
         ab.notify(21)
-        assert poller.wait(5.0) == (row, 1) and len(calls) == 2
+        assert poller.wait(30.0) == (row, 1) and len(calls) == 2
         ab.notify(21)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while poller.take() is None:
             assert time.monotonic() < deadline
         assert len(calls) == 3
