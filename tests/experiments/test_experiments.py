@@ -28,8 +28,8 @@ def shared_memory() -> set[str]:
 
 
 def assert_nothing_new(before: set[str]) -> None:
-    """Other programs come and go in /dev/shm too, so what is new has a moment to go."""
-    wait_for(lambda: shared_memory() <= before, 5, f"left in /dev/shm: {shared_memory() - before}")
+    """Other programs come and go in /dev/shm too, so what is new has time to go."""
+    wait_for(lambda: shared_memory() <= before, 60, f"left in /dev/shm: {shared_memory() - before}")
 
 
 def train(*overrides: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
@@ -134,7 +134,7 @@ def start_endless_job(tmp_path: Path) -> tuple[programs.Program, list[psutil.Pro
     log = tmp_path / "stdout"
     launcher = programs.Program([*TRAIN, "epochs=100000", "torch_rpc=false", f"hydra.run.dir={tmp_path}"], log)
     try:
-        wait_for(lambda: launcher.poll() is not None or "epoch 1:" in log.read_text(), 60, "no epoch within 60 s")
+        wait_for(lambda: launcher.poll() is not None or "epoch 1:" in log.read_text(), 100, "no epoch within 100 s")
         assert launcher.poll() is None, log.read_text()
         workers = sorted(psutil.Process(launcher.pid).children(recursive=True), key=lambda child: child.pid)
         assert len(workers) == 2
@@ -149,8 +149,8 @@ def test_interrupt_ends_everything(everybody: bool, tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
     launcher.signal(signal.SIGINT, everybody)
-    assert launcher.wait(timeout=10) == 130
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert launcher.wait(timeout=60) == 130
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert_nothing_new(before)
     assert not list(tmp_path.glob(".meeting-*"))
 
@@ -159,8 +159,8 @@ def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
     launcher.signal(signal.SIGKILL, everybody=False)
-    assert launcher.wait(timeout=10) == -signal.SIGKILL
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert launcher.wait(timeout=60) == -signal.SIGKILL
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert_nothing_new(before)
 
 
@@ -169,8 +169,8 @@ def test_killed_worker_ends_the_job(rank: int, tmp_path: Path) -> None:
     before = shared_memory()
     launcher, children = start_endless_job(tmp_path)
     children[rank].kill()
-    assert launcher.wait(timeout=10) == 1
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert launcher.wait(timeout=60) == 1
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert "worker" in (tmp_path / "stdout").read_text().splitlines()[-1]
     assert_nothing_new(before)
 

@@ -178,7 +178,7 @@ def sources(cluster: Cluster, split: Split, twin: nn.Module) -> None:
         del device.can_lend
     watched = weakref.ref(plain.untyped_storage())
     del born, plain, wide, turned, x
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     [outlet] = plan.fittings.outlets_of("activation", "input 0")
     while not all(target.free for target in outlet._targets):
         assert time.monotonic() < deadline, "no credit"
@@ -250,7 +250,7 @@ def bad_metadata(cluster: Cluster) -> None:
 
 def death(cluster: Cluster) -> None:
     """The sender dies between its metadata and the READ."""
-    split = Split(cluster, nn.Sequential(nn.Linear(16, 16), nn.Identity()), {"0": "w1"}, timeout=10.0)
+    split = Split(cluster, nn.Sequential(nn.Linear(16, 16), nn.Identity()), {"0": "w1"}, timeout=60.0)
     plan = shared_plan(split, torch.zeros(7, 16))
     channel = cluster.channels["w1"]
     read = channel.memcpy
@@ -264,5 +264,5 @@ def death(cluster: Cluster) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"0 \(dynamic edge \d+\).*peer=w1"):
         split.caller.forward(plan, (torch.zeros(100_000, 16),), 1)
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 50
     split.caller.close()

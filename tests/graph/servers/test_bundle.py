@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import eventually
 
 from rdmarpc.graph.edges.station import Station
 from rdmarpc.graph.plan.place import GRADIENT, Edge
@@ -167,7 +168,7 @@ def test_sources_are_let_go_when_they_were_written(ends: Ends) -> None:
         outlet.finish(T)
         died.clear()
         del tensor
-        assert died
+        eventually(lambda: bool(died))  # a thread of the device may still be on its way out
         ends.there.poll(1.0)
 
 
@@ -357,12 +358,14 @@ def test_who_goes_on_when_another_has_left_is_told(world: Callable[..., World], 
 
 @pytest.mark.parametrize("devices", ["shm"], indirect=True)
 def test_a_wait_ends_and_can_be_taken_up_again(world: Callable[..., World]) -> None:
-    made = world(2, timeout=3.0)
+    made = world(2)
     for trainer in made.trainers:
         trainer.ready()
     send(made.trainers[0])
+    made.trainers[0].timeout = 1.0
     with pytest.raises(TransferTimeout, match="weights of 's' did not come"):
         made.trainers[0].pull()
+    made.trainers[0].timeout = T
     send(made.trainers[1])
     for trainer in made.trainers:
         trainer.pull()
