@@ -18,7 +18,8 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import Findings, ratio, text
+from .harness.findings import Findings, text
+from .harness.targets import ratio
 from .peers.libraries import TITLES
 from .peers.turns import Turns, run_app
 

@@ -13,11 +13,12 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
+from .harness.findings import machine
 from .harness.processes import Group, run_job
 from .harness.versions import versions
 from .together import worker
 from .together.cases import CASES
-from .together.report import print_table, rows
+from .together.report import Times, print_table, summary
 
 CONF = apps.CONF
 QUICK = {"ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}
@@ -27,19 +28,18 @@ QUICK = {"ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}
 def main(cfg: DictConfig) -> None:
     """One benchmark: run the ranks, write and show what they measured."""
     job = checked(cfg)
-    times: dict[tuple[int, str, int, str], list[float]] = defaultdict(list)
+    times: Times = defaultdict(list)
     with apps.ending():
         for size in job["ranks"]:
 
             def keep(_: str, event: tuple[Any, ...], size: int = size) -> None:
                 case, nbytes, what, taken = event
-                times[size, case, nbytes, what] += taken
+                times[size, case, nbytes, what].append(taken)
 
             with apps.meeting(apps.run_folder()) as place:
                 run_job([Group(f"{size} ranks", worker.main, size)], job | place | {"size": size}, keep, job["timeout_s"])
-    found = rows(times, job["targets"])
-    result = {"rows": found, "config": job, "versions": versions()}
-    apps.write_and_show("collectives", result, job, lambda: print_table(found))
+    result = summary(times, job["targets"]) | {"config": job, "versions": versions(), "machine": machine()}
+    apps.write_and_show("collectives", result, job, lambda: print_table(result))
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:

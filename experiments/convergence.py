@@ -18,7 +18,8 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import Findings, ratio, size_text, text, times
+from .harness.findings import Findings, size_text, text, times
+from .harness.targets import ratio
 from .peers.libraries import TITLES
 from .peers.turns import Turns, main_with_results, run_app
 

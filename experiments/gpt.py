@@ -16,7 +16,8 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import Findings, ratio, text, times
+from .harness.findings import Findings, text, times
+from .harness.targets import ratio
 from .peers.turns import Turns, run_app
 from .pipelines.gpt_workers import main as worker
 

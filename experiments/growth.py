@@ -25,8 +25,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from .harness import apps
-from .harness.findings import Findings, print_findings, ratio, text
+from .harness.findings import Findings, print_findings, text
 from .harness.processes import Group, Launcher, run_job
+from .harness.targets import ratio
 
 CONF = apps.CONF
 QUICK_SIZES, QUICK_ROUNDS = 2, 3

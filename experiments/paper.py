@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from .harness import apps
-from .harness.findings import verdicts
+from .harness.targets import verdicts
 from .paper_runs import here, programs, report
 from .paper_runs.catalogue import Experiment, chosen
 

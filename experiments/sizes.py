@@ -18,7 +18,8 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import Findings, available_gib, ratio, text, times
+from .harness.findings import Findings, available_gib, text, times
+from .harness.targets import ratio
 from .peers.turns import Turns, run_app
 from .peers.turns import main as by_calls
 

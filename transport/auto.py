@@ -178,7 +178,8 @@ class AutoDevice(Device):
             return Refusal(why)
         elsewhere = "shm" in parts and parts["shm"].split(":")[1:2] != [host_id()]
         if kind != "shm" and elsewhere and _on_loopback(parts[kind]):
-            return Refusal("the peer listens on loopback only", "give every worker the same secret")
+            hint = "give every worker the same secret; a host without a default route may need tcp://INTERFACE"
+            return Refusal("the peer listens on loopback only", hint)
         return None
 
     def why_not(self, peer: bytes) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..harness.findings import Findings, quantile, ratio, size_text, text, times
+from ..harness.findings import Findings, size_text, text, times
+from ..harness.targets import quantile, ratio
 from . import simulated
 
 GROUPS = ("rdmarpc", "gloo")

@@ -6,18 +6,20 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..harness.targets import Target, of_times, summary_lines
 from .models import MODELS
 
 WAYS = {"traced": "rdmarpc", "always": "rdmarpc, staging", "torch_rpc": "torch RPC", "grpc": "gRPC"}
-ASKED = {"floor": "times the floor, at most", "staging": "times faster than staging, at least"}
-ASKED |= {other: f"times faster than {WAYS[other]}, at least" for other in ("torch_rpc", "grpc")}
+BESIDE = {"staging": "always", "torch_rpc": "torch_rpc", "grpc": "grpc"}
+"""Of which way what is asked of a model says how many times faster ours is."""
 
 
 def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any]:
     """Rows and targets. Times are milliseconds, medians of the rounds; `None` is what was not measured."""
     medians = {(record["case"], record["what"]): record["median"] for record in records}
+    samples = {(record["case"], record["what"]): record["samples"] for record in records}
     rows = [_row(name, medians) for name in job["models"]]
-    targets = [target for row in rows for target in _targets(row, job["targets"].get(row["model"], {}))]
+    targets = [target for name in job["models"] for target in _targets(name, samples, job["targets"].get(name, {}))]
     return {"rows": rows, "targets": targets, "records": records}
 
 
@@ -39,18 +41,20 @@ def _row(name: str, medians: dict[tuple[str, str], float]) -> dict[str, Any]:
         **{f"{way}_staged_bytes": medians[name, f"{way}_staged"] for way in ("traced", "always")},
     }
     row["times_floor"] = row["traced_ms"] / row["floor_ms"]
-    for key, way in (("staging", "always"), ("torch_rpc", "torch_rpc"), ("grpc", "grpc")):
+    for key, way in BESIDE.items():
         row[f"times_faster_than_{key}"] = None if row[f"{way}_ms"] is None else row[f"{way}_ms"] / row["traced_ms"]
     return row
 
 
-def _targets(row: dict[str, Any], asked: dict[str, float]) -> list[dict[str, Any]]:
+def _targets(name: str, samples: dict[tuple[str, str], list[float]], asked: dict[str, float]) -> list[Target]:
+    """Of the ways that were measured."""
     found = []
+    ours = samples[name, "traced"]
     for key, limit in asked.items():
-        measured = row["times_floor"] if key == "floor" else row[f"times_faster_than_{key}"]
-        if measured is not None:
-            met = measured <= limit if key == "floor" else measured >= limit
-            found.append({"model": row["model"], "what": ASKED[key], "asked": limit, "measured": measured, "met": met})
+        if key == "floor":
+            found.append(of_times(f"{name}: times the floor", ours, samples[name, "floor"], "≤", limit))
+        elif beside := samples.get((name, BESIDE[key])):
+            found.append(of_times(f"{name}: times faster than {WAYS[BESIDE[key]]}", beside, ours, "≥", limit))
     return found
 
 
@@ -90,10 +94,7 @@ def print_table(result: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(LEGEND)
-    missed = [target for target in result["targets"] if not target["met"]]
-    console.print(f" targets met: {len(result['targets']) - len(missed)} of {len(result['targets'])}")
-    for target in missed:
-        console.print(f"   [red]✗[/] {target['model']}: {target['measured']:.2f} {target['what']} {target['asked']}")
+    console.print("\n".join(summary_lines(result["targets"])), soft_wrap=True, markup=False)
 
 
 LEGEND = """

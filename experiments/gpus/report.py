@@ -7,6 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..harness.findings import Key
+from ..harness.targets import Target, of_times, summary_lines
+
 TITLES = {"rdmarpc": "rdmarpc", "torch_rpc": "torch RPC", "copies": "copies", "machine": "machine"}
 NONE = "-"
 
@@ -33,7 +36,8 @@ def summary(records: list[dict[str, Any]], failed: dict[tuple[str, str], str], j
         "bytes": {case: median.get((case, 0, "rdmarpc")) for case in ("gpu_bytes_direct", "bytes_staged")},
         "failed": [{"part": part, "what": what, "reason": reason} for (part, what), reason in failed.items()],
     }
-    result["targets"] = targets(result, job["targets"])
+    samples = {(record["case"], record["size"], record["what"]): record["samples"] for record in records}
+    result["targets"] = targets(job, samples)
     return result | {"records": records}
 
 
@@ -72,27 +76,24 @@ def small_row(size: int, median: dict[Any, float]) -> dict[str, Any]:
     return {"bytes": size, "rdmarpc_us": ours, "torch_rpc_us": theirs, "of_torch_rpc": over(ours, theirs)}
 
 
-def targets(result: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each as {"name", "asked", "measured", "met"}; the last two are None where something it needs was not measured."""
-    found = []
-    for row in result["grid"]:
-        limit = asked["copies"].get(row["bytes"])
-        if row["function"] == "identity" and limit is not None:
-            name = f"identity of {size_text(row['bytes'])}, times the copies that it needs"
-            found.append(judged(name, "at most", limit, row["rdmarpc_times_copies"]))
-    for row in result["small"]:
-        name = f"one call with {size_text(row['bytes'])}, of torch RPC's time"
-        found.append(judged(name, "at most", asked["small"], row["of_torch_rpc"]))
-    for row in result["recipe"]:
-        if row["state"] == "warm":
-            name = f"recipe, cuda, warm, {row['first']} first, times faster than torch RPC"
-            found.append(judged(name, "at least", asked["recipe"], row["times_faster_than_torch_cuda"]))
+def targets(job: dict[str, Any], samples: dict[Key, list[float]]) -> list[Target]:
+    """What was asked of the parts that were to run."""
+    asked, found = job["targets"], []
+
+    def times(name: str, over: Key, under: Key, relation: str, limit: float) -> None:
+        found.append(of_times(name, samples.get(over, []), samples.get(under, []), relation, limit))
+
+    for size in job["sizes"] if job["grid"] else ():
+        if (limit := asked["copies"].get(size)) is not None:
+            ours, copies = (("identity_total", size, what) for what in ("rdmarpc", "copies"))
+            times(f"identity of {size_text(size)}: times the copies that it needs", ours, copies, "≤", limit)
+    for size in job["small_sizes"] if job["small"] else ():
+        ours, theirs = (("small", size, what) for what in ("rdmarpc", "torch_rpc"))
+        times(f"one call with {size_text(size)}: of torch RPC's time", ours, theirs, "≤", asked["small"])
+    for first in ("cpu", "cuda") if job["recipe"] else ():
+        ours, theirs = ((f"{first}_first_warm_cuda", 0, what) for what in ("rdmarpc", "torch_rpc"))
+        times(f"recipe, cuda, warm, {first} first: times faster than torch RPC", theirs, ours, "≥", asked["recipe"])
     return found
-
-
-def judged(name: str, relation: str, limit: float, measured: float | None) -> dict[str, Any]:
-    met = None if measured is None else measured <= limit if relation == "at most" else measured >= limit
-    return {"name": name, "asked": f"{relation} {limit:g}", "measured": measured, "met": met}
 
 
 def print_tables(result: dict[str, Any]) -> None:
@@ -108,10 +109,7 @@ def print_tables(result: dict[str, Any]) -> None:
     for each in result["failed"]:
         said = f" [red]not measured[/]: {each['part']} of {TITLES[each['what']]}: {escape(each['reason'])}"
         console.print(said, soft_wrap=True)
-    for target in result["targets"]:
-        said = {None: "[yellow]not measured[/]", True: "[green]met[/]", False: "[red]missed[/]"}[target["met"]]
-        said += f": {target['name']}: {number(target['measured'])}, asked {target['asked']}"
-        console.print(f" target {said}", soft_wrap=True)
+    console.print("\n".join(summary_lines(result["targets"])), soft_wrap=True, markup=False)
 
 
 def table_of(title: str, *columns: str) -> Table:

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .findings import Key, spread
+from .findings import Key
+from .targets import spread
 
 LEAST = 3
 """Rounds that both runs need of a figure: one or two have no spread."""

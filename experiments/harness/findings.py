@@ -12,31 +12,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from . import targets
+from .targets import spread
 from .versions import versions
 
 Key = tuple[str, int, str]
 """Case, size (bytes, workers, ...), and what was measured."""
-
-RELATIONS = {"≥": lambda measured, asked: measured >= asked, "≤": lambda measured, asked: measured <= asked}
-
-
-def quantile(values: list[float], part: float) -> float:
-    """Linear between the two nearest samples; ``part`` from 0 to 1."""
-    ordered = sorted(values)
-    at = part * (len(ordered) - 1)
-    below = math.floor(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """The number of samples, their median, and the tenth and ninetieth percentile."""
-    return {
-        "n": len(values),
-        "median": statistics.median(values),
-        "p10": quantile(values, 0.1),
-        "p90": quantile(values, 0.9),
-    }
 
 
 def machine() -> dict[str, Any]:
@@ -94,22 +75,11 @@ class Findings:
 
     def target(self, name: str, measured: float | None, relation: str, asked: float) -> None:
         """Of a number without a spread. ``met`` is `None` where nothing was measured."""
-        met = None if measured is None else RELATIONS[relation](measured, asked)
-        self.targets.append({"name": name, "measured": measured, "relation": relation, "asked": asked, "met": met})
+        self.targets.append(targets.of_number(name, measured, relation, asked))
 
     def target_times(self, name: str, over: Key, under: Key, relation: str, asked: float) -> None:
-        """A target of the median of ``over`` by that of ``under``. Met or missed is what the tenth percentile of one by the
-        ninetieth of the other says as well as the reverse; else ``met`` is `None`: the spread, or one sample alone, leaves it
-        open."""
-        self.target(name, ratio(self.median(*over), self.median(*under)), relation, asked)
-        target = self.targets[-1]
-        if target["measured"] is None:
-            return
-        above, below = spread(self.samples(*over)), spread(self.samples(*under))
-        low, high = above["p10"] / below["p90"], above["p90"] / below["p10"]
-        holds = {RELATIONS[relation](value, asked) for value in (low, high)}
-        known = len(holds) == 1 and min(above["n"], below["n"]) > 1  # one sample has no spread
-        target |= {"low": low, "high": high, "met": target["met"] if known else None}
+        """Of the median of ``over`` by that of ``under``: met or missed beyond the spread, or else open."""
+        self.targets.append(targets.of_times(name, self.samples(*over), self.samples(*under), relation, asked))
 
     def left_out(self, what: str, why: str) -> None:
         """Once for each pair, however often it is said."""
@@ -134,11 +104,6 @@ class Findings:
         }
 
 
-def ratio(slower: float | None, faster: float | None) -> float | None:
-    """`None` where one of both was not measured."""
-    return slower / faster if slower is not None and faster else None
-
-
 def text(value: float | None, form: str = "{:,.2f}") -> str:
     """A cell of a table."""
     return "-" if value is None else form.format(value)
@@ -157,35 +122,6 @@ def size_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
-
-
-def target_text(target: dict[str, Any]) -> str:
-    """One line: met, missed, open or not measured."""
-    if target["measured"] is None:
-        return f"not measured: {target['name']} (asked {target['relation']} {target['asked']:g})"
-    measured, asked = number_text(target["measured"]), number_text(target["asked"])
-    if "low" in target:
-        measured += f" ({number_text(target['low'])} to {number_text(target['high'])})"
-    return f"{verdict(target)}: {target['name']}: {measured}, asked {target['relation']} {asked}"
-
-
-def verdict(target: dict[str, Any]) -> str:
-    """``open``: the spread has values on both sides of what is asked, or there is one sample alone."""
-    if target["measured"] is None:
-        return "not measured"
-    return {True: "met", False: "missed", None: "open"}[target["met"]]
-
-
-def verdicts(targets: list[dict[str, Any]]) -> str:
-    """How many of each: "3 met, 1 missed, 2 open"."""
-    found = [verdict(target) for target in targets]
-    counts = {name: found.count(name) for name in ("met", "missed", "open", "not measured")}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("met", "missed"))
-
-
-def number_text(value: float) -> str:
-    """Three digits at least, and never an exponent where a reader would not want one."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def print_findings(found: dict[str, Any]) -> None:
@@ -207,6 +143,6 @@ def print_findings(found: dict[str, Any]) -> None:
         if each["note"]:
             console.print(f" {each['note']}\n", soft_wrap=True)
     for target in found["targets"]:
-        console.print(f" target {target_text(target)}", soft_wrap=True)
+        console.print(f" target {targets.target_text(target)}", soft_wrap=True)
     for left in found["left_out"]:
         console.print(f" left out: {left['what']}: {left['why']}", soft_wrap=True)

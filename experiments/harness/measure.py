@@ -13,10 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .findings import Key, spread
+from .findings import Key
+from .targets import spread
 
 LARGE = 1 << 20
 """Bytes from which on a tensor fills a good part of a core's own cache, and its bandwidth is of interest."""
+
+IDLE_PARTS = 3
+"""In so many parts is the processor time of an idle worker taken, so that it has a spread."""
 
 
 class Samples:

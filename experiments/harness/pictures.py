@@ -115,7 +115,7 @@ def finding(communication: dict[str, float]) -> str:
     if theirs is None:
         return f"rdmarpc adds {ours:.2f} ms of communication to a training step"
     if ours == 0 or theirs == 0:
-        return f"Communication adds {ours:.2f} ms to a training step with rdmarpc, {theirs:.2f} ms with torch RPC"
+        return f"Communication adds {ours:.2f} ms to a step; with torch RPC {theirs:.2f} ms"
     if theirs >= ours:
         return f"A training step spends {theirs / ours:.1f}× less time on communication than with torch RPC"
     return f"A training step spends {ours / theirs:.1f}× more time on communication than with torch RPC"

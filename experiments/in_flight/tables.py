@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..harness.findings import Findings, ratio, size_text, text, times
+from ..harness.findings import Findings, size_text, text, times
+from ..harness.targets import ratio
 from ..peers.libraries import TITLES
 from .client import under_way
 from .published import PUBLISHED

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from .rows import CASES, MEASURES, size_text
+from ..harness.targets import marked, summary_lines
+from .rows import CASES, size_text
 
 
 class BenchDisplay:
@@ -58,10 +59,7 @@ def print_tables(bench: dict[str, Any]) -> None:
     if idle := bench["idle"]:
         percent = judged(idle, "percent", f"{idle['rdmarpc_percent']:.2f} %")
         console.print(f" an idle worker takes {percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %\n")
-    missed = [target for target in bench["targets"] if not target["met"]]
-    console.print(f" targets met: {len(bench['targets']) - len(missed)} of {len(bench['targets'])}")
-    for target in missed:
-        console.print(f"   [red]✗[/] {target['name']}: {target['measured']}, asked {target['asked']}")
+    console.print("\n".join(summary_lines(bench["targets"])), soft_wrap=True, markup=False)
     if bench["rows"]:
         console.print(LEGEND.format(flag_us=bench["flag_us"]))
 
@@ -76,7 +74,7 @@ LEGEND = """
         from identity on both twice, for x + 1 that and the local computation; stream: the memcpy only
  beside, echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call
  beside, local: the computation in the caller's process
- ✓ ✗: the target after it is met, or not"""
+ ✓ ✗ ?: the target after it is met, missed, or left open by the spread (p10 to p90) of the rounds"""
 
 
 def time_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -106,7 +104,7 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def beside_text(row: dict[str, Any]) -> str:
     """The last column of a row: its staged bytes, or the time of `echo` or `local`."""
-    if "staged" in row["target"]:
+    if "staged" in row["targets"]:
         return judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")
     return next((f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]), "")
 
@@ -181,17 +179,14 @@ def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
             spread_text(row, time_text),
             *(time_text(row[f"{what}_us"]) for what in ("rdmarpc_above", "torch_rpc", "torch_rpc_above")),
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
-            judged(row, "above", f"{row['of_torch_rpc_above']:.2f}") if "above" in row["target"] else "",
+            judged(row, "above", f"{row['of_torch_rpc_above']:.2f}") if "above" in row["targets"] else "",
         )
     return table
 
 
 def judged(row: dict[str, Any], key: str, text: str) -> str:
     """A value of a row beside its target, with a mark and a colour for whether it is met."""
-    if key not in row["target"]:
-        return text
-    met = row["met"][key]
-    return f"[{'green' if met else 'red'}]{text} {'✓' if met else '✗'} {MEASURES[key].relation}{row['target'][key]:,g}[/]"
+    return marked(text, row["targets"][key]) if key in row["targets"] else text
 
 
 def spread_text(row: dict[str, Any], form: Callable[[float], str]) -> str:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from ..harness.findings import Key
+from ..harness.targets import Target, of_number, of_samples, of_times, spread
 
 CASES = {
     "one_way": "one way",
@@ -16,27 +17,31 @@ CASES = {
 
 
 class Measure(NamedTuple):
-    """The quantity of a target: the field of a row, which direction is good, and how to write it."""
+    """The quantity of a target: its name, which direction is good, whose samples it is made of, by whose it divides them (none:
+    they are the quantity), and the samples' units in one of its own."""
 
-    field: str
+    name: str
     relation: str
-    text: str
-
-    def met(self, value: float, target: float) -> bool:
-        return value <= target if self.relation == "≤" else value >= target
+    over: str
+    under: str = ""
+    units: float = 1.0
 
 
 MEASURES = {
-    "floor": Measure("times_floor", "≤", "{:.2f} × floor"),
-    "torch": Measure("times_faster_than_torch", "≥", "{:.1f} × torch RPC"),
-    "us": Measure("rdmarpc_us", "≤", "{:.1f} µs"),
-    "s": Measure("rdmarpc_s", "≤", "{:.2f} s"),
-    "per_s": Measure("rdmarpc_per_s", "≥", "{:,.0f} a second"),
-    "later": Measure("times_later", "≤", "{:.2f} × a later call"),
-    "staged": Measure("bytes_staged", "≤", "{:.0f} bytes staged"),
-    "above": Measure("of_torch_rpc_above", "≤", "{:.2f} of torch RPC's time above"),
-    "percent": Measure("rdmarpc_percent", "≤", "{:.2f} % of a core"),
+    "floor": Measure("times the floor", "≤", "rdmarpc", "floor"),
+    "torch": Measure("times faster than torch RPC", "≥", "torch_rpc", "rdmarpc"),
+    "us": Measure("µs", "≤", "rdmarpc"),
+    "s": Measure("s", "≤", "rdmarpc", units=1e6),
+    "per_s": Measure("a second", "≥", "rdmarpc"),
+    "later": Measure("times a later call", "≤", "rdmarpc", "rdmarpc"),
+    "staged": Measure("bytes staged", "≤", "staged"),
+    "above": Measure("of torch RPC's time above", "≤", "rdmarpc_above", "torch_rpc_above"),
+    "percent": Measure("% of a core", "≤", "rdmarpc"),
 }
+RATES = ("calls", "all_to_all")
+"""Cases of calls a second: more is faster."""
+SIZED = (*CASES, "first", "calls")
+"""Cases with targets for each size, or number in flight."""
 
 
 def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any]:
@@ -47,28 +52,28 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any
     records."""
     records = [{**record, "unit": unit(record["case"], record["what"])} for record in records]
     median = {(record["case"], record["size"], record["what"]): record["median"] for record in records}
-    ours = {(record["case"], record["size"]): record for record in records if record["what"] == "rdmarpc"}
-    targets = job["targets"]
+    samples = {(record["case"], record["size"], record["what"]): record["samples"] for record in records}
 
     def sizes(case: str) -> list[int]:
         return sorted(size for name, size, what in median if (name, what) == (case, "rdmarpc"))
 
     bench: dict[str, Any] = {
         "flag_us": median.get(("flag", 0, "floor")),
-        "rows": [time_row(case, size, median, targets.get(case, {}).get(size, {})) for case in CASES for size in sizes(case)],
-        "first": [first_row(size, median, targets["first"].get(size, {})) for size in sizes("first")],
-        "calls": [rate_row("calls", number, median, targets["calls"][number]) for number in sizes("calls")],
-        "start": [start_row(case, size, median, targets.get(case, {})) for case in STARTS for size in sizes(case)],
-        "autograd": [autograd_row(case, median, targets.get(case, {})) for case in COMPUTATIONS for _ in sizes(case)],
-        "idle": next((idle_row(median, targets["idle"]) for _ in sizes("idle")), None),
-        "all_to_all": next(
-            (rate_row("all_to_all", number, median, targets["all_to_all"]) for number in sizes("all_to_all")), None
-        ),
+        "rows": [time_row(case, size, median) for case in CASES for size in sizes(case)],
+        "first": [first_row(size, median) for size in sizes("first")],
+        "calls": [rate_row("calls", number, median) for number in sizes("calls")],
+        "start": [start_row(case, size, median) for case in STARTS for size in sizes(case)],
+        "autograd": [autograd_row(case, median) for case in COMPUTATIONS for _ in sizes(case)],
+        "idle": next((idle_row(median) for _ in sizes("idle")), None),
+        "all_to_all": next((rate_row("all_to_all", number, median) for number in sizes("all_to_all")), None),
     }
     for row in every(bench):
-        record = ours[row["case"], row.get("bytes", row.get("number", row.get("workers", 0)))]
-        row["spread"] = {name: record[name] for name in ("n", "p10", "p90")}
-    return bench | {"targets": verdicts(bench), "records": records}
+        size = row.get("bytes", row.get("number", row.get("workers", 0)))
+        found = spread(samples[row["case"], size, "rdmarpc"])
+        row["spread"] = {name: found[name] for name in ("n", "p10", "p90")}
+        row["targets"] = judged(row, size, samples, job["targets"])
+    targets = [target for row in every(bench) for target in row["targets"].values()]
+    return bench | {"targets": targets, "records": records}
 
 
 def unit(case: str, what: str) -> str:
@@ -84,16 +89,30 @@ def every(bench: dict[str, Any]) -> list[dict[str, Any]]:
     return [*bench["rows"], *bench["first"], *bench["calls"], *bench["start"], *bench["autograd"], *single]
 
 
-def judge(row: dict[str, Any], target: dict[str, float]) -> dict[str, Any]:
-    """The row, its targets, and which of them are met."""
-    met = {key: MEASURES[key].met(row[MEASURES[key].field], value) for key, value in target.items()}
-    return row | {"target": target, "met": met}
+def judged(row: dict[str, Any], size: int, samples: dict[Key, list[float]], asked: dict[str, Any]) -> dict[str, Target]:
+    """What was asked of a row: {key of ``MEASURES``: target}."""
+    case = row["case"]
+    limits = asked.get(case, {})
+    limits = limits.get(size, {}) if case in SIZED else limits
+    return {key: _target(key, f"{row['name']}: {MEASURES[key].name}", case, size, samples, limits[key]) for key in limits}
 
 
-def time_row(case: str, size: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def _target(key: str, name: str, case: str, size: int, samples: dict[Key, list[float]], asked: float) -> Target:
+    measure = MEASURES[key]
+    over, under = (measure.under, measure.over) if key == "torch" and case in RATES else (measure.over, measure.under)
+    values = samples.get((case, size, over), [])
+    if key == "staged":  # a count, the same in every round
+        return of_number(name, max(values, default=None), measure.relation, asked)
+    if not under:
+        return of_samples(name, [value / measure.units for value in values], measure.relation, asked)
+    beside = samples.get(("later" if key == "later" else case, size, under), [])
+    return of_times(name, values, beside, measure.relation, asked)
+
+
+def time_row(case: str, size: int, median: dict[Key, float]) -> dict[str, Any]:
     """Microseconds, the multiples, and what stands beside."""
     floor, ours, theirs = (median[case, size, what] for what in ("floor", "rdmarpc", "torch_rpc"))
-    row = {
+    return {
         "case": case,
         "bytes": size,
         "name": f"{CASES[case]}, {size_text(size)}",
@@ -106,23 +125,22 @@ def time_row(case: str, size: int, median: dict[Key, float], target: dict[str, f
         "local_us": median.get((case, size, "local")),
         "bytes_staged": median.get((case, size, "staged")),
     }
-    return judge(row, target)
 
 
-def first_row(size: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def first_row(size: int, median: dict[Key, float]) -> dict[str, Any]:
     """Microseconds of a first call, a second and later ones, and the first by a later one, for both layers."""
     row: dict[str, Any] = {"case": "first", "bytes": size, "name": f"first call, {size_text(size)}"}
     for what, ratio in (("rdmarpc", "times_later"), ("torch_rpc", "torch_rpc_times_later")):
         first, second, later = (median[case, size, what] for case in ("first", "second", "later"))
         row |= {f"{what}_us": first, f"{what}_second_us": second, f"{what}_later_us": later, ratio: first / later}
     row["times_faster_than_torch"] = row["torch_rpc_us"] / row["rdmarpc_us"]
-    return judge(row | {"bytes_staged": median["first", size, "staged"]}, target)
+    return row | {"bytes_staged": median["first", size, "staged"]}
 
 
-def rate_row(case: str, number: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def rate_row(case: str, number: int, median: dict[Key, float]) -> dict[str, Any]:
     """Calls a second: of one worker with `number` in flight, or of `number` workers together."""
     ours, theirs = median[case, number, "rdmarpc"], median[case, number, "torch_rpc"]
-    row = {
+    return {
         "case": case,
         "number": number,
         "name": f"{number} in flight" if case == "calls" else f"{number} workers, all to all",
@@ -130,7 +148,6 @@ def rate_row(case: str, number: int, median: dict[Key, float], target: dict[str,
         "torch_rpc_per_s": theirs,
         "times_faster_than_torch": ours / theirs,
     }
-    return judge(row, target)
 
 
 STARTS = {
@@ -140,10 +157,10 @@ STARTS = {
 }
 
 
-def start_row(case: str, size: int, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def start_row(case: str, size: int, median: dict[Key, float]) -> dict[str, Any]:
     """Seconds; torch RPC has no import of its own."""
     ours, theirs = median[case, size, "rdmarpc"] / 1e6, median.get((case, size, "torch_rpc"))
-    row = {
+    return {
         "case": case,
         "workers": size,
         "name": STARTS[case],
@@ -151,7 +168,6 @@ def start_row(case: str, size: int, median: dict[Key, float], target: dict[str, 
         "torch_rpc_s": theirs and theirs / 1e6,
         "times_faster_than_torch": theirs and theirs / 1e6 / ours,
     }
-    return judge(row, target)
 
 
 COMPUTATIONS = {
@@ -164,12 +180,12 @@ COMPUTATIONS = {
 }
 
 
-def autograd_row(case: str, median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def autograd_row(case: str, median: dict[Key, float]) -> dict[str, Any]:
     """Microseconds over two workers, alone (``latency/autograd``), and above that. What torch RPC's threads, which never rest,
     cost the computation alone is in its own time alone."""
     ours, theirs = median[case, 0, "rdmarpc"], median[case, 0, "torch_rpc"]
     above, theirs_above = median[case, 0, "rdmarpc_above"], median[case, 0, "torch_rpc_above"]
-    row = {
+    return {
         "case": case,
         "name": COMPUTATIONS[case],
         "local_us": median[case, 0, "rdmarpc_local"],
@@ -181,30 +197,12 @@ def autograd_row(case: str, median: dict[Key, float], target: dict[str, float]) 
         "times_faster_than_torch": theirs / ours,
         "of_torch_rpc_above": above / theirs_above if theirs_above > 0 else float("inf"),  # or nothing was measured
     }
-    return judge(row, target)
 
 
-def idle_row(median: dict[Key, float], target: dict[str, float]) -> dict[str, Any]:
+def idle_row(median: dict[Key, float]) -> dict[str, Any]:
     """Percent of one core."""
     ours, theirs = median["idle", 0, "rdmarpc"], median["idle", 0, "torch_rpc"]
-    return judge({"case": "idle", "name": "an idle worker", "rdmarpc_percent": ours, "torch_rpc_percent": theirs}, target)
-
-
-def verdicts(bench: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every target with what was measured: {"name", "measured", "asked" (texts), "value", "target", "met"}."""
-    return [
-        {
-            "name": row["name"],
-            "unit": MEASURES[key].text.partition("} ")[2],
-            "measured": MEASURES[key].text.format(row[MEASURES[key].field]),
-            "asked": f"{MEASURES[key].relation} {target:,g}",
-            "value": row[MEASURES[key].field],
-            "target": target,
-            "met": row["met"][key],
-        }
-        for row in every(bench)
-        for key, target in row["target"].items()
-    ]
+    return {"case": "idle", "name": "an idle worker", "rdmarpc_percent": ours, "torch_rpc_percent": theirs}
 
 
 def size_text(nbytes: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
-from ..harness.measure import LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
+from ..harness.measure import IDLE_PARTS, LARGE, Samples, calls_per_s, identity, idle_percent, nothing, per_iteration, window
 from ..harness.processes import Launcher
 from .cells import CELLS, turns
 
@@ -41,7 +41,9 @@ def measure(job: dict[str, Any], launcher: Launcher) -> None:
             launcher.wait_for_turn()
             samples.add("calls", in_flight, "torch_rpc", calls_per_s(rpc, in_flight, CALLS))
     launcher.wait_for_turn()
-    samples.add("idle", 0, "torch_rpc", idle_percent(rpc.rpc_sync("worker1", os.getpid), job["idle_s"]))
+    idle = rpc.rpc_sync("worker1", os.getpid)
+    for _ in range(IDLE_PARTS):
+        samples.add("idle", 0, "torch_rpc", idle_percent(idle, job["idle_s"] / IDLE_PARTS))
     launcher.tell(("measured", samples.records()))
 
 

@@ -13,7 +13,7 @@ import torch
 import rdmarpc as rpc
 from rdmarpc.calls import agent
 
-from ..harness.measure import LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
+from ..harness.measure import IDLE_PARTS, LARGE, Samples, calls_per_s, identity, idle_percent, iterations, per_iteration
 from ..harness.processes import Launcher
 from .cells import CELLS, turns
 from .end import End
@@ -59,7 +59,9 @@ def measure(end: End, job: dict[str, Any], launcher: Launcher) -> None:
             samples.add("calls", in_flight, "rdmarpc", calls_per_s(rpc, in_flight, CALLS))
     launcher.wait_for_turn()
     launcher.tell(("progress", "an idle worker"))
-    samples.add("idle", 0, "rdmarpc", idle_percent(rpc.rpc_sync("worker1", os.getpid), job["idle_s"]))
+    idle = rpc.rpc_sync("worker1", os.getpid)
+    for _ in range(IDLE_PARTS):
+        samples.add("idle", 0, "rdmarpc", idle_percent(idle, job["idle_s"] / IDLE_PARTS))
     launcher.tell(("measured", samples.records()))
 
 

@@ -32,10 +32,10 @@ def draw_curves(findings: Findings, job: dict[str, Any], path: Path) -> None:
             below.set_ylabel(PROBLEMS[problem].good, fontsize=11)
             below.set_xlabel("seconds of training")
         panels[0][0].legend(frameon=False)
-        note = f"Workers: {job['workers']}, servers: {job['servers']}, one machine, {job['device']}; medians of the turns;"
-        note += " dotted: the target. Every library takes the same steps, bit for bit."
+        note = f"Workers: {job['workers']}, servers: {job['servers']}, one machine, {job['device']}; medians of the turns;\n"
+        note += "dotted: the target. Every library takes the same steps, bit for bit."
         figure.text(0.01, 0.01, note, fontsize=9.5, color=QUIET)
-        figure.tight_layout(rect=(0, 0.03, 1, 1))
+        figure.tight_layout(rect=(0, 0.06, 1, 1))
         figure.savefig(path, dpi=130)
         plt.close(figure)
 

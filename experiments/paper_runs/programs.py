@@ -13,18 +13,19 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 10.0
 """How long a program has to end its workers after Ctrl-C."""
 OUTPUT, RECORD, RUNNING = "output.txt", "run.json", ".running-"
@@ -69,11 +70,13 @@ def run(command: list[str], place: Path, limit_s: float, progress: Progress) -> 
     remove_abandoned(place.parent)
     folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{RUNNING}{platform.node()}-{os.getpid()}-"))
     try:
-        begin, load = time.monotonic(), os.getloadavg()[0]
-        _execute([*command, f"hydra.run.dir={folder}"], folder / OUTPUT, limit_s, progress)
+        begin, load, processor_s = time.monotonic(), os.getloadavg()[0], _processor_s()
+        with _adopting():
+            _execute([*command, f"hydra.run.dir={folder}"], folder / OUTPUT, limit_s, progress)
         record = {
             "command": command,
             "seconds": round(time.monotonic() - begin, 1),
+            "processor_s": round(_processor_s() - processor_s, 1),
             "load": round(load, 1),
             "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
@@ -124,8 +127,26 @@ def _execute(command: list[str], output: Path, limit_s: float, progress: Progres
         raise Failed(_reason(output) or f"it ended with exit code {child.returncode}")
 
 
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """What a program leaves behind becomes a child of this process, which can then wait for its end and ask for its processor
+    time: the server that forks the workers outlives their launcher by a moment."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _processor_s() -> float:
+    """Of all programs that have ended and been waited for, with those that they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C first, so that it ends its workers; then everything in its session."""
+    """Ctrl-C first, so that it ends its workers; then everything in its group, until all of that has ended."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -133,6 +154,9 @@ def end(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-child.pid, 0)
 
 
 def _reason(output: Path) -> str:

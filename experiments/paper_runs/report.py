@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness.findings import spread, target_text, verdicts
+from ..harness.targets import spread, target_text, verdicts
 from .catalogue import PAPERS, Experiment
 from .programs import OUTPUT, RUNNING
 
@@ -58,10 +58,7 @@ def _result(folder: Path, entry: Entry) -> dict[str, Any]:
             continue
         result["tables"] += found.get("tables", [])
         result["left_out"] += found.get("left_out", []) + [_failure(each) for each in found.get("failed", [])]
-        result["targets"] += [target(each) for each in found.get("targets", [])]
-        rows = [row for row in found.get("rows", []) if "targets" not in found and isinstance(row.get("met"), dict)]
-        result["targets"] += [each for row in rows for each in _targets_of(row)]
-        result["samples"] += [each for row in rows for each in _spreads_of(row)]
+        result["targets"] += found.get("targets", [])
         samples += found.get("samples") or found.get("records") or []
         result["config"], result["versions"] = found.get("config"), found.get("versions")
         result["details"] = found if path.name == "result.json" else None
@@ -74,41 +71,6 @@ def _result(folder: Path, entry: Entry) -> dict[str, Any]:
         lines = (entry.place / OUTPUT).read_text(errors="replace").splitlines()[-MOST_LINES:]
         result["output"] = "\n".join(line for line in lines if RUNNING not in line)  # a folder that is there no more
     return result
-
-
-def target(found: dict[str, Any]) -> dict[str, Any]:
-    """A target in the common form."""
-    if "relation" in found:
-        return found
-    asked = found.get("target", found.get("asked"))
-    relation = found["asked"][0] if isinstance(found.get("asked"), str) else "≤" if "most" in str(found.get("what")) else "≥"
-    name = found.get("name") or " ".join(str(found[each]) for each in ("model", "what") if each in found)
-    name += f", {found['unit']}" if found.get("unit") else ""
-    measured = found.get("value", found.get("measured"))
-    return {"name": name, "measured": measured, "relation": relation, "asked": asked, "met": found.get("met")}
-
-
-def _targets_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a row of ``experiments.collectives``, which keeps its targets with what was measured."""
-    title = f"{row['case']}, {row['bytes']:,} bytes, {row['ranks']} ranks"
-    texts = {"us": ("microseconds", "rdmarpc_us", "≤"), "gloo": ("times faster than gloo", "times_faster_than_gloo", "≥")}
-    texts["floor"] = ("times the floor", "times_floor", "≤")
-    return [
-        {"name": f"{title}: {texts[key][0]}", "measured": row[texts[key][1]], "relation": texts[key][2], "asked": asked}
-        | {"met": row["met"][key]}
-        for key, asked in row["target"].items()
-    ]
-
-
-def _spreads_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a row of ``experiments.collectives``: microseconds."""
-    case = f"{row['case']}, {row['ranks']} ranks"
-    return [
-        {"case": case, "size": row["bytes"], "what": what, "unit": "us", "n": each["calls"]}
-        | {name: each[f"{name}_us"] for name in ("median", "p10", "p90")}
-        for what, each in row.items()
-        if isinstance(each, dict) and "median_us" in each
-    ]
 
 
 def _failure(found: dict[str, Any]) -> dict[str, str]:
@@ -137,12 +99,13 @@ def _lines(whole: dict[str, Any]) -> list[str]:
         f" GPUs: {', '.join(machine['gpus']) or 'none'}; {packages}. Commit {whole['commit']}.",
         "",
         "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it."
-        " A target is met or missed where the tenth and the ninetieth percentile say so as well, and open where they do not (of"
-        " a single number, and of bench, minibatch, collectives and cuda: what the median says)."
-        " load: programs that wanted a core in the minute before an experiment began; on an idle machine less than 1.",
+        " A target is met or missed where the tenth and the ninetieth percentile say so as well; it is open where they do not,"
+        " or where there is one sample alone. (Of counts, and of numbers that a run has once, it is what the number says.)"
+        " processor: minutes of all cores that the experiment's processes used. load: programs that wanted a core in the minute"
+        " before it began; on an idle machine less than 1, and with more its minutes say little.",
         "",
-        "| experiment | state | targets | minutes | load |",
-        "|---|---|---|---|---|",
+        "| experiment | state | targets | minutes | processor | load |",
+        "|---|---|---|---|---|---|",
         *map(_row, results),
     ]
     missed = [(each["name"], target) for each in finished for target in each["targets"] if target["met"] is False]
@@ -166,8 +129,9 @@ def _row(result: dict[str, Any]) -> str:
     state = result["state"] + (" earlier" if result["again"] else "")
     said = verdicts(result["targets"]) if result["targets"] else "-"
     minutes = f"{result['seconds'] / 60:.1f}" if "seconds" in result else "-"
+    processor = f"{result['processor_s'] / 60:.1f}" if "processor_s" in result else "-"
     load = f"{result['load']:.1f}" if "load" in result else "-"
-    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} | {load} |"
+    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} | {processor} | {load} |"
 
 
 def _section(result: dict[str, Any]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..harness import apps
-from ..harness.findings import Findings, ratio, text, times
+from ..harness.findings import Findings, text, times
+from ..harness.targets import ratio
 from ..peers.libraries import TITLES
 from ..peers.turns import Turns
 from .worker import main

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..harness.findings import Findings, ratio, size_text, text, times
+from ..harness.findings import Findings, size_text, text, times
+from ..harness.targets import ratio
 from ..peers.libraries import TITLES
 
 ALL_TITLES = TITLES | {"rdmarpc_group": "rdmarpc, all-to-all", "gloo": "gloo, all-to-all"}

@@ -9,37 +9,70 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..harness.targets import Target, marked, of_samples, of_times, summary_lines
 from ..latency.report import time_text
 from ..latency.rows import size_text
 
-Times = dict[tuple[int, str, int, str], list[float]]
-"""Microseconds of each call, by ranks, case, bytes and who was measured."""
+LEAST_US = 1.0
+"""Where a step takes no longer than one without communication."""
+
+Times = dict[tuple[int, str, int, str], list[list[float]]]
+"""Microseconds of each call of each round, by ranks, case, bytes and who was measured."""
+WAYS = ("rdmarpc", "gloo", "floor", "alone")
 
 
-def rows(times: Times, targets: dict[str, Any]) -> list[dict[str, Any]]:
-    """Medians, and their ratios. For ``ddp`` a time is what a step takes above one without communication."""
-    found = []
+def summary(times: Times, asked: dict[str, Any]) -> dict[str, Any]:
+    """Rows of medians and their ratios, with what all calls of all rounds took; for ``ddp`` a time is what a step takes above
+    one without communication. "samples" are the medians of the rounds; targets go by their spread."""
+    rows, targets, samples = [], [], []
     for ranks, case, nbytes in dict.fromkeys(key[:3] for key in times):
-        row: dict[str, Any] = {"ranks": ranks, "case": case, "bytes": nbytes}
-        for what in ("rdmarpc", "gloo", "floor", "alone"):
-            if taken := times.get((ranks, case, nbytes, what)):
-                low, median, high = (float(each) for each in np.percentile(taken, (10, 50, 90)))
-                row[what] = {"median_us": median, "p10_us": low, "p90_us": high, "calls": len(taken)}
-        alone = row["alone"]["median_us"] if "alone" in row else 0.0
-        ours, gloo = (row[what]["median_us"] - alone for what in ("rdmarpc", "gloo"))
-        row["rdmarpc_us"], row["gloo_us"] = ours, gloo
-        row["times_faster_than_gloo"] = gloo / max(ours, 1.0)
-        row["times_floor"] = ours / row["floor"]["median_us"] if "floor" in row else None
-        row["target"] = _target(targets, row)
-        measured = {"us": ours, "gloo": row["times_faster_than_gloo"], "floor": row["times_floor"]}
-        row["met"] = {
-            key: measured[key] >= asked if key == "gloo" else measured[key] <= asked for key, asked in row["target"].items()
-        }
-        found.append(row)
+        taken = {what: times[ranks, case, nbytes, what] for what in WAYS if (ranks, case, nbytes, what) in times}
+        row = _row(taken) | {"ranks": ranks, "case": case, "bytes": nbytes}
+        rounds = {what: [float(np.median(each)) for each in found] for what, found in taken.items()}
+        row["targets"] = _targets(row, rounds, _asked(asked, row))
+        targets += row["targets"].values()
+        samples += [
+            {"case": f"{case}, {ranks} ranks", "size": nbytes, "what": what, "unit": "us", "samples": values}
+            for what, values in rounds.items()
+        ]
+        rows.append(row)
+    return {"rows": rows, "targets": targets, "samples": samples}
+
+
+def _row(taken: dict[str, list[list[float]]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for what, rounds in taken.items():
+        calls = [us for each in rounds for us in each]
+        low, median, high = (float(each) for each in np.percentile(calls, (10, 50, 90)))
+        row[what] = {"median_us": median, "p10_us": low, "p90_us": high, "calls": len(calls)}
+    alone = row["alone"]["median_us"] if "alone" in row else 0.0
+    ours, gloo = (row[what]["median_us"] - alone for what in ("rdmarpc", "gloo"))
+    return row | {
+        "rdmarpc_us": ours,
+        "gloo_us": gloo,
+        "times_faster_than_gloo": gloo / max(ours, LEAST_US),
+        "times_floor": ours / row["floor"]["median_us"] if "floor" in row else None,
+    }
+
+
+def _targets(row: dict[str, Any], rounds: dict[str, list[float]], asked: dict[str, float]) -> dict[str, Target]:
+    """{"us", "gloo", "floor": target} of those that are asked for."""
+    title = f"{row['case']}, {row['ranks']} ranks"
+    title += f", {size_text(row['bytes'])}" if row["bytes"] else ""
+    beside = rounds.get("alone", [0.0] * len(rounds["rdmarpc"]))
+    ours, gloo = ([max(us - alone, LEAST_US) for us, alone in zip(rounds[what], beside)] for what in ("rdmarpc", "gloo"))
+    found = {}
+    for key, limit in asked.items():
+        if key == "us":
+            found[key] = of_samples(f"{title}: µs", ours, "≤", limit)
+        elif key == "gloo":
+            found[key] = of_times(f"{title}: times faster than gloo", gloo, ours, "≥", limit)
+        else:
+            found[key] = of_times(f"{title}: times the floor", ours, rounds["floor"], "≤", limit)
     return found
 
 
-def _target(targets: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+def _asked(targets: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     case = row["case"].partition(" ")[0]
     if case == "ddp":
         return dict(targets["ddp"])
@@ -48,7 +81,7 @@ def _target(targets: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return dict(targets["others"])
 
 
-def print_table(found: list[dict[str, Any]]) -> None:
+def print_table(found: dict[str, Any]) -> None:
     """Everything on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -56,7 +89,7 @@ def print_table(found: list[dict[str, Any]]) -> None:
     table = Table(title="collectives: medians (p10 to p90)", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("ranks", "case", "size", "rdmarpc", "gloo", "floor", "× gloo", "× floor"):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
-    for row in found:
+    for row in found["rows"]:
         table.add_row(
             str(row["ranks"]),
             row["case"],
@@ -68,10 +101,10 @@ def print_table(found: list[dict[str, Any]]) -> None:
             _judged(row, "floor", f"{row['times_floor']:.2f}" if row["times_floor"] else ""),
         )
     console.print(table)
-    asked = [met for row in found for met in row["met"].values()]
-    console.print(f" targets met: {sum(asked)} of {len(asked)}")
+    console.print("\n".join(summary_lines(found["targets"])), soft_wrap=True, markup=False)
     console.print(
-        " floor: warm memcpys of what a rank receives, at all ranks at once; ddp: a step less one without communication"
+        " floor: warm memcpys of what a rank receives, at all ranks at once; ddp: a step less one without communication\n"
+        " p10 to p90: of all calls; targets go by the spread of the rounds' medians: ✓ met, ✗ missed, ? open"
     )
 
 
@@ -81,7 +114,4 @@ def _spread(row: dict[str, Any], what: str, us: float) -> str:
 
 
 def _judged(row: dict[str, Any], key: str, text: str) -> str:
-    if key not in row["target"]:
-        return text
-    met, relation = row["met"][key], "≥" if key == "gloo" else "≤"
-    return f"[{'green' if met else 'red'}]{text} {'✓' if met else '✗'} {relation}{row['target'][key]:,g}[/]"
+    return marked(text, row["targets"][key]) if key in row["targets"] else text

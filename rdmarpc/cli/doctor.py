@@ -66,7 +66,7 @@ def host(root: Path = Path("/")) -> list[Finding]:
     """The facts about this host."""
     arena = default_limit()
     route = routed_address()
-    reach = f"other hosts reach this one at {route} (the default route)"
+    reach = f"other hosts reach this one at {route} (the default route, or the only interface)"
     alone = Finding("tcp", LIMITS, "no default route: other hosts do not reach this one", "ip route; or tcp://ADDRESS")
     return [
         *ports(survey()),

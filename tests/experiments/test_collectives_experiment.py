@@ -12,6 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import collectives
+from rdmarpc.experiments.harness.targets import verdict, verdicts
+from rdmarpc.experiments.together.report import Times, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +28,25 @@ def test_it_measures_beside_gloo(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert all(row[what]["median_us"] > 0 and row[what]["calls"] >= 6 for what in ("rdmarpc", "gloo"))
     assert found["rows"][1]["floor"]["median_us"] > 0
-    met = sum(sum(row["met"].values()) for row in found["rows"])
-    assert f"targets met: {met} of 4" in done.stdout
+    assert len(found["targets"]) == 4 and f"targets: {verdicts(found['targets'])}" in done.stdout
+    assert {len(each["samples"]) for each in found["samples"]} == {2}, "a median of each round"
+
+
+def test_targets_go_by_the_spread_of_the_rounds() -> None:
+    times: Times = {
+        (2, "pair", 4, "rdmarpc"): [[1.0, 1.0, 90.0], [2.0, 2.0, 2.0]],
+        (2, "pair", 4, "gloo"): [[11.0], [30.0]],
+        (2, "ddp", 8, "rdmarpc"): [[12.0], [21.0]],
+        (2, "ddp", 8, "gloo"): [[40.0], [50.0]],
+        (2, "ddp", 8, "alone"): [[10.0], [20.0]],
+    }
+    found = summary(times, {"pair": {4: {"us": 2, "gloo": 5.5}}, "ddp": {"gloo": 3}})
+    pair_us, pair, ddp = found["targets"]
+    # ddp by the medians 30 by 1.5, by the spread 15.8 to 27.3.
+    assert (verdict(pair_us), verdict(pair), verdict(ddp)) == ("met", "met", "met")
+    again = summary(times, {"pair": {4: {"us": 1.2, "gloo": 8}}, "ddp": {"gloo": 28}})
+    assert [verdict(target) for target in again["targets"]] == ["open", "open", "missed"]
+    assert [row["rdmarpc_us"] for row in found["rows"]] == [2.0, 1.5], "of all calls; ddp: less those without communication"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc import transfers
 from rdmarpc.experiments import bench
+from rdmarpc.experiments.harness.targets import verdicts
 
 TRAIN = ["-m", "experiments.train"]
 QUICK = ["epochs=2"]
@@ -216,10 +217,13 @@ def test_benchmark_measures_every_cell_of_both_layers(tmp_path: Path) -> None:
 
     for text in ("8 tensors", "x + 1", "remote", "first call of a signature", "all to all", "init_rpc of 2 workers"):
         assert text in shown
-    met = sum(target["met"] for target in found["targets"])
-    assert f"targets met: {met} of {len(found['targets'])}" in shown
-    asked = {(target["name"], target["asked"]) for target in found["targets"]}
-    assert {("identity, 4 B", "≤ 18"), ("first call, 4 B", "≤ 2"), ("2 workers, all to all", "≥ 5")} <= asked
+    assert f"targets: {verdicts(found['targets'])}" in shown
+    asked = {(target["name"], target["relation"], target["asked"]) for target in found["targets"]}
+    assert {
+        ("identity, 4 B: µs", "≤", 18),
+        ("first call, 4 B: times a later call", "≤", 2),
+        ("2 workers, all to all: times faster than torch RPC", "≥", 5),
+    } <= asked
 
 
 def test_benchmark_measures_autograd_of_both_layers(tmp_path: Path) -> None:
@@ -229,9 +233,11 @@ def test_benchmark_measures_autograd_of_both_layers(tmp_path: Path) -> None:
     parts = {f"{layer}{part}" for layer in ("rdmarpc", "torch_rpc") for part in ("", "_local", "_above")}
     assert set(measured) == parts and all(measured[part] == measured["rdmarpc"] for part in parts)
     assert all(record["median"] > 0 for record in found["records"] if not record["what"].endswith("_above"))
-    asked = {(target["name"], target["asked"]) for target in found["targets"]}
-    assert asked == {("a tiny call, forward and backward", "≥ 5"), ("two linear layers, 10 iterations", "≤ 0.2")}
-    assert all(name in shown for name, _ in asked)
+    asked = {(target["name"], target["relation"], target["asked"]) for target in found["targets"]}
+    tiny, linear = "a tiny call, forward and backward", "two linear layers, 10 iterations"
+    above = "of torch RPC's time above"
+    assert asked == {(f"{tiny}: times faster than torch RPC", "≥", 5), (f"{linear}: {above}", "≤", 0.2)}
+    assert all(name in shown for name in (tiny, linear))
 
 
 @pytest.mark.parametrize(

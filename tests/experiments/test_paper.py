@@ -19,7 +19,8 @@ from rich.console import Console
 from timing import eventually
 
 from rdmarpc.experiments import paper
-from rdmarpc.experiments.harness.findings import Findings, number_text, spread, target_text, verdict, verdicts
+from rdmarpc.experiments.harness.findings import Findings
+from rdmarpc.experiments.harness.targets import number_text, of_samples, of_times, spread, target_text, verdict, verdicts
 from rdmarpc.experiments.paper_runs import catalogue, here, programs, report
 from rdmarpc.experiments.paper_runs.catalogue import EXPERIMENTS, Experiment, chosen
 
@@ -34,7 +35,7 @@ time.sleep(float(arguments.get("sleep", 0)))
 if "fail" in arguments:
     raise SystemExit("error: it has no heart")
 samples = [{"case": "call", "size": 4, "what": "rdmarpc", "samples": [1.0, 2.0, 30.0]}]
-target = {"name": "fast", "value": 2.0, "asked": "≥ 3", "target": 3.0, "met": False}
+target = {"name": "fast", "measured": 2.0, "relation": "≥", "asked": 3.0, "met": False}
 (folder / "own.json").write_text(json.dumps({"config": {}, "records": samples, "targets": [target]}))
 (folder / "own.png").write_bytes(b"picture")
 """
@@ -230,7 +231,6 @@ def test_findings() -> None:
     plain = found.as_dict({"rounds": 1})
     assert [each["met"] for each in plain["targets"]] == [True, None] and len(plain["left_out"]) == 1
     assert spread([float(v) for v in range(1, 12)]) == {"n": 11, "median": 6.0, "p10": 2.0, "p90": 10.0}
-    assert report.target(plain["targets"][0])["met"]
 
 
 @pytest.mark.parametrize(
@@ -255,23 +255,17 @@ def test_a_target_is_met_or_missed_beyond_the_spread(theirs: list[float], ours: 
     assert verdicts(found.targets * 2).endswith(f"2 {says}") or says == "met"
 
 
-def test_rows_that_keep_their_own_targets(tmp_path: Path) -> None:
-    """As ``experiments.collectives`` writes them."""
-    median = {"median_us": 20.0, "p10_us": 19.0, "p90_us": 30.0, "calls": 7}
-    row = {"ranks": 2, "case": "all_reduce", "bytes": 4, "rdmarpc": median, "rdmarpc_us": 20.0, "times_faster_than_gloo": 11.0}
-    row |= {"times_floor": None, "target": {"us": 15, "gloo": 10}, "met": {"us": False, "gloo": True}}
-    (tmp_path / "collectives.json").write_text(json.dumps({"rows": [row], "config": {}}))
-    (tmp_path / "output.txt").write_text("a table")
-    (tmp_path / "report").mkdir()
-    entry = report.Entry(made("collectives", tmp_path), tmp_path, record={"seconds": 1, "command": ["python"], "ended": ""})
-    whole = report.write(tmp_path / "report", [entry], here.surroundings(), False, False)
-    [result] = whole["experiments"]
-    assert [(each["name"], each["relation"], each["met"]) for each in result["targets"]] == [
-        ("all_reduce, 4 bytes, 2 ranks: microseconds", "≤", False),
-        ("all_reduce, 4 bytes, 2 ranks: times faster than gloo", "≥", True),
-    ]
-    [sample] = result["samples"]
-    assert (sample["n"], sample["median"], sample["p90"]) == (7, 20.0, 30.0)
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [([1.0, 1.5, 2.0], "met"), ([1.0, 1.5, 9.0], "open"), ([3.0, 4.0], "missed"), ([1.0], "open"), ([], "not measured")],
+)
+def test_a_target_of_one_quantity_goes_by_its_spread(values: list[float], says: str) -> None:
+    assert verdict(of_samples("µs", values, "≤", 2)) == says
+
+
+def test_a_difference_of_times_may_be_nothing() -> None:
+    found = of_times("above", [1.0, 2.0], [-1.0, 3.0], "≤", 0.1)
+    assert (verdict(found), target_text(found)) == ("missed", "missed: above: 1.5 (0.423 to inf), asked ≤ 0.1")
 
 
 @pytest.mark.parametrize(
@@ -285,3 +279,23 @@ def test_all_of_it_fits_into_its_time() -> None:
     """As the estimates have it: what has no time left is left out."""
     cpu = [each for each in EXPERIMENTS if not each.gpu]
     assert sum(each.takes(False) for each in cpu) <= 60 and sum(each.takes(True) for each in cpu) <= 5
+
+
+def test_what_a_program_leaves_is_waited_for_and_its_processor_time_counts(tmp_path: Path) -> None:
+    """A process that outlives its parent, as the server that forks workers does."""
+    program = f"""
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1].partition("=")[2])
+mine = pathlib.Path({str(tmp_path)!r}) / "left"
+if not os.fork():
+    while time.process_time() < 0.3:
+        pass
+    mine.with_name("new").write_text(str(os.getpid()))
+    mine.with_name("new").rename(mine)
+    time.sleep(600)
+while not mine.exists():
+    time.sleep(0.01)
+"""
+    record = programs.run([sys.executable, "-S", "-c", program], tmp_path / "kept/own", 100.0, lambda line: None)
+    assert record["processor_s"] >= 0.3
+    assert not Path("/proc", (tmp_path / "left").read_text()).exists()

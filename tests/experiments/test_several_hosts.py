@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing as mp
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import on_network
 import programs
 import pytest
 from hydra import compose, initialize_config_dir
@@ -38,6 +41,36 @@ def test_two_tasks_run_one_app(tmp_path: Path) -> None:
     assert not found["left_out"] and {each["what"] for each in found["samples"]} == {*LIBRARIES, "gloo"}
     assert "a step, ms" in said[0] and "a step, ms" not in said[1], "the first task alone has the figures"
     assert not (folder / hosts.FOLDER).exists() and not list(folder.glob(".meeting-*"))
+
+
+def test_two_hosts_run_one_app(tmp_path: Path) -> None:
+    """Two emulated hosts: names, networks and a cable between them. No address of one is loopback for the other."""
+    with mp.get_context("spawn").Pool(1) as pool:  # whether it can leave; the test itself stays
+        if reason := pool.apply(on_network.leave):
+            pytest.skip(f"no network namespaces: {reason} (they need the rights of root)")
+    if not shutil.which("ip"):
+        pytest.skip("the program ip (iproute2) is missing")
+    folder, environment = tmp_path / "run", {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RDMARPC_SECRET": 64 * "a"}
+    libraries = ",".join([*LIBRARIES, "rdmarpc_group", "gloo"])
+    given = ["cluster=torchrun", "device=tcp", "steps=2", "rounds=1", "tokens=12", "width=8", f"libraries=[{libraries}]"]
+    script = str(Path(on_network.__file__).relative_to(programs.ROOT))
+    tasks = [
+        programs.Program(
+            [script, str(rank), str(tmp_path), "-m", "experiments.mixture", *given, f"hydra.run.dir={folder}"],
+            tmp_path / f"out{rank}",
+            environment | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [task.wait(240.0) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    said = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
+    assert codes == [0, 0], "\n".join(said)
+    found = json.loads((folder / "mixture.json").read_text())
+    assert not found["left_out"] and {each["what"] for each in found["samples"]} == {*LIBRARIES, "rdmarpc_group", "gloo"}
 
 
 def both(tmp_path: Path, *, limit_s: float = 20.0) -> list[Hosts]:

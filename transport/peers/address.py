@@ -6,17 +6,31 @@ import fcntl
 import socket
 import struct
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
 
 def routed_address() -> str:
-    """The local address of the default route: where other hosts reach this one. Loopback if there is no route."""
+    """The local address of the default route: where other hosts reach this one. Without such a route, as in the network of a
+    cluster that leads nowhere else, the address of the only interface that has one and is up; else loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table (address reserved for documentation)
         except OSError:
-            return "127.0.0.1"
+            addresses = [address for _, name in socket.if_nameindex() if (address := _outward(name))]
+            return addresses[0] if len(addresses) == 1 else "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def _outward(name: str) -> str | None:
+    """The address of an interface that is up and leads to other hosts."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    (flags,) = struct.unpack_from("H", answer, 16)
+    return interface_address(name) if flags & (_IFF_UP | _IFF_LOOPBACK) == _IFF_UP else None
 
 
 def interface_address(name: str) -> str | None:

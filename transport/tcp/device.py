@@ -67,7 +67,8 @@ class TcpDevice(Device):
         self._chosen = "asked for"
         if not host:
             host = routed_address() if self.given else "127.0.0.1"
-            self._chosen = "address of the default route" if self.given else "loopback, because no secret was given"
+            routed = "address of the default route, or of the only interface"
+            self._chosen = routed if self.given else "loopback, because no secret was given"
         host = interface_address(host) or host
         try:
             family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
