@@ -20,9 +20,9 @@ def test_a_step_in_plain_words() -> None:
     [
         (1.0, 4.0, "spends 4.0× less time"),
         (4.0, 1.0, "spends 4.0× more time"),
-        (0.0, 1.0, "adds 0.00 ms to a training step with rdmarpc, 1.00 ms with torch RPC"),
-        (1.0, 0.0, "adds 1.00 ms to a training step with rdmarpc, 0.00 ms with torch RPC"),
-        (0.0, 0.0, "0.00 ms with torch RPC"),
+        (0.0, 1.0, "adds 0.00 ms to a step; with torch RPC 1.00 ms"),
+        (1.0, 0.0, "adds 1.00 ms to a step; with torch RPC 0.00 ms"),
+        (0.0, 0.0, "with torch RPC 0.00 ms"),
     ],
 )
 def test_the_finding_of_any_measurement(ours: float, theirs: float, says: str) -> None:
