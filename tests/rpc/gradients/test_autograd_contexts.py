@@ -16,7 +16,7 @@ import rdmarpc as rpc
 from rdmarpc import autograd
 from rdmarpc.calls import agent
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def live():
@@ -157,14 +157,18 @@ def forward_late(to, tensor):
     return rpc.rpc_sync(to, double_too, (SlowToPickle(), tensor)).requires_grad
 
 
-def decode_late(function, seconds):
-    """From now on requests of ``function`` (its name) wait before anybody looks at what they bring."""
+def until_no_context():
+    eventually(live, [])
+
+
+def decode_late(function, wait, *args):
+    """From now on requests of ``function`` (its name) wait, by ``wait(*args)``, before anybody looks at what they bring."""
     callee = agent.current().callee
     decode = callee._decode
 
     def slow_decode(request):
         if function.encode() in request.frame.body:
-            time.sleep(seconds)
+            wait(*args)
         return decode(request)
 
     callee._decode = slow_decode
@@ -196,7 +200,7 @@ def overtaken(rank):
         return
     tensor = torch.ones(3, requires_grad=True)
     # The end comes while a request waits for its thread, or to be looked at.
-    rpc.rpc_sync("worker1", decode_late, ("arrives_late", 0.3))
+    rpc.rpc_sync("worker1", decode_late, ("arrives_late", until_no_context))
     with autograd.context():
         rpc.rpc_async("worker2", slow, (0.3,))
         waiting = [rpc.rpc_async("worker2", double, (tensor,)) for _ in range(5)]
@@ -212,7 +216,7 @@ def overtaken(rank):
         pending = rpc.rpc_async("worker1", forward_late, ("worker2", tensor))
         time.sleep(0.1)
     pending.wait()
-    gone_everywhere("worker0", "worker1", "worker2", limit=3.0)
+    gone_everywhere("worker0", "worker1", "worker2")
     rpc.shutdown()
 
 

@@ -17,7 +17,7 @@ from rdmarpc import autograd
 from rdmarpc.calls import agent
 
 TRAINERS, SERVERS, CONTEXTS = 2, 2, 100
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 torch.manual_seed(0)
 shared = torch.rand(4, 4).double().requires_grad_()
@@ -130,7 +130,9 @@ def crowd():
 
 
 def test_a_hundred_contexts_at_once():
-    results(run_group(many_contexts, TRAINERS + SERVERS, num_worker_threads=4, each={2: {"num_worker_threads": 2}}, timeout=90))
+    results(
+        run_group(many_contexts, TRAINERS + SERVERS, num_worker_threads=4, each={2: {"num_worker_threads": 2}}, timeout=115)
+    )
 
 
 def one_step(tensor):
@@ -176,7 +178,8 @@ def deep_chains(rank):
         at_once(10, play)
         gone_everywhere("worker0", "worker1")
         busy = agent.current().pool
-        assert not busy.running and len(busy.threads) <= 4  # the pool's, its spare one, and the watchdog
+        eventually(lambda: len(busy.running), 0)
+        assert len(busy.threads) <= 4  # the pool's, its spare one, and the watchdog
     rpc.shutdown()
 
 
@@ -334,7 +337,7 @@ def test_passes_meet_at_a_new_accumulator():
 
 def overtakes_creation(rank):
     if rank == 0:
-        rpc.rpc_sync("worker2", decode_late, ("root_of", 0.3))
+        rpc.rpc_sync("worker2", decode_late, ("root_of", time.sleep, 0.3))
         tensor = torch.rand(2, 4).double().requires_grad_()
         with autograd.context() as context_id:
             rpc.remote("worker2", root_of, (tensor,)).backward(context_id)

@@ -87,7 +87,7 @@ def unused_calls(rank):
         with autograd.context() as context_id:
             # What waits is on another worker: it passed on to a third what it returned, for nothing.
             same(context_id, rpc.rpc_sync("worker1", spread, (x,)).sum(), [x], (x * 3).exp().sum())
-        assert surveys() >= 2 and time.monotonic() - before < 20
+        assert surveys() >= 2 and time.monotonic() - before < 60
         # By reference: the owner asks.
         with autograd.context() as context_id:
             rref = rpc.remote("worker1", spread, (x,))
