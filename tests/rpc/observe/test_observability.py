@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from group import die, results, run_group
+from group import Meeting, die, results, run_group
+from timing import eventually
 from torch.profiler import ProfilerActivity, profile
 
 import rdmarpc as rpc
@@ -75,6 +76,7 @@ def profiled(rank):
         if rank == 1:
             rpc.rpc_sync("worker0", arrive)
             assert may_go.wait(20)
+            eventually(lambda: rpc.debug_info()["agent.num_running"], 0)  # what lets this one go has ended, too
         else:
             assert arrived.wait(20)
             for _ in range(3):
@@ -94,7 +96,7 @@ def profiled(rank):
             rpc.rpc_sync("worker1", let_go)
     found = defaultdict(list)
     for event in seen.events():
-        found[event.name].append((event.time_range.elapsed_us(), event.is_async))
+        found[event.name].append((event.time_range.start, event.time_range.end))
     inside = [event.cpu_parent.name for event in seen.events() if event.name == "aten::add" and event.cpu_parent is not None]
     rpc.shutdown()
     return dict(found), inside
@@ -107,16 +109,17 @@ def test_profiler_shows_calls_on_both_sides():
     assert len(calling[f"remote#{here}double{there}"]) == 1
     assert len([name for name in calling if name.startswith("to_here#") and name.endswith(there)]) == 1
     assert len(calling[f"rpc_sync#rref.sum{there}"]) == len(called[f"rpc#rref.sum{there}"]) == 1
-    [(unsent, _)] = [event for name, events in calling.items() if "<lambda>" in name for event in events]
-    assert unsent < 100_000  # it was never sent, and the event of a call that nobody waits for ends as well
-    assert len(calling[f"rpc_sync#{here}fail{there}"]) == len(calling[f"rpc_async#{here}fail{there}"]) == 1
-    [(elapsed, _)] = calling[f"rpc_async#{here}nap{there}"]
-    assert elapsed > 190_000  # until the answer, not until it was sent
+    [(_, unsent)] = [event for name, events in calling.items() if "<lambda>" in name for event in events]
+    [(next_begun, _)] = calling[f"rpc_sync#{here}fail{there}"]
+    assert unsent <= next_begun  # it was never sent, and the event of a call that nobody waits for ends as well
+    assert len(calling[f"rpc_async#{here}fail{there}"]) == 1
+    [(begun, ended)] = calling[f"rpc_async#{here}nap{there}"]
+    assert ended - begun > 190_000  # until the answer, not until it was sent
     for name, times in (("double", 4), ("nap", 1), ("fail", 2), ("later", 1), ("let_go", 1)):
         assert len(called[f"rpc#{here}{name}{there}"]) == times, name
     assert inside.count(f"rpc#{here}double{there}") == 4  # what a function does is inside of its event
-    [(elapsed, _)] = called[f"rpc#{here}nap{there}"]
-    assert elapsed > 190_000
+    [(begun, ended)] = called[f"rpc#{here}nap{there}"]
+    assert ended - begun > 190_000
 
 
 def profiled_in_one_thread(rank):
@@ -306,18 +309,16 @@ def test_a_recording_that_ends_while_a_request_is_read_fails_no_call(tmp_path):
     results(run_group(stop_when_a_request_comes, 2, timeline=str(tmp_path)))
 
 
-def leave_at_once(rank):
-    other = f"worker{1 - rank}"
-    for _ in range(20):
-        rpc.rpc_sync(other, double, (torch.ones(2),))
-    rpc.rpc_sync(other, let_go)
-    assert may_go.wait(20)
-    time.sleep(0.2)  # let the other one have its answer
+def leave_at_once(meeting: Meeting):
+    meeting.join(world_size=2)
+    for _ in range(21):
+        rpc.rpc_sync(f"worker{1 - meeting.rank}", double, (torch.ones(2),))
+    meeting.step("answered", 2)
     rpc.shutdown(graceful=False)
 
 
 def test_timelines_that_nobody_gathers_are_merged_by_the_command(tmp_path):
-    results(run_group(leave_at_once, 2, timeline=str(tmp_path / "run.json")))
+    results(run_group(leave_at_once, 2, dynamic=True, timeline=str(tmp_path / "run.json")))
     files = [tmp_path / f"run.worker{rank}.json" for rank in (0, 1)]
     assert sorted(tmp_path.iterdir()) == files
     # As if the second one had run on another host, whose clock is 5 s ahead.
@@ -478,9 +479,7 @@ def explain_a_loss(rank):
         die()
     with pytest.raises(rpc.PeerLost):
         rpc.rpc_sync("worker1", hang, (1,))
-    deadline = time.monotonic() + 5
-    while not rpc.debug_info()["agent.num_lost"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: rpc.debug_info()["agent.num_lost"], 1)
     info, text = look()
     rpc.shutdown(graceful=False)
     return info, text
@@ -501,10 +500,11 @@ def test_before_init():
 
 PROGRAM = """
 import sys, torch, rdmarpc as rpc
-from test_observability import hang
+from test_observability import arrived, hang
 options = rpc.RpcBackendOptions(init_method="file://" + sys.argv[1])
 rpc.init_rpc("lonely", rank=0, world_size=1, rpc_backend_options=options)
 rpc.rpc_async("lonely", hang, (1,))
+assert arrived.wait(20)
 print("ready", flush=True)
 torch.futures.Future().wait()  # in C++: Python runs no signal handler in here
 """

@@ -46,7 +46,7 @@ def tables():
     }
 
 
-def wait_until_empty(ranks, seconds=15.0):
+def wait_until_empty(ranks, seconds=30.0):
     """Until no table of any of these workers holds anything."""
     deadline = time.monotonic() + seconds
     while True:
