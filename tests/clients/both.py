@@ -18,7 +18,7 @@ import torch
 
 PROGRAMS = Path(__file__).parent / "programs"
 HELPERS = str(Path(programs.__file__).parent)
-LIMIT_S = 100.0
+LIMIT_S = 250.0
 
 # The modules that a program needs besides torch.
 NEEDS: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from suite_server import SKIPPED
 
-_START_S, _LIMIT_S, _MARGIN_S = 60.0, 40.0, 10.0
+_START_S, _LIMIT_S, _MARGIN_S = 150.0, 100.0, 20.0
 
 
 class Server:

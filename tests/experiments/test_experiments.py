@@ -91,7 +91,7 @@ def test_workers_that_somebody_else_started(tmp_path: Path) -> None:
             arguments = [*TRAIN, "device=tcp", "model=mlp", "epochs=1", f"hydra.run.dir={folder}"]
             tasks.append(programs.Program(arguments, tmp_path / f"out{rank}", environment))
         for rank, task in enumerate(tasks):
-            assert task.wait(timeout=90) == 0, (tmp_path / f"out{rank}").read_text()
+            assert task.wait(timeout=200) == 0, (tmp_path / f"out{rank}").read_text()
     finally:
         for task in tasks:
             task.kill()

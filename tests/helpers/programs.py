@@ -82,7 +82,7 @@ class Program:
         self._process.join(10)
 
 
-def run(*arguments: str, fresh: bool = False, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, fresh: bool = False, timeout: float = 250.0) -> subprocess.CompletedProcess[str]:
     """A program from start to end. ``fresh``: really in an interpreter of its own."""
     if fresh:
         command = [sys.executable, *arguments]

@@ -21,10 +21,15 @@ def _rank(rank: int, main: Callable[[int], Any], out: str) -> None:
         torch.save(found, out)
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """One that nobody else is given while this process lives; who asks for it by number may listen there."""
+    _held.append(socket.socket())
+    _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held[-1].bind(("127.0.0.1", 0))
+    return _held[-1].getsockname()[1]
 
 
 def start(main: Callable[[int], Any], world: int) -> None:

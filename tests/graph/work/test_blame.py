@@ -30,7 +30,8 @@ class Disaster(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_post_to_a_worker_that_left_names_the_one_that_died(kind):
+def test_a_post_to_a_worker_that_left_names_the_one_that_died(kind, monkeypatch):
+    monkeypatch.setattr(stations, "_GRACE_S", TIMEOUT)
     torch.set_num_threads(1)
     cluster = Cluster(3, kind)
     try:

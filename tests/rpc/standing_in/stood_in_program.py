@@ -83,8 +83,8 @@ def main() -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
-    assert not started.wait(60) and not any(process.exitcode for process in processes)
+        process.join(200)
+    assert not started.wait(200) and not any(process.exitcode for process in processes)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,23 +24,27 @@ def python(*arguments: str, **environment: str) -> str:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
 
-def port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
+@contextmanager
+def port() -> Iterator[str]:
+    """A port that nobody else is given meanwhile; who asks for it by number may listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("localhost", 0))
+        yield str(holder.getsockname()[1])
 
 
 def test_every_way_to_start_a_process(tmp_path: Path) -> None:
     """With the ``sitecustomize`` of the user's, which ours hides."""
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = 'yes'\n")
-    lines = python("-m", "rdmarpc", "run", "--", str(PROGRAM), port(), PYTHONPATH=str(tmp_path)).splitlines()
+    with port() as held:
+        lines = python("-m", "rdmarpc", "run", "--", str(PROGRAM), held, PYTHONPATH=str(tmp_path)).splitlines()
     ways = ("fork", "forkserver", "spawn", "subprocess")
     assert sorted(lines) == [f"{how} rdmarpc [2.0, 2.0] [3.0] 3" for how in ways]
     seen = "import os, sys; print(os.environ['SEEN'], 'torch' in sys.modules, 'rdmarpc.api' in sys.modules)"
