@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from functools import partial
 
 import psutil
 import pytest
 import torch
 from called import identity
 from group import results, run_group
+from timing import eventually
 
 import rdmarpc as rpc
 from rdmarpc.calls import agent
@@ -53,7 +55,8 @@ def knows_two(rank):
         time.sleep(1.0)
         after = agent.current().counters(), psutil.Process().num_fds()
     rpc.shutdown(graceful=False)
-    return before[0]["channels"], after[0]["channels"], after[0]["arena_used"] - before[0]["arena_used"], after[1] - before[1]
+    more_used, more_open = after[0]["arena_used"] - before[0]["arena_used"], after[1] - before[1]
+    return before[0]["channels"], after[0]["channels"], more_used, max(0, more_open)  # what meeting took is given back by then
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -66,7 +69,7 @@ def test_who_never_talks_to_a_worker_holds_nothing_for_it(device):
 
 def settled(agent_) -> dict[str, int]:
     """The counters when everything that was given back has come home."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     agent_.device.empty(16)  # the arena takes back what was freed when the next allocation asks
     counters = agent_.counters()
     while time.monotonic() < deadline:
@@ -93,7 +96,7 @@ def in_flight(rank):
         assert [future.wait() for future in futures] == list(range(CALLS))
         assert not me.caller.pending and not me.caller.futures
         del futures, gate
-        assert settled(me)["arena_used"] == before
+        eventually(lambda: settled(me)["arena_used"] <= before)
     rpc.shutdown()
 
 
@@ -102,7 +105,7 @@ waiting: list[tuple[int, torch.futures.Future[int]]] = []
 
 
 def wait_for_gate() -> str:
-    assert gate.wait(30)
+    assert gate.wait(80)
     return "open"
 
 
@@ -144,14 +147,17 @@ def with_tensors(rank):
             del futures, future
             if turn == 1:
                 before = settled(me)["arena_used"]
-        after = settled(me)["arena_used"]
-        assert after <= before + (1 << 20), f"{before} -> {after}"
+        eventually(lambda: settled(me)["arena_used"] <= before + (1 << 20))
     rpc.shutdown()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_of_many_tensors_in_flight_comes_back(device):
     results(run_group(with_tensors, 2, transport=device))
+
+
+def knows_nobody(me) -> bool:
+    return not (me.links.by_worker or me.links.rows)
 
 
 def come_and_go(meeting):
@@ -161,10 +167,8 @@ def come_and_go(meeting):
         used = []
         for life in range(12):
             meeting.hear(f"gone{life}")
-            deadline = time.monotonic() + 5.0
             me = agent.current()
-            while (me.links.by_worker or me.links.rows) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            eventually(partial(knows_nobody, me), limit=60.0)
             del me
             gc.collect()  # channels are cycles, and hold descriptors
             me = agent.current()

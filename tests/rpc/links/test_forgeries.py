@@ -47,7 +47,7 @@ FLOOD = 1 << 18
 def send(to, kind, call=0, flags=CONTROL, payload=b"", function=b""):
     """A frame as a forger makes it."""
     link = agent.current().connections.to(to)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 50
     while not link.try_send(kind, call, flags, function=function, payload=payload):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -64,7 +64,7 @@ def say(to, *entries):
 def have(worker, function, *args):
     """Run it there, outside of the context that we may be in."""
     me = agent.current()
-    return me.call(me.resolve(worker), function, args, None, 10, control=True)
+    return me.call(me.resolve(worker), function, args, None, 60, control=True)
 
 
 asked = threading.Event()
@@ -254,7 +254,7 @@ def cut(rank):
             for _ in range(1000):
                 have(f"worker{forger}", identity, 1)
                 time.sleep(0.01)
-        assert heard.acquire(timeout=10) and text in lost[f"worker{forger}"]
+        assert heard.acquire(timeout=30) and text in lost[f"worker{forger}"]
     assert not fork.confirmed
     have("worker1", ask)
     assert waiting.wait() == "honest"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import time
 
 import pytest
 import torch
@@ -202,16 +201,26 @@ def test_ten_calls_in_flight_have_ten_landing_places(device):
     results(run_group(many_at_once, transport=device))
 
 
-def takes_its_time(tensor):
-    time.sleep(0.7)
+AT_ONCE = 16
+there: list[torch.futures.Future] = []
+
+
+@rpc.functions.async_execution
+def together(tensor):
+    """Is answered when all of its kind have come."""
+    there.append(torch.futures.Future())
+    if len(there) == AT_ONCE:
+        for answer in there:
+            answer.set_result(None)
+    return there[-1]
 
 
 def no_more_room(rank):
     if rank == 0:
         # A quarter of the arena is promised to one signature; another one gets places when it asks again.
-        many = [rpc.rpc_async("worker1", takes_its_time, (torch.ones(1_000_000),)) for _ in range(16)]
+        many = [rpc.rpc_async("worker1", together, (torch.ones(1_000_000),)) for _ in range(AT_ONCE)]
         torch.futures.wait_all(many)
-        assert rpc.rpc_sync("worker1", promised) == 16
+        assert rpc.rpc_sync("worker1", promised) == AT_ONCE
         other = torch.ones(2_000_000)
         for function in (sum_of, takes):  # whatever the answer is
             for _ in range(3):
