@@ -37,12 +37,12 @@ from .capture import (
     unchanged,
 )
 from .values import encode
-from .watch import leave_code, undrawn
+from .watch import undrawn
 from .writes import finish, writes_beyond
 
 
 def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
-    """As ``capture.capture``, for the same skeletons. Tries without and then with ``strict``."""
+    """As ``capture.capture``, for the same skeletons."""
     with torch.inference_mode(False), torch.enable_grad(), undrawn():
         with mode_of(model):
             fakes = [spec.empty() for spec in inputs]
@@ -56,28 +56,23 @@ def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
 
 
 def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
-    reasons = []
-    for strict in (False, True):
-        if strict:
-            leave_code()
-        forgets = contextlib.nullcontext() if strict else _NoForgotten()  # a strict export runs no Python of the forward
-        try:
-            with (
-                unchanged(model, lambda path: False),
-                custom_functions(_refuse),
-                _silent(),
-                _assignments(model) as assigned,
-                forgets,
-            ):
-                program = torch.export.export(model, args, kwargs, strict=strict)
-            if assigned:
-                raise sets_attribute(*assigned[0])
-            return program
-        except NotSupported:  # another export would not change it
-            raise
-        except Exception as error:  # it raises whatever its parts do
-            reasons.append(f"{'strict' if strict else 'not strict'}: {first_line(error)}")
-    raise NotSupported(f"torch.export of {type(model).__name__} failed, " + "; ".join(reasons))
+    # Not strictly: that would read the forward's code instead of running it, and forget hooks and writes that nobody sees.
+    try:
+        with (
+            unchanged(model, lambda path: False),
+            custom_functions(_refuse),
+            _silent(),
+            _assignments(model) as assigned,
+            _NoForgotten(),
+        ):
+            program = torch.export.export(model, args, kwargs, strict=False)
+    except NotSupported:
+        raise
+    except Exception as error:  # it raises whatever its parts do
+        raise NotSupported(f"torch.export of {type(model).__name__} failed, not strict: {first_line(error)}") from error
+    if assigned:
+        raise sets_attribute(*assigned[0])
+    return program
 
 
 class _NoForgotten(TorchFunctionMode):

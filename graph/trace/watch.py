@@ -35,7 +35,6 @@ from ..guards.roots import (
     globals_of,
     named_in,
     needs_search,
-    reachable,
 )
 from ..guards.side_effects import changes_there, draws_there
 from ..guards.snapshot import Snapshot
@@ -75,7 +74,7 @@ class Watch:
         self._at = 0
         self._inside: set[int] = set()
         self._tensors = {id(module): _own(module) for _, module in modules}
-        self._inlined = self._everything = False
+        self._inlined = False
         self._drawn_there: list[NotSupported] = []
         self._refused: list[NotSupported] = []
         self._beyond: list[str] = []
@@ -177,15 +176,11 @@ class Watch:
         both = (0, 1, 2) if self._inlined else (0,)
         found: list[Root] = []
         reads = {read for at in both for read in self._reads[at]}
-        if self._everything:
-            reads |= {(key, name) for key, (_, module) in self._modules.items() for name in vars(module)}
         for key, name in reads:
             path, _ = self._modules[key]
             if path in modules and name not in _TABLES:
                 found += _attribute_roots(modules[path], path or self._name, name)
         codes = {code: table for at in both for code, table in self._codes[at].items() if table is not None}
-        if self._everything:
-            codes |= reachable({type(module) for _, module in self._modules.values()})
         for code, table in codes.items():
             found += globals_of(code, table)
         return found + [root for at in both for root, _ in self._roots[at].values() if not isinstance(root.table, dict)]
@@ -271,15 +266,6 @@ class Watch:
             path = self._modules[id(module)][0] or self._name
             self._beyond.append(f"a part, or a hook of it, calls {path!r}, which is not in that part and not as a whole here")
 
-    def leave(self) -> None:
-        """See ``leave_code``."""
-        if self._refused:
-            raise self._refused[0]
-        self._everything = True
-        sys.settrace(None)
-        with contextlib.suppress(AttributeError):
-            del nn.Module.__getattribute__
-
     def _called(self, frame: types.FrameType, event: str, arg: Any) -> None:
         codes = self._codes[self._at]
         if event == "call" and frame.f_code not in codes:
@@ -331,13 +317,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-def leave_code() -> None:
-    """For a trace that looks at code instead of running it: everything counts as read. Raises what was refused so far, in the
-    watch of this thread, if there is one."""
-    if _current.watch is not None:
-        _current.watch.leave()
 
 
 def check_tensors(part: nn.Module) -> None:

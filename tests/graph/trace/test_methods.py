@@ -13,6 +13,7 @@ from test_capture import specs_of
 from torch import nn
 
 from rdmarpc.graph.trace.capture import skeleton
+from rdmarpc.graph.trace.export import export
 from rdmarpc.graph.trace.methods import capture_by, methods_of, names
 from rdmarpc.transport import NotSupported
 
@@ -111,3 +112,30 @@ class FreezesAll(nn.Module):
 def test_no_capture_forgets_a_freezing(make: Callable[[], nn.Module], how: str) -> None:
     with pytest.raises(NotSupported, match="requires_grad"):
         capture_by(methods_of(how), skeleton(make()), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}), lambda path: True)
+
+
+class Compiled(nn.Module):
+    """Its forward can be read, and not run."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.line, self.act = nn.Linear(3, 3), act
+
+    def forward(self, x):
+        if not torch.compiler.is_dynamo_compiling():
+            raise ValueError("this runs no Python")
+        if self.act == "global":
+            TOTAL.add_(1)
+        elif self.act == "data":
+            self.line.weight.data.mul_(2)
+        result = self.line(x) + TOTAL
+        if self.act == "hook":
+            result.register_hook(print)
+        return result
+
+
+@pytest.mark.parametrize("act", ["global", "data", "hook"])
+def test_an_export_runs_the_forward(act: str) -> None:
+    """Reading its code, as a strict export does, would forget hooks, and take tensors that are written for constants."""
+    with pytest.raises(NotSupported, match="not strict: this runs no Python"):
+        export(skeleton(Compiled(act)), specs_of([torch.ones(2, 3)]), lambda x: ((x,), {}))
