@@ -21,6 +21,7 @@ _MAGIC = b"rdmarpc\x02"
 _HELLO = 72
 _HELD = 40
 """Connections that one attacker keeps open at once."""
+_LATE_S = 10.0
 _SETRESUID, _NOBODY = 117, 65534
 
 
@@ -42,6 +43,10 @@ class Siege:
             thread.start()
 
     def stop(self) -> None:
+        """Not before one has come, if that is possible."""
+        limit = time.monotonic() + _LATE_S
+        while not self.connections and time.monotonic() < limit:
+            time.sleep(0.01)
         self._over.set()
         for thread in self._threads:
             thread.join(10.0)

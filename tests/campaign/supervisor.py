@@ -50,15 +50,16 @@ class Outcome:
     """Seconds that this machine was late, which are added to every limit."""
 
 
-def run(trial: Trial, keep: Path | None = None, siege: Siege | None = None) -> Outcome:
-    """Never raises for what a trial does. ``keep``: where the logs of those that fail go. ``siege``: strangers meanwhile."""
+def run(trial: Trial, keep: Path | None = None, siege: Siege | None = None, operations: int = 0) -> Outcome:
+    """Never raises for what a trial does. ``keep``: where the logs of those that fail go. ``siege``: strangers meanwhile.
+    ``operations``: so many are waited for, however slow the host is."""
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     began = time.monotonic()
     outcome = Outcome(trial)
     shared = set(os.listdir("/dev/shm"))
     try:
         with _namespaces(trial) as namespaces:
-            watch = _Watch(trial, folder, namespaces, siege)
+            watch = _Watch(trial, folder, namespaces, siege, operations)
             watch.run()
         outcome.lag, outcome.operations = watch.late, watch.operations
         entries = _read(folder)
@@ -98,10 +99,10 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 class _Watch:
-    def __init__(self, trial: Trial, folder: Path, namespaces: list[int], siege: Siege | None) -> None:
+    def __init__(self, trial: Trial, folder: Path, namespaces: list[int], siege: Siege | None, wanted: int) -> None:
         from forks import forks
 
-        self.trial, self._folder, self._namespaces, self._siege = trial, folder, namespaces, siege
+        self.trial, self._folder, self._namespaces, self._siege, self._wanted = trial, folder, namespaces, siege, wanted
         self.board = Board(folder / "board", make=True)
         self.problems: list[str] = []
         self.hung: set[int] = set()
@@ -128,6 +129,7 @@ class _Watch:
             if self._siege is not None:
                 self._siege.start(self._folder)
             self._until(lambda: False, self._settle())
+            self._until(lambda: sum(map(self.board.count, self._ranks())) >= self._wanted, _START_S)
             if self._siege is not None:
                 self._siege.stop()
             self.board.put(STOP, 1)

@@ -24,7 +24,7 @@ FAULTS = (
 
 @pytest.mark.parametrize("one", FAULTS, ids=lambda one: f"{one.workload}-{one.faults[0].kind}-{one.device}")
 def test_a_fault(one: Trial) -> None:
-    outcome = supervisor.run(one)
+    outcome = supervisor.run(one, operations=21)
     assert not outcome.problems, "\n".join([str(one), *outcome.problems])
     assert outcome.operations > 20
 
