@@ -23,10 +23,11 @@ def number(pattern: str, text: str) -> float:
 
 
 def test_parameter_server():
-    said = run("-m", "examples.parameter_server", "--epochs", "20")
+    said = run("-m", "examples.parameter_server", "--epochs", "40")
     assert number(r"accuracy on images never seen: ([\d.]+)%", said) >= 95
-    # Two of three trainers make a step: fewer steps than gradients (3 trainers, 15 batches, 20 epochs), more than a third.
-    assert 300 <= number(r"(\d+) steps", said) < 900
+    # The order in which gradients come is left to chance, and with it the accuracy: 20 epochs may end near 95 %.
+    # Two of three trainers make a step: fewer steps than gradients (3 trainers, 15 batches, 40 epochs), more than a third.
+    assert 600 <= number(r"(\d+) steps", said) < 1800
 
 
 def test_served():
