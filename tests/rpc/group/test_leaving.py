@@ -37,7 +37,7 @@ def leaves_in_between(rank):
         time.sleep(0.3)
         rpc.shutdown(graceful=False)
         return
-    waiting = rpc.rpc_async("worker1", by_way_of_another, (3.0,))
+    waiting = rpc.rpc_async("worker1", by_way_of_another, (8.0,))
     with rpc.autograd.context() as context:
         value = rpc.rpc_sync("worker1", slow, (torch.ones(3, requires_grad=True),))
         dismiss("worker1")
