@@ -17,9 +17,8 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings
-from .peers.libraries import TITLES
 from .peers.turns import Turns, run_app
-from .shapes.runs import checked, table, take_all
+from .shapes.runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 
@@ -58,10 +57,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     table(findings, job, "A step, ms", "step", False, note)
     note = "from the question for all bags of a batch to their arrival; a part of the step"
     table(findings, job, "The forward calls alone, ms", "lookup", False, note)
-    size = job["trainers"] + job["servers"]
-    for case in job["cases"] if set(job["libraries"]) == {"rdmarpc", "torch_rpc"} else ():
-        theirs, ours = ((f"{case}: step", size, library) for library in ("torch_rpc", "rdmarpc"))
-        findings.target_times(f"{case}: a step, times faster than {TITLES['torch_rpc']}", theirs, ours, "≥", 1)
+    ahead(findings, job, "a step", "step")
     draw(findings, job, "step", "milliseconds a step", "processes: trainers and servers", folder / "dlrm.png")
 
 

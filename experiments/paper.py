@@ -12,6 +12,8 @@ interruption the same command goes on. The run's folder receives report.md, its 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -36,8 +38,12 @@ LATE = 15.0
 @hydra.main(version_base="1.3", config_path=CONF, config_name="paper")
 def main(cfg: DictConfig) -> None:
     """All that were chosen; fails, after the report, if one of them failed."""
-    job = checked(cfg)
-    folder = apps.run_folder()
+    with alone(apps.run_folder()) as folder:
+        report_of(checked(cfg), folder)
+
+
+def report_of(job: dict[str, Any], folder: Path) -> None:
+    """Runs them, and writes the report after each."""
     console = Console(highlight=False, markup=False)
     console.print(f"the report will be {folder / 'report.md'}", soft_wrap=True)
     surroundings = here.surroundings()
@@ -111,6 +117,22 @@ def run_one(
         except programs.Failed as error:
             return report.Entry(experiment, reason=str(error), failed=True, output=error.output)
     return report.Entry(experiment, place, record=record)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[Path]:
+    """Ends the program while another one writes its report into this folder."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"error: another run writes its report into hydra.run.dir={folder}") from None
+        except OSError:
+            pass  # a file system without locks
+        yield folder
+    finally:
+        os.close(place)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings
 from .peers.turns import Turns, run_app
-from .shapes.runs import checked, table, take_all
+from .shapes.runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 CASES = ("all buckets", "sparse buckets")
@@ -36,12 +36,13 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
-    """The table and the picture."""
+    """The table, the targets and the picture."""
     from .shapes.picture import draw
 
     note = f"Medians. Trainers: {job['trainers']}, servers: {job['servers']}; {job['layers']} dense"
     note += f" layers of width {job['width']}, a table of {job['rows']} rows, {job['batch']} x {job['bag']} of them a batch"
     table(findings, job, "A step, ms", "step", False, note)
+    ahead(findings, job, "a step", "step")
     draw(findings, job, "step", "milliseconds a step", "processes", folder / "parameter_server.png")
 
 

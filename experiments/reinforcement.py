@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from .harness import apps
 from .harness.findings import Findings
 from .peers.turns import Turns, run_app
-from .shapes.runs import checked, table, take_all
+from .shapes.runs import ahead, checked, table, take_all
 
 CONF = apps.CONF
 CASES = ("one by one", "in batches")
@@ -39,12 +39,13 @@ def run(job: dict[str, Any], turns: Turns) -> None:
 
 
 def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
-    """The tables and the picture."""
+    """The tables, the targets and the picture."""
     from .shapes.picture import draw
 
     note = "From an observer's question to the agent's answer, medians"
     table(findings, job, "An action, ms", "latency", False, note)
     table(findings, job, "Actions a second", "actions", True, "Of all observers together, medians of the episodes")
+    ahead(findings, job, "an action", "latency")
     label = "processes: an agent and its observers"
     draw(findings, job, "latency", "milliseconds an action", label, folder / "reinforcement.png")
 

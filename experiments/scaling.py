@@ -55,8 +55,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         ups = [None if step is None else count * compute / step for step in steps]
         rows.append([str(count), str(min(job["servers"], count)), *map(text, steps), *map(text, ups)])
     heads = [*(f"{TITLES[each]}, ms" for each in libraries), *(f"{TITLES[each]}, speed-up" for each in libraries)]
+    how = f"computation of {compute:g} ms emulated, {job['placement']}"
     findings.table(
-        f"Measured: a mini-batch of {job['net']} over {job['device']}, emulated computation of {compute:g} ms",
+        f"Measured: a mini-batch of {job['net']} over {job['device']}, {how}",
         ["workers", "servers", *heads],
         rows,
         "speed-up: mini-batches a second of all workers, by those of one that computes alone and exchanges nothing. The"
@@ -85,6 +86,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values, with `quick` applied; ends the program if it makes no sense."""
     from .exchange.models import MODELS
+    from .scaled.worker import PLACEMENTS
 
     job = apps.plain(cfg)
     if job["quick"]:
@@ -96,6 +98,8 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     apps.device(job)
     apps.numbers(job, 1, "workers", "hosts")
     apps.at_least_one(job, "servers", "steps", "rounds")
+    if job["placement"] not in PLACEMENTS:
+        raise SystemExit(f"error: placement={job['placement']} must be one of {', '.join(PLACEMENTS)}")
     job["compute_ms"] = COMPUTE_MS[job["net"]] if job["compute_ms"] is None else job["compute_ms"]
     import torch
 

@@ -16,16 +16,25 @@ from ..peers.turns import Figure
 WARM_UP = 2
 
 
-def shares(tensors: list[int], servers: int) -> list[int]:
-    """How many numbers each server keeps, when tensors are dealt out round-robin, as in the paper."""
-    return [sum(tensors[server::servers]) for server in range(servers)]
+PLACEMENTS = ("round_robin", "balanced")
+
+
+def shares(tensors: list[int], servers: int, placement: str = "round_robin") -> list[int]:
+    """How many numbers each server keeps: tensors are dealt out round-robin, as in the paper, or balanced, the largest first,
+    each to the server that has least, as ``rpc.serve`` does."""
+    if placement == "round_robin":
+        return [sum(tensors[server::servers]) for server in range(servers)]
+    kept = [0] * servers
+    for count in sorted(tensors, reverse=True):
+        kept[kept.index(min(kept))] += count
+    return kept
 
 
 def drive(client: Client, job: dict[str, Any]) -> list[Figure]:
     """All workers' steps; client 0 answers for all of them: milliseconds a mini-batch with its computation ("step", the median
     over the workers of each one's mean), and of an exchange alone while nobody computes, with a tensor and with 4 bytes."""
     place, rank = Path(job["meeting_place"]), job["rank"]
-    parts = [torch.ones(count) for count in shares(job["tensors"], job["servers"]) if count]
+    parts = [torch.ones(count) for count in shares(job["tensors"], job["servers"], job["placement"]) if count]
     compute_s = job["compute_ms"] / 1e3
 
     def exchange() -> None:

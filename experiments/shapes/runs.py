@@ -40,6 +40,14 @@ def table(findings: Findings, job: dict[str, Any], title: str, name: str, larger
     findings.table(f"{title}, {job['device']}", columns, rows, note)
 
 
+def ahead(findings: Findings, job: dict[str, Any], title: str, name: str) -> None:
+    """Targets: this figure, of which less is better, is ahead of torch RPC in every case."""
+    keys = dict.fromkeys((case, size) for case, size, _ in findings.measured() if case.endswith(f": {name}"))
+    for case, size in keys if set(LIBRARIES) <= set(job["libraries"]) else ():
+        what = f"{case.partition(':')[0]}, {size} processes: {title}, times faster than {TITLES['torch_rpc']}"
+        findings.target_times(what, (case, size, "torch_rpc"), (case, size, "rdmarpc"), "≥", 1)
+
+
 def checked(job: dict[str, Any], cases: tuple[str, ...]) -> dict[str, Any]:
     """The job; ends the program if it makes no sense."""
     if job["quick"]:

@@ -175,6 +175,15 @@ def _text(path: Path) -> str:
         return ""
 
 
+def test_one_report_at_a_time_is_written_into_a_folder(tmp_path: Path) -> None:
+    with paper.alone(tmp_path) as folder:
+        assert folder == tmp_path
+        with pytest.raises(SystemExit, match="another run writes its report"), paper.alone(tmp_path):
+            pass
+    with paper.alone(tmp_path):
+        assert not list(tmp_path.iterdir())
+
+
 def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
     gone.wait()

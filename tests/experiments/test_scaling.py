@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import scaling
 from rdmarpc.experiments.scaled import simulated, worker
+from rdmarpc.served.model import place
 
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 
@@ -33,7 +36,7 @@ def test_it_measures_and_simulates(tmp_path: Path) -> None:
     of_each = [("step", 1), ("step", 2), ("exchange", 1), ("latency", 1)]
     assert cases == {(case, size, library) for case, size in of_each for library in LIBRARIES}
     measured, beyond = found["tables"]
-    assert "emulated computation of 1 ms" in measured["title"] and beyond["title"].startswith("Simulated")
+    assert "computation of 1 ms emulated" in measured["title"] and beyond["title"].startswith("Simulated")
     assert [row[:2] for row in measured["rows"]] == [["1", "1"], ["2", "2"]]
     assert [row[0] for row in beyond["rows"]] == ["16", "64", "256"]
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
@@ -47,6 +50,27 @@ def test_shares_are_dealt_out_round_robin() -> None:
     assert worker.shares([5, 4, 3], 2) == [8, 4]
 
 
+def test_balanced_shares_are_those_of_serve() -> None:
+    assert worker.shares([1, 2, 3, 4, 5], 2, "balanced") == [8, 7]
+    draw = random.Random(19)
+    for servers in ([f"server{number}" for number in range(count)] for count in (1, 2, 3, 4)):
+        tensors = [draw.randrange(1, 50) for _ in range(30)]
+        net = torch.nn.ParameterList([torch.zeros(count) for count in tensors])
+        kept = dict.fromkeys(servers, 0)
+        for name, server in place(net, servers, "balanced").items():
+            kept[server] += tensors[int(name)]
+        assert worker.shares(tensors, len(servers), "balanced") == list(kept.values())
+
+
+def test_each_placement_runs(tmp_path: Path) -> None:
+    """Servers with other shares: the same numbers cross."""
+    given = ["net=GRU", "workers=[2]", "steps=1", "rounds=1", "compute_ms=1", "libraries=[rdmarpc]", "placement=balanced"]
+    done = programs.run("-m", "experiments.scaling", *given, f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stdout
+    [measured] = json.loads((tmp_path / "scaling.json").read_text())["tables"]
+    assert measured["title"].endswith("balanced") and measured["rows"][0][:2] == ["2", "2"]
+
+
 def test_the_simulation_is_its_formula() -> None:
     tensors = [1000] * 8  # 32,000 bytes, even over 8 servers
     rate = simulated.bandwidth(tensors, exchange_ms=65.0, latency_ms=1.0)
@@ -58,7 +82,8 @@ def test_the_simulation_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"), [("net=LeNet", "net=LeNet"), ("workers=[0]", "workers=[0]"), ("steps=0", "steps=0")]
+    ("override", "says"),
+    [("net=LeNet", "net=LeNet"), ("placement=x", "placement=x"), ("workers=[0]", "workers=[0]"), ("steps=0", "steps=0")],
 )
 def test_bad_config_is_a_clear_error(override: str, says: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(says)):

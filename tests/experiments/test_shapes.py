@@ -39,6 +39,8 @@ def test_both_libraries_leave_the_same(name: str, tmp_path: Path) -> None:
     libraries = ("rdmarpc", "torch_rpc")
     assert counts == {(f"{case}: {what}", 3, each): n for what, n in FIGURES[name].items() for each in libraries}
     assert not found["left_out"] and [row[0] for row in found["tables"][0]["rows"]] == [case]
+    [target] = found["targets"]
+    assert target["name"].startswith(f"{case}, 3 processes: ") and target["measured"] > 0
 
 
 def test_other_results_are_an_error(tmp_path: Path) -> None:
