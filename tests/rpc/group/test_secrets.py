@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +26,12 @@ SECRET = "random text that all know"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not of those that the system gives to connections, which another test may have by then."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def as_nobody(function, *args):
