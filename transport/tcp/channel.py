@@ -231,6 +231,8 @@ class TcpChannel(Channel):
             self.error = kept(error)
             whole = self.outbox.end()
             self.reader.end()
+            if whole:
+                self.outbox.answer()  # the peer must not take for lost what is here
             if whole and goodbye is not None:
                 with contextlib.suppress(OSError):
                     self.outbox.send([HEADER.pack(BYE, 0, goodbye, 0, 0, 0, 0, 0, 0)])
@@ -260,6 +262,7 @@ class TcpChannel(Channel):
         if os.getpid() != self.device.pid:
             return
         deadline = self.device.close_deadline()
+        self._posts.urge(self._posts.last)
         while (self._posts.waiting or not self.outbox.empty) and self.error is None and not self._io.is_current():
             if time.monotonic() > deadline:
                 break

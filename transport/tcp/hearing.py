@@ -13,7 +13,8 @@ thread is woken only to wake another one. State, of 64-bit words:
     +40  acked    the last post that an ACK has answered
     +48  due      the last post that the peer wants an ACK for, 0: none
     +56  more     0 if there was nothing in the socket behind what was taken last
-    +64  places   from here on ``PLACES`` regions, by the low bits of their numbers: region, key, address, bytes (0: none)
+    +64  owed     address of the last post that the peer wants an ACK for with the next frame that goes back (``outbox``)
+    +72  places   from here on ``PLACES`` regions, by the low bits of their numbers: region, key, address, bytes (0: none)
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from ..words.compiled import compiled
 from ..words.kernels import OK, TIMEOUT
 from ..words.signals import MAX_NOTIFY, RECORD_BYTES, signal
 from ..words.symbols import CFunction, i32, i64, inline
-from .wire import ACK, BEAT, HEADER, LAST, NOTIFY, SILENT, WRITE
+from .wire import ACK, BEAT, HEADER, LAST, LATER, NOTIFY, SILENT, WRITE
 
 PEEK_BYTES, PLACES = 4096, 16
 TORN, READABLE = -1, 1
-_WORDS = 8
+_WORDS = 9
 _HEADER = HEADER.size
 _PEEK, _TAKE = 0x02 | 0x40, 0x40  # MSG_PEEK, MSG_DONTWAIT
 _POLLIN = 1
@@ -44,7 +45,7 @@ _poll = CFunction("poll", i32(i64, i64, i32))
 @inline
 def _place(state: int, region: int, key: int, offset: int, nbytes: int) -> int:
     """Where a WRITE goes, or 0 if the I/O thread has to look that up."""
-    at = state + 64 + 32 * (region & 15)
+    at = state + 72 + 32 * (region & 15)
     if load_acquire(at) != region or load_acquire(at + 8) != key:
         return 0
     if offset < 0 or nbytes <= 0 or offset > load_acquire(at + 24) - nbytes:
@@ -65,7 +66,7 @@ def take(state: int, last: int) -> int:
         first, seq = load_acquire(head), load_acquire(head + 8)
         op, flags, imm = first & 255, (first >> 8) & 255, (first >> 32) & 0xFFFFFFFF
         nbytes = 0
-        if imm > MAX_NOTIFY:
+        if imm > MAX_NOTIFY or seq < 0:
             break
         if op == WRITE:
             nbytes = load_acquire(head + 40)
@@ -76,7 +77,7 @@ def take(state: int, last: int) -> int:
                 break
             memcpy(where, frames + at + _HEADER, nbytes)
         elif op == ACK:
-            if seq > last or seq < 0:
+            if seq > last:
                 break
             if seq > load_acquire(state + 40):
                 store_release(state + 40, seq)
@@ -86,7 +87,7 @@ def take(state: int, last: int) -> int:
             if imm:
                 signal(records + (imm - 1) * RECORD_BYTES, bells)
             if flags & LAST and not flags & SILENT:
-                store_release(state + 48, seq)
+                store_release(load_acquire(state + 64) if flags & LATER else state + 48, seq)
         at += _HEADER + nbytes
     store_release(state + 56, 1 if at < got or got == PEEK_BYTES else 0)
     left = at
@@ -124,11 +125,12 @@ def await_bytes(poll_fd: int, record: int, target: int, spin_ns: int, slice_ns: 
 class Hearing:
     """The state of one channel. All methods but ``until_bytes`` are called under the reader's lock."""
 
-    def __init__(self, fd: int, records: int, bells: int) -> None:
+    def __init__(self, fd: int, records: int, bells: int, owed: int) -> None:
         self._frames = np.zeros(PEEK_BYTES + _HEADER, np.uint8)
         self._state = np.zeros(_WORDS + 4 * PLACES, np.int64)
         frames = self._frames.ctypes.data
         self._state[:5] = fd, frames, frames + PEEK_BYTES, records, bells
+        self._state[8] = owed
         self._places = self._state[_WORDS:].reshape(PLACES, 4)
         self._poll_fd = np.array([fd | _POLLIN << 32], np.int64)
         self._at, self._poll_at = self._state.ctypes.data, self._poll_fd.ctypes.data

@@ -14,8 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from ..peers.pulse import MAX_BUFFERS, SMALL_BYTES, Pulse
-from .wire import TURN_BYTES, Buffers
+from ..words import kernels
+from .wire import ACK, HEADER, LAST, TURN_BYTES, Buffers
 
 
 class Outbox:
@@ -25,6 +28,10 @@ class Outbox:
         """``watch(sock, readable, writable)`` tells the I/O thread whether to read what comes, and to call ``flush`` when the
         socket has room."""
         self.lock = threading.RLock()
+        self._owed = np.zeros(1, np.int64)
+        self.owed = self._owed.ctypes.data
+        """The address of a word that only grows: the last post of the peer's that the next frame that goes out answers, too."""
+        self._acked = 0  # what this word was when it was last sent
         self.inlined = 0
         """Bytes that were copied because the socket was full."""
         self._sock, self._watch = sock, watch
@@ -43,6 +50,10 @@ class Outbox:
     def empty(self) -> bool:
         return not self._queue
 
+    def sends_at_once(self, nbytes: int) -> bool:
+        """Whether ``send`` would copy frames of so many bytes to the socket, or aside."""
+        return not self._queue and self._pulse is not None and nbytes <= SMALL_BYTES - HEADER.size
+
     def start(self, pulse: Pulse) -> None:
         """Let the I/O thread serve this stream from now on, and send the frames that were posted before."""
         with self.lock:
@@ -58,6 +69,8 @@ class Outbox:
     def send(self, parts: Buffers, *, region: int = 0, keep: bool = True) -> None:
         """Send, or leave to the I/O thread. ``keep``: the parts stay unchanged until they are answered; otherwise what does
         not go out now is copied. ``region``: where the parts come from, if a peer asked for them."""
+        if kernels.load(self.owed) > self._acked:
+            parts = [self._answer(), *parts]
         idle = not self._queue and self._pulse is not None
         if idle and sum(map(len, parts)) <= SMALL_BYTES:
             self._send_small(b"".join(parts))
@@ -79,6 +92,15 @@ class Outbox:
                 self._flush()
         if idle:
             self._await_room()
+
+    def answer(self) -> None:
+        """Send the answer that is owed, if there is one."""
+        if kernels.load(self.owed) > self._acked:
+            self.send([])
+
+    def _answer(self) -> bytes:
+        self._acked = kernels.load(self.owed)
+        return HEADER.pack(ACK, LAST, 0, 0, self._acked, 0, 0, 0, 0)
 
     def _send_small(self, frames: bytes) -> None:
         """Send a copy of small frames: nothing is left of others."""

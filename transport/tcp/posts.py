@@ -14,10 +14,11 @@ from ..errors import PeerLost, RdmaError, RemoteAccessError, fresh
 from ..notify import wait_done
 from ..words import kernels
 from .outbox import Outbox
-from .wire import HEADER, LAST, NOTIFY, SILENT, Buffers
+from .wire import HEADER, LAST, LATER, NOTIFY, SILENT, Buffers
 
 Hear = Callable[[int, int, float | None], bool]
 """See ``TcpChannel.hear_until``."""
+_UNANSWERED = 64  # posts that may wait for an answer that rides on another frame
 _ENDED = 1 << 62  # added to the answers at the end, so that every wait on them returns
 
 
@@ -39,6 +40,7 @@ class Posts:
         self.count = self.nbytes = 0
         self.last = 0
         """The number of the last post."""
+        self._urgent = 0  # the last post that the peer answers by a frame of its own
         self._outbox, self._records, self._bells = outbox, records, bells
         self._pid = os.getpid()
         self._pending: dict[int, TcpWork] = {}
@@ -64,13 +66,26 @@ class Posts:
         self._pending[work.seq] = work
         return work.seq
 
-    def post(self, frames: Callable[[int], Buffers], nbytes: int, work: TcpWork) -> None:
-        """Send the frames of a transfer: ``frames(number)`` makes them. The answer completes ``work``."""
+    def post(self, frames: Callable[[int, int], Buffers], nbytes: int, framed: int, work: TcpWork) -> None:
+        """Send the frames of a transfer, ``framed`` bytes (0: with READs): ``frames(number, flags)`` makes them. The answer
+        completes ``work``. That of a small post comes with a frame that the peer sends for another reason, or when somebody
+        asks for it (``urge``)."""
         with self._outbox.lock:
-            seq = self._enlist(work)
+            seq, flags = self._enlist(work), LAST
+            if framed and len(self._pending) < _UNANSWERED and self._outbox.sends_at_once(framed):
+                flags |= LATER
+                work.keep = ()
+            else:
+                self._urgent = seq
             self.count += 1
             self.nbytes += nbytes
-            self._outbox.send(frames(seq))
+            self._outbox.send(frames(seq, flags))
+
+    def urge(self, seq: int) -> None:
+        """Have the peer answer the posts up to ``seq`` now."""
+        with self._outbox.lock:
+            if self._urgent < seq and self.answered < seq and self.error is None:
+                self.ask(NOTIFY)
 
     def notify(self, imm: int | None) -> None:
         """Send a notification alone (``None``: an empty transfer, nothing to send)."""
@@ -85,7 +100,8 @@ class Posts:
         before it are there."""
         work = TcpWork(self, (), {}, None)
         with self._outbox.lock:
-            self._outbox.send([HEADER.pack(op, LAST, 0, 0, self._enlist(work), *place)])
+            seq = self._urgent = self._enlist(work)
+            self._outbox.send([HEADER.pack(op, LAST, 0, 0, seq, *place)])
         return work
 
     def put(self, op: int, flags: int, imm: int, place: tuple[int, int, int, int], view: memoryview) -> None:
@@ -181,7 +197,7 @@ class Posts:
 class TcpWork(Work):
     """One post under way. It keeps the local tensors alive until the peer has answered."""
 
-    __slots__ = ("_posts", "callback", "error", "imm", "keep", "reads", "seq")
+    __slots__ = ("_looked", "_posts", "callback", "error", "imm", "keep", "reads", "seq")
 
     def __init__(self, posts: Posts, keep: Sequence[torch.Tensor], reads: dict[int, memoryview], imm: int | None) -> None:
         self._posts, self.keep, self.reads = posts, keep, reads
@@ -189,12 +205,19 @@ class TcpWork(Work):
         self.seq = 0  # given by ``Posts``
         self.error: RdmaError | None = None
         self.callback: Callable[[], None] | None = None  # given by ``Posts``
+        self._looked = False
 
     def done(self) -> bool:
-        return kernels.load(self._posts.answers) >= self.seq
+        if kernels.load(self._posts.answers) >= self.seq:
+            return True
+        if self._looked:  # not at the first look: many look once, to let go of memory, and not again before they use it
+            self._posts.urge(self.seq)
+        self._looked = True
+        return False
 
     def wait(self, timeout: float | None = None) -> None:
         posts, begin = self._posts, time.monotonic()
+        posts.urge(self.seq)
         if not posts.hear(posts.answers, self.seq, timeout):
             wait_done(posts.answers, self.seq, timeout, 0, peer=posts.peer, device="tcp", begin=begin)
         if (error := self.exception()) is not None:
@@ -208,3 +231,5 @@ class TcpWork(Work):
     def then(self, callback: Callable[[], None]) -> None:
         if not self._posts.call_when_answered(self, callback):
             callback()
+            return
+        self._posts.urge(self.seq)

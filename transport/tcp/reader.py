@@ -27,6 +27,7 @@ from .wire import (
     DATA,
     HEADER,
     LAST,
+    LATER,
     MAX_REASON,
     NOTIFY,
     READ,
@@ -54,7 +55,7 @@ class Reader:
         self._access, self._outbox, self._posts = access, outbox, posts
         self._records, self._bells = records, bells
         self._scratch = memoryview(bytearray(64 << 10))
-        self._hearing = Hearing(sock.fileno(), records, bells)
+        self._hearing = Hearing(sock.fileno(), records, bells, outbox.owed)
         self._torn = False
         # State of the frame that is being received:
         self._header = bytearray(HEADER.size)
@@ -209,7 +210,10 @@ class Reader:
             self._send_ack()
             self._answer(REFUSED, seq, [self._refusal.encode()[:MAX_REASON]])
         elif not self._answered_by_data and not flags & SILENT:
-            self._ack_due = seq
+            if flags & LATER:
+                kernels.store(self._outbox.owed, seq)
+            else:
+                self._ack_due = seq
         self._refusal, self._answered_by_data = "", False
 
     def _send_ack(self) -> None:

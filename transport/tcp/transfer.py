@@ -25,13 +25,15 @@ class _Piece:
 class TcpTransfer(Transfer):
     """One WRITE frame a copy, sent from where the tensor lies; one READ frame a copy, answered into where it lies."""
 
-    __slots__ = ("__weakref__", "_imm", "_live", "_pieces", "_posts", "nbytes")
+    __slots__ = ("__weakref__", "_framed", "_imm", "_live", "_pieces", "_posts", "nbytes")
 
     def __init__(self, posts: Posts, sides: Sequence[tuple[RemoteRegion, torch.Tensor, bool]], imm: int | None) -> None:
         self._posts, self._imm = posts, imm
         self._pieces = [_Piece(index, *side) for index, side in enumerate(sides)]
         self._live = [piece for piece in self._pieces if piece.remote.nbytes]
         self.nbytes = sum(piece.remote.nbytes for piece in self._live)
+        writes = all(piece.write for piece in self._live)
+        self._framed = self.nbytes + HEADER.size * len(self._live) if writes else 0
 
     def post(self) -> Work:
         if not self._live:
@@ -40,17 +42,16 @@ class TcpTransfer(Transfer):
         reads = {piece.index: piece.view for piece in self._live if not piece.write}
         # With READs the peer is told when their data is here, so by a frame of its own.
         work = TcpWork(self._posts, [piece.tensor for piece in self._live], reads, self._imm if reads else None)
-        self._posts.post(self._frames, self.nbytes, work)
+        self._posts.post(self._frames, self.nbytes, self._framed, work)
         return work
 
-    def _frames(self, seq: int) -> Buffers:
+    def _frames(self, seq: int, last_flags: int) -> Buffers:
         parts: Buffers = []
         last = self._live[-1]
-        inline = self._imm is not None and all(piece.write for piece in self._live)
         for piece in self._live:
             op, flags, imm = WRITE if piece.write else READ, 0, 0
             if piece is last:
-                flags, imm = LAST, self._imm + 1 if inline and self._imm is not None else 0
+                flags, imm = last_flags, self._imm + 1 if self._framed and self._imm is not None else 0
             remote = piece.remote
             parts.append(HEADER.pack(op, flags, piece.index, imm, seq, remote.region, remote.key, remote.offset, remote.nbytes))
             if piece.write:

@@ -13,7 +13,9 @@ order and answers each one that wants it, so an answer to post ``n`` also answer
                          DATA     payload of copy ``index`` of post ``seq``; with LAST the post is done
                          REFUSED  post ``seq`` failed (payload: why, UTF-8); nothing was notified
 
-``imm`` is the notification plus one, or 0. It is counted when the frame that carries it is complete.
+``imm`` is the notification plus one, or 0. It is counted when the frame that carries it is complete. A post with ``LATER`` is
+answered by an ACK in front of whatever the receiver sends next; the sender asks (a NOTIFY of no number) if it needs to know
+before.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import struct
 from ..errors import RemoteAccessError
 
 WRITE, READ, CHECK, NOTIFY, BYE, ACK, DATA, REFUSED, BEAT = range(1, 10)
-LAST, SILENT = 1, 2  # SILENT: no ACK wanted, a later one will cover it
+LAST, SILENT, LATER = 1, 2, 4  # SILENT: no ACK wanted, a later one will cover it; LATER: an ACK wanted, not by itself
 END_CLOSED, END_SILENT, END_BROKEN = range(3)
 """Why a channel ended: it was closed; the receiver of the BYE was silent for too long; the sender could not go on."""
 

@@ -132,7 +132,8 @@ def test_a_killed_peer_is_lost_within_a_second(across: Across) -> None:
     heard = threading.Event()
     across.device.on_lost = lambda channel: heard.set()
     expectation = across.channel.expect(5)
-    threading.Timer(0.2, across.peer.kill).start()
+    killed = threading.Timer(0.2, across.peer.kill)
+    killed.start()
     started = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         expectation.wait(20.0)
@@ -144,6 +145,7 @@ def test_a_killed_peer_is_lost_within_a_second(across: Across) -> None:
             use()
     across.channel.close()
     across.channel.abort()
+    killed.join(T)  # it closes what the end of the test closes, too
 
 
 def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
@@ -154,7 +156,8 @@ def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
     assert across.peer.process.pid
     halt(across.peer.process.pid)
     works = [across.channel.memcpy(remote, ours), across.channel.memcpy(remote, ours)]
-    threading.Timer(0.2, across.peer.kill).start()
+    killed = threading.Timer(0.2, across.peer.kill)
+    killed.start()
     for work in works:
         try:
             work.wait(20.0)
@@ -163,6 +166,7 @@ def test_work_under_way_fails_when_the_peer_is_killed(across: Across) -> None:
         assert work.done()
     with pytest.raises(PeerLost):
         across.channel.expect(1).wait(T)
+    killed.join(T)  # it closes what the end of the test closes, too
 
 
 def test_a_peer_that_is_stopped_is_not_lost_but_late(across: Across) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from transport_peer import C, Pair, S, filled
 
 from rdmarpc import transport
 from rdmarpc.transport import PeerLost, RemoteAccessError, RemoteRegion
+from rdmarpc.transport.tcp import posts
 from rdmarpc.transport.tcp.channel import TcpChannel
-from rdmarpc.transport.tcp.wire import HEADER, LAST, WRITE
+from rdmarpc.transport.tcp.wire import HEADER, LAST, NOTIFY, WRITE
 
 T = 20.0
 
@@ -237,6 +239,7 @@ def test_an_interrupted_wait_loses_nothing(pair: Pair, monkeypatch: pytest.Monke
     transfer = ab.prepare([(pair.remote(there), here)], notify=1)
     transfer.post().wait(T)
     ba.expect(1).wait(T)
+    monkeypatch.setattr(posts, "_UNANSWERED", 0)  # every post is answered at once
     owner: Any = ab._posts if where == "settle" else ba.reader
     real, raised = getattr(owner, where), []
 
@@ -276,7 +279,7 @@ def test_a_closed_channel_does_not_wait_for_the_garbage_collector(pair: Pair) ->
     ab, ba = ends(pair)
     ab.notify(1)
     ba.expect(1).wait(T)
-    posts, channel = ab._posts, weakref.ref(ab)
+    of, channel = ab._posts, weakref.ref(ab)
     ab.close()
     ba.close()
     until(ab._gone.is_set)
@@ -287,7 +290,7 @@ def test_a_closed_channel_does_not_wait_for_the_garbage_collector(pair: Pair) ->
         until(lambda: channel() is None)
     finally:
         gc.enable()
-    assert posts.error is not None
+    assert of.error is not None
 
 
 def test_malformed_frames_while_somebody_waits(pair: Pair) -> None:
@@ -296,3 +299,61 @@ def test_malformed_frames_while_somebody_waits(pair: Pair) -> None:
     ab.sock.sendall(b"\xff" * 48)
     thread.join(T)
     assert isinstance(ended[0], PeerLost) and ended[0].status == "PROTOCOL"
+
+
+def work_answered(channel: TcpChannel, number: int) -> bool:
+    return channel._posts.answered >= number
+
+
+def test_the_answer_to_a_small_post_rides_on_what_goes_back(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    there, here = filled(pair.b, 64, S), filled(pair.a, 64, C)
+    transfer = ab.prepare([(pair.remote(there), here)], notify=3)
+    for number in range(1, 4):
+        work: Any = transfer.post()
+        ba.expect(3).wait(T)
+        with ba.reader.lock:  # the frame is dealt with
+            assert ab._posts.answered < work.seq == number
+        ba.notify(4)
+        ab.expect(4).wait(T)
+        until(partial(work_answered, ab, number))
+        assert ab._posts.last == work.seq  # nobody has asked
+        assert work.done() and work.exception() is None
+
+
+def test_who_needs_the_answer_asks_for_it(pair: Pair) -> None:
+    """Whatever is asked of a small post: to wait, a second look, a callback. One question is enough."""
+    ab, _ = ends(pair)
+    there, here = filled(pair.b, 64, S), filled(pair.a, 64, C)
+    transfer = ab.prepare([(pair.remote(there), here)])
+    works: list[Any] = [transfer.post() for _ in range(5)]
+    works[3].wait(T)
+    assert works[0].done() and works[3].done() and ab._posts.last == works[4].seq + 1
+    works[4].wait(T)
+    assert ab._posts.last == works[4].seq + 1
+    looked: Any = transfer.post()
+    assert not looked.done() and ab._posts.last == looked.seq
+    until(looked.done)
+    heard = threading.Event()
+    transfer.post().then(heard.set)
+    assert heard.wait(T)
+
+
+def test_small_posts_without_an_answer_are_bounded(pair: Pair) -> None:
+    """Where nothing goes back and nobody asks, the peer answers now and then."""
+    ab, _ = ends(pair)
+    there, here = filled(pair.b, 8, S), filled(pair.a, 8, C)
+    transfer = ab.prepare([(pair.remote(there), here)])
+    for _ in range(500):
+        transfer.post()
+    until(lambda: len(ab._posts._pending) < 64)
+    assert ab._posts.answered > 0 and ab._posts.last == 500
+
+
+def test_a_number_of_a_post_that_no_peer_gives_does_not_end_the_wait(pair: Pair) -> None:
+    ab, ba = ends(pair)
+    thread, ended = waiting(ba, 5)
+    with ab.outbox.lock:
+        ab.outbox.send([HEADER.pack(NOTIFY, LAST, 0, 6, (1 << 64) - 1, 0, 0, 0, 0)])
+    thread.join(T)
+    assert ended == [None]
