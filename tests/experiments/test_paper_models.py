@@ -124,9 +124,9 @@ def step(name: str) -> None:
 
 
 def test_a_step_of_each_with_parameters_at_two_servers():
-    results(run_group(partial(steps, [name for name in MODELS if name != "VGG16"]), 3, timeout=100))
+    results(run_group(partial(steps, [name for name in MODELS if name != "VGG16"]), 3, timeout=250))
 
 
 @pytest.mark.slow
 def test_a_step_of_vgg_with_parameters_at_two_servers():
-    results(run_group(partial(steps, ["VGG16"]), 3, timeout=100))
+    results(run_group(partial(steps, ["VGG16"]), 3, timeout=250))
