@@ -70,6 +70,8 @@ class TransferGraph:
     """Parts and operations that draw random numbers at other workers than the caller."""
     draws: dict[str, int] = field(default_factory=dict)
     """How many segments draw random numbers, by worker. Where there are several, micro-batches must not overtake each other."""
+    scattered: str = ""
+    """What writes into a tensor of the model that other segments use, too; then they must not, either."""
 
     def crossing(self) -> list[tuple[Value, str]]:
         """(value, worker that receives it), in the order of production."""

@@ -168,6 +168,18 @@ def check_seen(
                     raise _used_again(node, user)
 
 
+def scattered(graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[Write], where: Mapping[fx.Node, Place]) -> str:
+    """An operation that writes into a tensor of the model which several segments use, as a norm that is called twice does with
+    its statistics; empty: there is none."""
+    found: dict[int, set[Place]] = {}
+    for write in writes:
+        found.setdefault(write.storage, set()).update(where[node] for node in (write.node, *write.modules) if node in where)
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(values.get(node), torch.Tensor) and storage_of(values[node]) in found:
+            found[storage_of(values[node])].update(where[user] for user in node.users if user in where)
+    return next((_named(write.node) for write in writes if len(found[write.storage]) > 1), "")
+
+
 def _used_again(write: fx.Node, reader: fx.Node) -> NotSupported:
     return NotSupported(
         f"{_named(write)} writes into a tensor that is used again by {_named(reader)}",

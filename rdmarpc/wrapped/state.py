@@ -255,14 +255,15 @@ class State:
 
     def in_turn(self, graph: TransferGraph) -> bool:
         """Whether its micro-batches must run one after another, which is said once: several under way at once would draw each
-        other's random numbers."""
+        other's random numbers, or write into buffers in another order."""
         several = [worker for worker, segments in graph.draws.items() if segments > 1]
-        if several and not self._in_turn:
+        why = f"{several[0]} draws random numbers before and after other workers' parts" if several else ""
+        if graph.scattered:
+            why = f"{graph.scattered} writes into a tensor of the model that is used before or after other workers' parts, too"
+        if why and not self._in_turn:
             self._in_turn = True
-            _log.warning(
-                "micro-batches run one after another: %s draws random numbers before and after other workers' parts", several[0]
-            )
-        return bool(several)
+            _log.warning("micro-batches run one after another: %s", why)
+        return bool(why)
 
     def parameter_bytes(self) -> dict[str, int]:
         """By worker."""
