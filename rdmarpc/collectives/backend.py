@@ -22,7 +22,7 @@ from . import calls, sparse
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .sums import sum_of
-from .tensors import check, check_places, literal, plain, source, split, target
+from .tensors import check, check_places, literal, plain, source, split, target, unwrapped
 
 Back = list[Callable[[], object]]
 Tensors = Sequence[torch.Tensor]
@@ -37,12 +37,11 @@ def _limit(options: Any) -> float:
 
 def _one(tensors: Any) -> torch.Tensor:
     """The tensor of a list of one, or the tensor itself."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"one tensor is expected, got {len(tensors)}")
-    found: torch.Tensor = tensors[0]
-    return found
+    if not isinstance(tensors, torch.Tensor):
+        if len(tensors) != 1:
+            raise ValueError(f"one tensor is expected, got {len(tensors)}")
+        tensors = tensors[0]
+    return tensors if type(tensors) is torch.Tensor else unwrapped(tensors)
 
 
 _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
@@ -89,6 +88,11 @@ class Collectives(_Group):
             collected.append(work)
         return work
 
+    def _check_rank(self, rank: int, what: str) -> None:
+        """Raise unless the group has this rank."""
+        if not 0 <= rank < self.members_count:
+            raise ValueError(f"{what} with rank {rank}, and the group has {self.members_count} ranks")
+
     def _submit_all(self, what: str, made: Sequence[tuple[calls.Run, Back]], outputs: Tensors, options: Any) -> Work:
         """Several as one call."""
 
@@ -125,6 +129,7 @@ class Collectives(_Group):
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.ReduceOptions() if opts is None else opts
+        self._check_rank(opts.rootRank, "reduce")
         check([tensor], "reduce")
         back: Back = []
         how = sum_of(opts.reduceOp, tensor.dtype)
@@ -133,6 +138,7 @@ class Collectives(_Group):
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensor, opts = _one(tensors), dist.BroadcastOptions() if opts is None else opts
+        self._check_rank(opts.rootRank, "broadcast")
         if plain(tensor):
             return _at_once(self, "broadcast", calls.broadcast(tensor, opts.rootRank, _limit(opts)), [tensor], opts)
         check([tensor], "broadcast")
@@ -165,6 +171,7 @@ class Collectives(_Group):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
+        output, input = _one(output), _one(input)
         if plain(output, input) and output.numel() == input.numel() * self.members_count:
             return _at_once(self, "all_gather", calls.even("all_gather", output, input, _limit(opts)), [output], opts)
         run, back = self._gathered_into(output, input, _limit(opts))
@@ -213,6 +220,7 @@ class Collectives(_Group):
 
     def _at_root(self, given: Any, root: int, what: str) -> Tensors:
         """The tensors that only the root of a call gives, one for each rank."""
+        self._check_rank(root, what)
         tensors: Tensors = given[0] if given and isinstance(given[0], (list, tuple)) else given
         if self.me != root:
             return []
@@ -268,6 +276,7 @@ class Collectives(_Group):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        output, input = _one(output), _one(input)
         if plain(output, input) and input.numel() == output.numel() * self.members_count and self.engine.folds:
             how = sum_of(opts.reduceOp, output.dtype)
             if how.code >= 0:
@@ -314,7 +323,7 @@ class Pairwise(Collectives):
         opts: Any = None,
     ) -> Work:
         opts = dist.AllToAllOptions() if opts is None else opts
-        size = self.members_count
+        output, input, size = _one(output), _one(input), self.members_count
         even = not output_split_sizes and not input_split_sizes and input.dim() and input.shape[0] % size == 0
         if even and plain(output, input) and output.shape == input.shape:
             return _at_once(self, "all_to_all", calls.even("all_to_all", output, input, _limit(opts)), [output], opts)
@@ -362,13 +371,21 @@ class Pairwise(Collectives):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         tensor = _one(tensors)
+        self._check_peer(dst, "send")
         if plain(tensor) and not torch.autograd._profiler_enabled():
             return self._keep(self.pairs.send(tensor, dst, tag, [tensor]))
         check([tensor], "send")
         with _event("send"):
             return self._keep(self.pairs.send(source(tensor), dst, tag, [tensor]))
 
+    def _check_peer(self, rank: int, what: str) -> None:
+        """Raise unless the group has this rank, and it is another one."""
+        self._check_rank(rank, what)
+        if rank == self.me:
+            raise ValueError(f"{what} between rank {rank} and itself")
+
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
+        self._check_peer(src, "recv")
         return self._receive(_one(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:

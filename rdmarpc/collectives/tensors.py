@@ -18,14 +18,33 @@ def check(tensors: Sequence[torch.Tensor], what: str) -> None:
             raise NotSupported(f"{what} of a tensor on {tensor.device}", hint="the backend rdmarpc takes tensors on the CPU")
         if tensor.layout is not torch.strided:
             raise NotSupported(f"{what} of a tensor with layout {tensor.layout}")
+        if not _has_memory(tensor):
+            kind = type(tensor).__name__
+            raise NotSupported(f"{what} of a {kind} without memory of its own", hint="give the tensor that holds the values")
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(f"{what} of tensors of several types: {tensors[0].dtype} and {tensor.dtype}")
 
 
 def plain(tensor: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether these are dense, on the CPU, of one type, and what their memory says: what most calls are made with."""
-    one = tensor.is_cpu and tensor.layout is torch.strided and literal(tensor)
+    one = tensor.is_cpu and tensor.layout is torch.strided and literal(tensor) and _has_memory(tensor)
     return one and (other is None or (other.dtype == tensor.dtype and plain(other)))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory where a tensor's values are. Subclasses that wrap other tensors have none, nor do fake tensors,
+    those of ``torch.func``, and those whose storage was given back."""
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of the result of a functional collective (``DTensor.to_local`` gives such), the tensor that it
+    stands for, once it is there."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
 
 
 def literal(tensor: torch.Tensor) -> bool:

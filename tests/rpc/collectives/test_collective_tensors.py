@@ -8,8 +8,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from group import Meeting, results, run_group
 from test_collective_failures import join
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rdmarpc.collectives.sums import sum_of
 
@@ -143,6 +145,20 @@ def _refused(rank: int) -> None:
     refused(ValueError, "one place in memory", dist.recv, torch.zeros(1).expand(5), (rank + 1) % SIZE)
     for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn):
         refused(rpc.NotSupported, f"sum of {dtype}", dist.all_reduce, torch.ones(5).to(dtype))
+    one, freed = torch.ones(5), torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    for wrapper in (TwoTensor(one, one), freed):
+        refused(rpc.NotSupported, "without memory of its own", dist.all_reduce, wrapper)
+    refused(rpc.NotSupported, "without memory of its own", torch.func.functionalize(dist.all_reduce), one)
+    for absent in (SIZE, SIZE + 6):
+        refused(ValueError, f"broadcast with rank {absent}", dist.broadcast, one, absent)
+        refused(ValueError, f"reduce with rank {absent}", dist.reduce, one, absent)
+        refused(ValueError, f"send with rank {absent}", dist.send, one, absent)
+        refused(ValueError, f"recv with rank {absent}", dist.recv, one, absent)
+    refused(ValueError, "itself", dist.recv, one, rank)
+    pending = functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD)
+    dist.all_reduce(pending)
+    same(pending + 0, torch.full((5,), float(SIZE * SIZE)), "the result of a functional collective")
     data = torch.ones(5)
     dist.all_reduce(data)
     same(data, torch.full((5,), float(SIZE)), "the call after refused ones")
