@@ -12,7 +12,8 @@ from ..message.tensors import Memory
 from ..transport import Channel, RemoteRegion
 from .frames import BULK, Frame
 
-_LENGTHS = struct.Struct("<QQQQ")
+_LENGTHS = struct.Struct("<QQQQQ")
+"""Bytes of function, payload, table and data, and the number of tensors: a frame's own count has 16 bits."""
 
 
 class Source(Protocol):
@@ -57,13 +58,13 @@ class Kept:
 
 
 def leave(
-    parts: tuple[bytes, bytes, bytes, bytes], memory: Memory, link: Source, deadline: float | None
+    parts: tuple[bytes, bytes, bytes, bytes], tensors: int, memory: Memory, link: Source, deadline: float | None
 ) -> tuple[bytes, torch.Tensor]:
     """The payload to send instead of function, payload, table and data, and the memory to keep until they have been read."""
     body = b"".join(parts)
     bulk = memory.empty(link.channel, len(body), deadline)
     memoryview(bulk.numpy())[:] = body
-    lengths = _LENGTHS.pack(*[len(part) for part in parts])
+    lengths = _LENGTHS.pack(*[len(part) for part in parts], tensors)
     return lengths + link.channel.device.lend(bulk, link.channel).dump(), bulk
 
 
@@ -78,23 +79,22 @@ def fetch(frame: Frame, memory: Memory, link: Source, deadline: float | None = N
 
 def place_of(frame: Frame, memory: Memory, link: Source, deadline: float | None) -> tuple[torch.Tensor, RemoteRegion]:
     """Memory for a body that did not fit its frame, and where the sender has it."""
-    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)), deadline)
+    body = memory.empty(link.channel, sum(_LENGTHS.unpack_from(frame.body)[:4]), deadline)
     return body, RemoteRegion.load(frame.body[_LENGTHS.size :])
 
 
-def table_of(frame: Frame, body: torch.Tensor | None) -> bytes:
-    """The table of a message: of its frame, or of the body that was READ."""
+def table_of(frame: Frame, body: torch.Tensor | None) -> tuple[bytes, int]:
+    """The table of a message, of its frame or of the body that was READ, and the number of its tensors."""
     if body is None:
-        return frame.body[frame.function + frame.payload :]
-    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
-    return body[function + payload : function + payload + table].numpy().tobytes()
+        return frame.body[frame.function + frame.payload :], frame.tensors
+    function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
+    return body[function + payload : function + payload + table].numpy().tobytes(), tensors
 
 
 def filled(frame: Frame, body: torch.Tensor, link: Source) -> Frame:
     """The frame with its body, which was READ."""
-    function, payload, table, _ = _LENGTHS.unpack_from(frame.body)
+    function, payload, table, _, tensors = _LENGTHS.unpack_from(frame.body)
     link.count_read()
     content, data = body.numpy(), function + payload + table
-    return frame._replace(
-        function=function, payload=payload, table=table, body=content[:data].tobytes(), data=bytearray(content[data:])
-    )
+    inner, rest = content[:data].tobytes(), bytearray(content[data:])
+    return frame._replace(tensors=tensors, function=function, payload=payload, table=table, body=inner, data=rest)

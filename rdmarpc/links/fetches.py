@@ -124,7 +124,7 @@ class Fetch:
         if not frame.flags & READS:
             self.runs = []
             return None
-        places = to_read(bulks.table_of(frame, self._body), frame.tensors)
+        places = to_read(*bulks.table_of(frame, self._body))
         runs = [memory.empty(link.channel, nbytes, deadline) for nbytes, _ in places]
         work = link.channel.prepare([(run, place) for run, (_, place) in zip(runs, places)]).post()
         self.runs = runs

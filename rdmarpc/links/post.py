@@ -44,16 +44,16 @@ class Post:
         a frame (``MAX_BODY``) is left in our memory for the peer to READ: ``keeper`` keeps it alive."""
         if self.observer is not None:
             self.observer.packed(kind, flags, out, len(payload))
-        table, data = out.table, out.data
+        table, data, tensors = out.table, out.data, out.tensors
         if len(function) + len(payload) + len(table) + len(data) > MAX_BODY:
             deadline = None if keeper is None else keeper.deadline
-            payload, bulk = bulks.leave((function, payload, table, data), self.memory, link, deadline)
-            function, table, data = b"", b"", b""
+            payload, bulk = bulks.leave((function, payload, table, data), tensors, self.memory, link, deadline)
+            function, table, data, tensors = b"", b"", b"", 0
             flags |= BULK
             if keeper is not None:
                 keeper.hold(bulk)
-        if not link.try_send(kind, call, flags, out.tensors, function, payload, table, data):
-            link.post(kind, call, flags, out.tensors, function, payload, table, data, dropped)
+        if not link.try_send(kind, call, flags, tensors, function, payload, table, data):
+            link.post(kind, call, flags, tensors, function, payload, table, data, dropped)
 
 
 def tell(link: Link, kind: int, call: int, payload: bytes = b"") -> None:
