@@ -19,7 +19,18 @@ TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "
 ZOO = ["torchvision", "timm", "transformers>=5", "torch_geometric", "lightning", "accelerate"]
 _MACHIN = ["GPUtil", "moviepy<2", "tensorboardX", "torchvision", "multiprocess"]
 # fedml, machin and fairscale come without what they require (make clients).
-CLIENTS = [*TEST, "torchrl", "torchpippy==0.1.1", "gym", "dill", "torchviz", "colorlog", "torchopt", "torch_geometric<2.7", *_MACHIN]
+CLIENTS = [
+    *TEST,
+    "torchrl",
+    "torchpippy==0.1.1",
+    "gym",
+    "dill",
+    "torchviz",
+    "colorlog",
+    "torchopt",
+    "torch_geometric<2.7",
+    *_MACHIN,
+]
 EXPERIMENTS = ["hydra-core>=1.3", "rich", "matplotlib", "scikit-learn", "psutil"]
 
 
