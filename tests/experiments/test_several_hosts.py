@@ -7,6 +7,7 @@ import json
 import multiprocessing as mp
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,42 +25,13 @@ APPS = ("a3c", "convergence", "dlrm", "gpt", "graph_network", "grid", "mixture",
 LIBRARIES = ["rdmarpc", "torch_rpc", *(["grpc"] if importlib.util.find_spec("grpc") else [])]
 
 
-def test_two_tasks_run_one_app(tmp_path: Path) -> None:
-    """As torchrun starts it. Workers 0 and 1 and the servers of each turn are dealt out, so no task could end alone."""
+def run_mixture(tmp_path: Path, libraries: list[str], before: Callable[[int], list[str]]) -> list[str]:
+    """What each of two tasks of torchrun's prints, of which both end well. ``before(task)``: what its command begins with."""
     folder, environment = tmp_path / "run", {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RDMARPC_SECRET": 64 * "a"}
     given = ["cluster=torchrun", "device=tcp", "steps=2", "rounds=1", "tokens=12", "width=8", f"hydra.run.dir={folder}"]
-    command = ["-m", "experiments.mixture", *given, f"libraries=[{','.join([*LIBRARIES, 'gloo'])}]"]
-    tasks = [programs.Program(command, tmp_path / f"out{rank}", environment | {"RANK": str(rank)}) for rank in range(2)]
-    try:
-        codes = [task.wait(240.0) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-    said = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], "\n".join(said)
-    found = json.loads((folder / "mixture.json").read_text())
-    assert not found["left_out"] and {each["what"] for each in found["samples"]} == {*LIBRARIES, "gloo"}
-    assert "a step, ms" in said[0] and "a step, ms" not in said[1], "the first task alone has the figures"
-    assert not (folder / hosts.FOLDER).exists() and not list(folder.glob(".meeting-*"))
-
-
-def test_two_hosts_run_one_app(tmp_path: Path) -> None:
-    """Two emulated hosts: names, networks and a cable between them. No address of one is loopback for the other."""
-    with mp.get_context("spawn").Pool(1) as pool:  # whether it can leave; the test itself stays
-        if reason := pool.apply(on_network.leave):
-            pytest.skip(f"no network namespaces: {reason} (they need the rights of root)")
-    if not shutil.which("ip"):
-        pytest.skip("the program ip (iproute2) is missing")
-    folder, environment = tmp_path / "run", {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RDMARPC_SECRET": 64 * "a"}
-    libraries = ",".join([*LIBRARIES, "rdmarpc_group", "gloo"])
-    given = ["cluster=torchrun", "device=tcp", "steps=2", "rounds=1", "tokens=12", "width=8", f"libraries=[{libraries}]"]
-    script = str(Path(on_network.__file__).relative_to(programs.ROOT))
+    command = ["-m", "experiments.mixture", *given, f"libraries=[{','.join(libraries)}]"]
     tasks = [
-        programs.Program(
-            [script, str(rank), str(tmp_path), "-m", "experiments.mixture", *given, f"hydra.run.dir={folder}"],
-            tmp_path / f"out{rank}",
-            environment | {"RANK": str(rank)},
-        )
+        programs.Program([*before(rank), *command], tmp_path / f"out{rank}", environment | {"RANK": str(rank)})
         for rank in range(2)
     ]
     try:
@@ -70,7 +42,27 @@ def test_two_hosts_run_one_app(tmp_path: Path) -> None:
     said = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
     assert codes == [0, 0], "\n".join(said)
     found = json.loads((folder / "mixture.json").read_text())
-    assert not found["left_out"] and {each["what"] for each in found["samples"]} == {*LIBRARIES, "rdmarpc_group", "gloo"}
+    assert not found["left_out"] and {each["what"] for each in found["samples"]} == {*libraries}
+    return said
+
+
+def test_two_tasks_run_one_app(tmp_path: Path) -> None:
+    """As torchrun starts it. Workers 0 and 1 and the servers of each turn are dealt out, so no task could end alone."""
+    said = run_mixture(tmp_path, [*LIBRARIES, "gloo"], lambda task: [])
+    assert "a step, ms" in said[0] and "a step, ms" not in said[1], "the first task alone has the figures"
+    folder = tmp_path / "run"
+    assert not (folder / hosts.FOLDER).exists() and not list(folder.glob(".meeting-*"))
+
+
+def test_two_hosts_run_one_app(tmp_path: Path) -> None:
+    """Two emulated hosts: names, networks and a cable between them. No address of one is loopback for the other."""
+    with mp.get_context("spawn").Pool(1) as pool:  # whether it can leave; the test itself stays
+        if reason := pool.apply(on_network.leave):
+            pytest.skip(f"no network namespaces: {reason} (they need the rights of root)")
+    if not shutil.which("ip"):
+        pytest.skip("the program ip (iproute2) is missing")
+    script = str(Path(on_network.__file__).relative_to(programs.ROOT))
+    run_mixture(tmp_path, [*LIBRARIES, "rdmarpc_group", "gloo"], lambda task: [script, str(task), str(tmp_path)])
 
 
 def both(tmp_path: Path, *, limit_s: float = 20.0) -> list[Hosts]:

@@ -24,23 +24,25 @@ def routed_address() -> str:
 
 def _outward(name: str) -> str | None:
     """The address of an interface that is up and leads to other hosts."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
+    if (answer := _asked(name, _SIOCGIFFLAGS)) is None:
+        return None
     (flags,) = struct.unpack_from("H", answer, 16)
     return interface_address(name) if flags & (_IFF_UP | _IFF_LOOPBACK) == _IFF_UP else None
 
 
 def interface_address(name: str) -> str | None:
     """The IPv4 address of a network interface, ``None`` if there is no such interface."""
+    answer = _asked(name, _SIOCGIFADDR)
+    return None if answer is None else socket.inet_ntoa(answer[20:24])
+
+
+def _asked(name: str, request: int) -> bytes | None:
+    """What the kernel says of a network interface: its ``struct ifreq``. ``None`` if it has no such thing to say."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def split_place(place: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from called import let_go
 from group import die, dismiss, may_stage, results, run_group, until_dismissed
 from torch import nn
 from twins import assert_same_state
@@ -475,7 +476,7 @@ def too_slow() -> None:
     model = wrap(nn.Sequential(models.Held()), {"0": "worker1"}, timeout=4.0)
     with pytest.raises(rpc.TransferTimeout, match=r"activation .* from 'worker1' did not come within 4.0 s"):
         model(torch.zeros(2, 20))
-    rpc.rpc_sync("worker1", models.let_go)
+    rpc.rpc_sync("worker1", let_go, ("forward",))
     model.close()
 
 

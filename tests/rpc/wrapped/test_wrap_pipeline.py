@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrap_models as models
+from called import let_go
 from test_wrap import assert_same_state, batches, both, drive
 from timing import eventually
 from torch import nn
@@ -384,7 +385,7 @@ def errors() -> None:
     held = wrap(nn.Sequential(models.Held()), {"0": "worker1"}, timeout=4.0)
     with pytest.raises(rpc.TransferTimeout, match=r"micro-batch 1 of 2 within 4.0 s; worker0 level 2: .* lacks 1 inputs"):
         held.forward_backward(torch.sum, torch.zeros(2, 20), chunks=2)
-    rpc.rpc_sync("worker1", models.let_go)
+    rpc.rpc_sync("worker1", let_go, ("forward",))
     held.close()
 
 
