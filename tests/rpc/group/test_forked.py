@@ -7,7 +7,6 @@ import gc
 import multiprocessing as mp
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from called import held, let_go
 from group import dismiss, results, run_group, until_dismissed
+from ports import free_port
 from programs import run
 from torch.utils.data import DataLoader, Dataset
 
@@ -142,10 +142,7 @@ def test_data_loaders(device):
 
 
 def begins_anew(meeting):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = rpc.RpcBackendOptions(init_method=f"tcp://localhost:{port}", transport=meeting._options["transport"])
+    options = rpc.RpcBackendOptions(init_method=f"tcp://localhost:{free_port()}", transport=meeting._options["transport"])
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     assert rpc.rpc_sync("alone", len, ("four",)) == 4
 
@@ -220,10 +217,7 @@ def test_pools_of_a_program(tmp_path):
     """An interpreter of its own: what a fork of it destroys, and in which order, is not the same elsewhere."""
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ended = run(str(program), str(port), fresh=True)
+    ended = run(str(program), str(free_port()), fresh=True)
     assert ended.returncode == 0, ended.stdout
     said = [line for line in ended.stdout.splitlines() if "socket" not in line]
     assert said[-3:] == [

@@ -9,7 +9,8 @@ import psutil
 import pytest
 from called import identity
 from group import die, results, run_group
-from test_secrets import calls, free_port
+from ports import free_port
+from test_secrets import calls
 from timing import eventually
 
 import rdmarpc as rpc

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
-import socket
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from called import identity
 from group import results, run_group
+from ports import free_port
 
 import rdmarpc as rpc
 from rdmarpc.group import job_secret
@@ -23,15 +21,6 @@ from rdmarpc.transport import RdmaError, open_device
 
 NOBODY = 65534
 SECRET = "random text that all know"
-
-
-def free_port() -> int:
-    """Not of those that the system gives to connections, which another test may have by then."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def as_nobody(function, *args):

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import ports
 import pytest
 
 PROGRAM = """
-import gc, os, resource, socket, sys, tempfile, threading, time
+import gc, os, resource, sys, tempfile, threading, time
 import torch
+import ports
 import rdmarpc as rpc
 
 transport, static, few = sys.argv[1], sys.argv[2] == "static", [int(text) for text in sys.argv[3].split(",")]
@@ -25,9 +27,7 @@ def join(address):
     rpc.init_rpc("alone", rank=0, world_size=1 if static else None, rpc_backend_options=options)
 
 def address():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{ports.free_port()}"
 
 def settle(more):
     deadline = time.monotonic() + 10
@@ -83,7 +83,7 @@ rpc.shutdown()
 @pytest.mark.parametrize(("transport", "group"), [("shm", "static"), ("tcp", "static"), ("auto", "dynamic")])
 def test_too_few_descriptors_are_a_named_error_at_every_step(transport: str, group: str) -> None:
     command = [sys.executable, "-c", PROGRAM, transport, group, ",".join(map(str, range(0, 24, 4)))]
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": os.path.dirname(ports.__file__)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.split()[-1]) >= 7

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 from group import die, dismiss, results, run_group, until_dismissed
 from test_distributed_optimizer import OWNERS, apply, grad_of, times, zeros
+from timing import eventually
 from torch import optim
 from torch.optim import lr_scheduler
 
@@ -125,10 +125,7 @@ def steady(rank: int) -> None:
         assert after["bytes_direct"] - before["bytes_direct"] < 40 * 512, after
         held = [rpc.rpc_sync(worker, alive_here) for worker in OWNERS[:2]]
         del optimizer, scheduler
-        deadline = time.monotonic() + 30
-        while [rpc.rpc_sync(worker, alive_here) for worker in OWNERS[:2]] != [count - 1 for count in held]:
-            assert time.monotonic() < deadline, held
-            time.sleep(0.05)
+        eventually(lambda: [rpc.rpc_sync(worker, alive_here) for worker in OWNERS[:2]], [count - 1 for count in held])
     rpc.shutdown()
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from group import die, results, run_group
+from timing import eventually
 from torch import nn
 
 import rdmarpc as rpc
@@ -398,10 +399,7 @@ def test_handles_travel():
 
 
 def until(expected: int) -> None:
-    deadline = time.monotonic() + 30
-    while (found := rpc.rpc_sync("worker1", values)) != expected:
-        assert time.monotonic() < deadline, f"{found} values, not {expected}"
-        time.sleep(0.02)
+    eventually(lambda: rpc.rpc_sync("worker1", values), expected)
 
 
 def lifetime(rank):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from halt import halt
+from ports import server_below_the_ephemeral_ports
 from timing import eventually
 from transport_peer import C, Pair, Peer, S, State, accept, filled, make, works
 
@@ -79,15 +77,6 @@ def test_tcp_listens_where_others_reach_it_with_a_secret(open_device: Open) -> N
     everywhere = open_device("tcp://0.0.0.0", secret=b"x" * 16)
     assert everywhere.address.split(b":")[1].decode() == routed_address()
     works(device, everywhere)
-
-
-def server_below_the_ephemeral_ports() -> socket.socket:
-    """A server whose port nobody else gets by asking for any, after it is closed."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(1024, first), first - 1024):
-        with suppress(OSError):
-            return socket.create_server(("127.0.0.1", port))
-    pytest.skip("all other ports are taken")
 
 
 def test_tcp_at_a_place(open_device: Open) -> None:
