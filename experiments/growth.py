@@ -14,8 +14,10 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +72,23 @@ def work(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
         transport=job["device"], init_method=f"file://{job['meeting_place']}/store", rpc_timeout=job["timeout_s"]
     )
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job["count"], rpc_backend_options=options)
-    if rank == 0:
+    if rank:
+        # A worker that shuts down connects to worker 0, so that a first call from there would find a connection at times.
+        released.wait()
+    else:
         for size in [job["count"]] if job["case"] == "workers" else job[job["case"]]:
             launcher.tell((job["case"], size, CASES[job["case"]](rpc, size, job["rounds"])))
+        for other in range(1, job["count"]):
+            rpc.rpc_sync(f"worker{other}", release)
     rpc.shutdown()
+
+
+released = threading.Event()
+"""Worker 0 has measured everything."""
+
+
+def release() -> None:
+    released.set()
 
 
 def nothing(*received: Any) -> int:
@@ -85,18 +100,27 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
-def repeated(run: Callable[[], None], rpc: Any, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the first run and of each after it, and MiB that the first and the later ones added at both workers."""
+def both_mib(rpc: Any) -> float:
+    """Of this process and of worker 1."""
+    return resident_mib() + rpc.rpc_sync("worker1", resident_mib)
 
-    def both_mib() -> float:
+
+def repeated(run: Callable[[], None], rounds: int, mib: Callable[[], float]) -> dict[str, list[float]]:
+    """Milliseconds of the first run and of each after it, processor time of the first at this worker, and ``mib()`` that the
+    first and the later ones added."""
+
+    def settled_mib() -> float:
         gc.collect()
-        return resident_mib() + rpc.rpc_sync("worker1", resident_mib)
+        return mib()
 
-    begun = both_mib()
+    begun = settled_mib()
+    used = time.process_time()
     first = timed(run)
-    warm = both_mib()
+    used = 1e3 * (time.process_time() - used)
+    warm = settled_mib()
     later = [timed(run) for _ in range(rounds)]
-    return {"first": [first], "later": later, "MiB first": [warm - begun], "MiB later": [both_mib() - warm]}
+    grown = {"MiB first": [warm - begun], "MiB later": [settled_mib() - warm]}
+    return {"first": [first], "first, processor": [used], "later": later} | grown
 
 
 def timed(run: Callable[[], None]) -> float:
@@ -131,19 +155,19 @@ def edges(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
     """Steps of a wrapped model; the first one sets its plan up."""
     model = rpc.wrap(Fan(size), {"total": "worker1"})
     x = torch.ones(WIDTH)
-    figures = repeated(lambda: model(x).backward(), rpc, rounds)
+    figures = repeated(lambda: model(x).backward(), rounds, partial(both_mib, rpc))
     model.close()
     return figures
 
 
 def workers(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
-    """A call to each of the others at once."""
+    """A call to each of the others at once. The first ones connect, so nothing may call worker 1 before."""
 
     def run() -> None:
         for future in [rpc.rpc_async(f"worker{rank}", nothing) for rank in range(1, size)]:
             future.wait()
 
-    return repeated(run, rpc, rounds)
+    return repeated(run, rounds, resident_mib)
 
 
 def references(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
@@ -155,13 +179,13 @@ def references(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
         kept.clear()
         rpc.rpc_sync("worker1", nothing)
 
-    return repeated(run, rpc, rounds)
+    return repeated(run, rounds, partial(both_mib, rpc))
 
 
 def tensors(rpc: Any, size: int, rounds: int) -> dict[str, list[float]]:
     """A call with so many tensors."""
     given = [torch.ones(WIDTH) for _ in range(size)]
-    return repeated(lambda: rpc.rpc_sync("worker1", nothing, given), rpc, rounds)
+    return repeated(lambda: rpc.rpc_sync("worker1", nothing, given), rounds, partial(both_mib, rpc))
 
 
 CASES = {"edges": edges, "workers": workers, "references": references, "tensors": tensors}
@@ -190,16 +214,12 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
             later = findings.median(case, size, "later")
             memory = [text(findings.median(case, size, f"MiB {what}"), "{:,.1f}") for what in ("first", "later")]
             each = ratio(least["later"][at], size)
-            rows.append(
-                [f"{size:,}", text(least["first"][at]), text(later), text(least["later"][at]), text(each, "{:,.4f}"), *memory]
-            )
-        columns = [case, "first, ms", "later, ms", "best, ms", "best for each one, ms", "MiB of the first", "MiB of later ones"]
-        findings.table(
-            f"{case}: time and memory",
-            columns,
-            rows,
-            "first: one sample; later: the median. MiB: resident, of workers 0 and 1.",
-        )
+            first = [text(least["first"][at]), text(findings.median(case, size, "first, processor"))]
+            rows.append([f"{size:,}", *first, text(later), text(least["later"][at]), text(each, "{:,.4f}"), *memory])
+        of_time = ["first, ms", "its processor time", "later, ms", "best, ms", "best for each one, ms"]
+        note = "first: one sample; later: the median. Processor time: worker 0. MiB: resident, workers 0 and 1 (workers: 0)."
+        columns = [case, *of_time, "MiB of the first", "MiB of later ones"]
+        findings.table(f"{case}: time and memory", columns, rows, note)
         for what, times in least.items():
             known = [(size, ms) for size, ms in zip(sizes, times) if ms is not None]
             # The two smallest sizes of a quick run cost what does not depend on them.

@@ -29,7 +29,7 @@ def test_every_case_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".meeting-*"))
     found = json.loads((tmp_path / "growth.json").read_text())
     counts = {(each["case"], each["size"], each["what"]): each["n"] for each in found["samples"]}
-    rounds = {"first": 1, "later": 2, "MiB first": 1, "MiB later": 1}
+    rounds = {"first": 1, "first, processor": 1, "later": 2, "MiB first": 1, "MiB later": 1}
     assert counts == {(case, size, what): n for case, each in SIZES.items() for size in each for what, n in rounds.items()}
     assert [len(table["rows"]) for table in found["tables"]] == [2, 2, 2, 2]
     assert len(found["targets"]) == 12 and all(target["measured"] is not None for target in found["targets"])
