@@ -22,7 +22,7 @@ from . import calls, sparse
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
 from .sums import sum_of
-from .tensors import check, check_places, literal, plain, source, split, target, unwrapped
+from .tensors import check, check_apart, check_own, check_places, literal, plain, source, split, target, unwrapped, writing
 
 Back = list[Callable[[], object]]
 Tensors = Sequence[torch.Tensor]
@@ -70,7 +70,7 @@ class Collectives(_Group):
 
         def whole() -> None:
             try:
-                with event, torch.no_grad():
+                with event, writing(outputs):
                     run(engine)
                     for each in back or ():
                         each()
@@ -124,6 +124,7 @@ class Collectives(_Group):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        check_apart([tensor for tensor in tensors if literal(tensor)], "all_reduce_coalesced")
         made = [self._summed(tensor, opts.reduceOp, _limit(opts)) for tensor in tensors]
         return self._submit_all("all_reduce", made, tensors, opts)
 
@@ -165,8 +166,8 @@ class Collectives(_Group):
             raise ValueError(f"all_gather needs a tensor for each of {self.members_count} ranks, got {len(outputs)}")
         back: Back = []
         places, data = [target(each, back) for each in outputs], source(tensor)
-        if places[self.me].numel() != data.numel():
-            raise ValueError(f"all_gather of {data.numel()} elements into a tensor of {places[self.me].numel()}")
+        check_own(places[self.me], data, "all_gather")
+        check_apart(places, "all_gather")
         return calls.all_to_all("all_gather", places, [data] * self.members_count, tensor.dtype, timeout=limit), back
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -212,9 +213,12 @@ class Collectives(_Group):
         root, back = opts.rootRank, list[Any]()
         outputs = self._at_root(output_tensors, root, "gather")
         check([tensor, *outputs], "gather")
-        places = [target(each, back) for each in outputs]
+        places, data = [target(each, back) for each in outputs], source(tensor)
+        if places:
+            check_own(places[self.me], data, "gather")
+            check_apart(places, "gather")
         run = calls.all_to_all(
-            "gather", places, [source(tensor)] * self.members_count, tensor.dtype, root, _limit(opts), sends=self.me != root
+            "gather", places, [data] * self.members_count, tensor.dtype, root, _limit(opts), sends=self.me != root
         )
         return self._submit("gather", run, outputs, opts, back)
 
@@ -233,11 +237,13 @@ class Collectives(_Group):
         root, back = opts.rootRank, list[Any]()
         inputs = self._at_root(input_tensors, root, "scatter")
         check([tensor, *inputs], "scatter")
-        place = target(tensor, back)
+        place, parts = target(tensor, back), [source(each) for each in inputs]
+        if parts:
+            check_own(place, parts[self.me], "scatter")
         run = calls.all_to_all(
             "scatter",
             [place] * self.members_count,
-            [source(each) for each in inputs],
+            parts,
             tensor.dtype,
             root,
             _limit(opts),
@@ -257,8 +263,7 @@ class Collectives(_Group):
         check([output, *inputs], "reduce_scatter")
         if len(inputs) != self.members_count:
             raise ValueError(f"reduce_scatter needs a tensor for each of {self.members_count} ranks, got {len(inputs)}")
-        if inputs[self.me].numel() != output.numel():
-            raise ValueError(f"reduce_scatter of {inputs[self.me].numel()} elements into a tensor of {output.numel()}")
+        check_own(output, inputs[self.me], "reduce_scatter")
         back: Back = []
         how = sum_of(opts.reduceOp, output.dtype)
         return calls.reduce_scatter(target(output, back), [source(each) for each in inputs], how, _limit(opts)), back
@@ -331,6 +336,7 @@ class Pairwise(Collectives):
         back: Back = []
         places = split(target(output, back).view(output.shape), output_split_sizes, self.members_count, "all_to_all")
         parts = split(source(input).view(input.shape), input_split_sizes, self.members_count, "all_to_all")
+        check_own(places[self.me], parts[self.me], "all_to_all")
         run = calls.all_to_all("all_to_all", places, parts, input.dtype, timeout=_limit(opts))
         return self._submit("all_to_all", run, [output], opts, back)
 
@@ -343,6 +349,8 @@ class Pairwise(Collectives):
             raise ValueError(f"all_to_all needs a tensor for each of {self.members_count} ranks, both ways")
         back: Back = []
         places, parts = [target(each, back) for each in output_tensors], [source(each) for each in input_tensors]
+        check_own(places[self.me], parts[self.me], "all_to_all")
+        check_apart(places, "all_to_all")
         run = calls.all_to_all("all_to_all", places, parts, input_tensors[0].dtype, timeout=_limit(opts))
         return self._submit("all_to_all", run, output_tensors, opts, back)
 

@@ -21,6 +21,7 @@ from ..transport import PeerLost, RdmaError, TransferTimeout, fresh, kept, kerne
 from ..transport.exchange.layout import CLOSED, MISMATCH, OK
 from ..transport.exchange.streams import Head, Plan, Streams, streams
 from .queue import Work, nothing
+from .tensors import writing
 
 _SLICE_NS, _LOOK_S = 20_000_000, 0.0005
 _PLANS = 256
@@ -290,7 +291,7 @@ class Pairs:
 
     def _finish(self, message: Message) -> None:
         if message.target is not None:
-            with torch.no_grad():
+            with writing([message.target]):
                 message.target.copy_(message.data.view(message.target.shape))
         message.finish(None)
 

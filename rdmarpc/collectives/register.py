@@ -16,12 +16,13 @@ _GROUPS = "torch.distributed.distributed_c10d"
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     from ..options import RpcBackendOptions
-    from . import by_name
+    from . import by_name, compiled
     from .backend import ProcessGroup
 
     if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError(f"pg_options of the backend {NAME} are RpcBackendOptions, got {type(backend_options).__name__}")
     by_name.replace()
+    compiled.leave_out()
     return ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, backend_options)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -53,6 +55,12 @@ def literal(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
+def writing(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """What the writing of results runs in: no graph, and the mode of inference if one of them was made in it. The thread that
+    writes is not always the caller's."""
+    return torch.inference_mode() if any(each.is_inference() for each in tensors) else torch.no_grad()
+
+
 def source(tensor: torch.Tensor) -> Flat:
     """The values of a tensor, in its memory if they lie there."""
     values = tensor.detach()
@@ -64,6 +72,19 @@ def check_places(tensors: Sequence[torch.Tensor], what: str) -> None:
     for tensor in tensors:
         if tensor.numel() > 1 and any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape)):
             raise ValueError(f"{what} into a tensor several of whose elements are one place in memory: clone it before")
+
+
+def check_apart(places: Sequence[Flat], what: str) -> None:
+    """Raise if two of these have memory in common: which of them it holds in the end would depend on timing."""
+    spans = sorted((each.data_ptr(), each.nbytes) for each in places if each.numel())
+    if any(after < start + nbytes for (start, nbytes), (after, _) in pairwise(spans)):
+        raise ValueError(f"{what} into tensors that share memory with each other: clone them before")
+
+
+def check_own(place: Flat, part: Flat, what: str) -> None:
+    """Raise unless what stays at this rank fits its place. What peers send is compared when it comes."""
+    if place.numel() != part.numel():
+        raise ValueError(f"{what} of {part.numel()} elements into a tensor of {place.numel()}")
 
 
 def target(tensor: torch.Tensor, back: list[Callable[[], object]], *, read: bool = False) -> Flat:

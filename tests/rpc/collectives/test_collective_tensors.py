@@ -156,12 +156,52 @@ def _refused(rank: int) -> None:
         refused(ValueError, f"send with rank {absent}", dist.send, one, absent)
         refused(ValueError, f"recv with rank {absent}", dist.recv, one, absent)
     refused(ValueError, "itself", dist.recv, one, rank)
+    _own_places(rank, refused)
     pending = functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD)
     dist.all_reduce(pending)
     same(pending + 0, torch.full((5,), float(SIZE * SIZE)), "the result of a functional collective")
     data = torch.ones(5)
     dist.all_reduce(data)
     same(data, torch.full((5,), float(SIZE)), "the call after refused ones")
+
+
+def _own_places(rank: int, refused: Any) -> None:
+    """What stays at a rank has to fit its place (one element was spread over all of a larger tensor), and places must not
+    share memory."""
+    five = torch.ones(5)
+    uneven = [torch.ones(1 if other == rank else 5) for other in range(SIZE)]
+    places = [torch.zeros(5) for _ in range(SIZE)]
+    unfit = "of 1 elements into a tensor of 5"
+    refused(ValueError, unfit, dist.scatter, five, uneven, rank)
+    refused(ValueError, unfit, dist.gather, torch.ones(1), places, rank)
+    refused(ValueError, unfit, dist.all_gather, places, torch.ones(1))
+    refused(ValueError, unfit, dist.all_to_all, places, uneven)
+    refused(ValueError, unfit, dist.reduce_scatter, five, uneven)
+    rows = [3 if other == rank else 0 for other in range(SIZE)]
+    split = torch.zeros(3), torch.ones(SIZE), rows, [1] * SIZE
+    refused(ValueError, "of 1 elements into a tensor of 3", dist.all_to_all_single, *split)
+    shared = "share memory with each other"
+    refused(ValueError, shared, dist.all_gather, [five] * SIZE, torch.ones(5))
+    refused(ValueError, shared, dist.gather, torch.ones(5), [five] * SIZE, rank)
+    several = torch.zeros(4 * SIZE + 1)
+    refused(ValueError, shared, dist.all_to_all, [several[4 * at : 4 * at + 5] for at in range(SIZE)], [torch.ones(5)] * SIZE)
+    refused(ValueError, shared, dist.all_reduce_coalesced, [five, five])
+
+
+def _inference(rank: int) -> None:
+    """Tensors made in the mode of inference, whose calls another thread runs."""
+    with torch.inference_mode():
+        gaps, halves, came = torch.full((5, 2), rank + 1.0)[:, 0], torch.full((5,), rank + 1).half(), torch.zeros(5, 2)[:, 0]
+        works = [
+            dist.all_reduce(gaps, async_op=True),
+            dist.all_reduce(halves, dist.ReduceOp.AVG, async_op=True),
+            dist.irecv(came, (rank - 1) % SIZE),
+            dist.isend(torch.full((5,), float(rank)), (rank + 1) % SIZE),
+        ]
+        for work in works:
+            work.wait()
+    for found, expected in ((gaps, 6.0), (halves.float(), 2.0), (came, float((rank - 1) % SIZE))):
+        assert found.tolist() == [expected] * 5
 
 
 def _misfits(meeting: Meeting) -> list[str]:
@@ -256,7 +296,7 @@ def test_more_than_two_gibibytes():
 
 def _all(meeting: Meeting) -> None:
     join(meeting, SIZE, "tensors")
-    for part in (_shared, _negative, _types, _no_numbers, _refused):
+    for part in (_shared, _negative, _types, _no_numbers, _refused, _inference):
         part(meeting.rank)
     dist.destroy_process_group()
 
