@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, text
-from .harness.targets import ratio
+from .harness.targets import end_to_end, ratio
 from .peers.libraries import TITLES
 from .peers.turns import Turns, run_app
 
@@ -69,7 +69,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
     for other in (each for each in job["libraries"] if each != "rdmarpc" and "rdmarpc" in job["libraries"]):
         both = [[findings.median(case, actors, each) for case in ("fetch", "update")] for each in (other, "rdmarpc")]
         sums = [None if None in each else sum(value for value in each if value is not None) for each in both]
-        findings.target(f"a fetch and an update, times faster than {TITLES[other]}", ratio(*sums), "≥", 1)
+        findings.target(f"a fetch and an update, times faster than {TITLES[other]}", ratio(*sums), "≥", 1, end_to_end(other))
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:

@@ -36,7 +36,8 @@ QUICK_ROUNDS = 2
 @hydra.main(version_base="1.3", config_path=CONF, config_name="bench")
 def app(cfg: DictConfig) -> None:
     """One benchmark: run the workers, judge what they measured, write and show it."""
-    from .latency.report import BenchDisplay, print_tables
+    from .harness.findings import of_rich
+    from .latency.report import BenchDisplay, print_tables, tables
     from .latency.rows import summary
 
     job = checked(cfg)
@@ -45,6 +46,7 @@ def app(cfg: DictConfig) -> None:
     with apps.ending(), display, apps.meeting(apps.run_folder()) as place:
         run(job | place, display)
     bench = summary(display.records, job) | {"config": job, "versions": versions(), "machine": machine(), "commit": commit()}
+    bench["tables"] = [of_rich(table, note) for table, note in tables(bench)]
     if earlier is not None:
         bench["changes"] = compare.compare(earlier, bench)
     if job["pair"]:

@@ -13,12 +13,12 @@ import hydra
 from omegaconf import DictConfig
 
 from .harness import apps
-from .harness.findings import machine
+from .harness.findings import machine, of_rich
 from .harness.processes import Group, run_job
 from .harness.versions import versions
 from .together import worker
 from .together.cases import CASES
-from .together.report import Times, print_table, summary
+from .together.report import NOTE, Times, print_table, summary, table_of
 
 CONF = apps.CONF
 QUICK = {"ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}
@@ -39,6 +39,7 @@ def main(cfg: DictConfig) -> None:
             with apps.meeting(apps.run_folder()) as place:
                 run_job([Group(f"{size} ranks", worker.main, size)], job | place | {"size": size}, keep, job["timeout_s"])
     result = summary(times, job["targets"]) | {"config": job, "versions": versions(), "machine": machine()}
+    result["tables"] = [of_rich(table_of(result["rows"]), NOTE)]
     apps.write_and_show("collectives", result, job, lambda: print_table(result))
 
 

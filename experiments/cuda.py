@@ -38,8 +38,9 @@ GRADIENTS_WITHIN = 1e-5
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cuda")
 def main(cfg: DictConfig) -> None:
     """All rounds, then the tables and the file. Fails where rdmarpc does, or where its gradients are wrong."""
-    from .gpus.report import print_tables, summary
+    from .gpus.report import print_tables, summary, tables
     from .gpus.workers import missing
+    from .harness.findings import of_rich
 
     job = checked(cfg)
     if job["device"] == "cuda" and (why := missing("cuda")):
@@ -48,6 +49,7 @@ def main(cfg: DictConfig) -> None:
         found = run(job, apps.run_folder())
     result = summary(found.samples.records(), found.failed, job)
     result |= {"machine": found.machine | machine(), "versions": versions(), "config": job}
+    result["tables"] = [of_rich(table) for table in tables(result)]
     apps.write_and_show("cuda", result, job, lambda: print_tables(result))
     if wrong := [each for each in result["failed"] if each["what"] != "torch_rpc"]:
         raise SystemExit(f"error: {wrong[0]['part']} of {wrong[0]['what']} failed: {wrong[0]['reason']}")

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, available_gib, text, times
-from .harness.targets import ratio
+from .harness.targets import end_to_end, ratio
 from .peers.libraries import TITLES
 from .peers.turns import Turns, run_app
 
@@ -80,7 +80,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
             for other in others:
                 name = f"{title} at {rate(gbits)}: times faster than {TITLES[other]}"
                 theirs, ours = ((method, job["clients"], f"{each} {gbits:g}") for each in (other, "rdmarpc"))
-                findings.target_times(name, theirs, ours, "≥", 1)
+                findings.target_times(name, theirs, ours, "≥", 1, end_to_end(other))
     findings.table(
         f"{job['local_steps']} local steps of {job['clients']} clients, {job['parameters']:,} parameters, ms",
         ["link", "method", "least", *(TITLES[each] for each in libraries), *(f"times {TITLES[each]}" for each in others)],

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from .harness import apps
 from .harness.findings import Findings, text, times
-from .harness.targets import ratio
+from .harness.targets import end_to_end, ratio
 from .peers.turns import Turns, run_app
 from .pipelines.gpt_workers import main as worker
 
@@ -83,7 +83,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         rows.append([case, str(stages), *map(text, ms.values()), *map(times, ratios)])
         for other in others if "rdmarpc" in ms else ():
             name = f"{case}, {stages} stages: a batch, times faster than {TITLES[other]}"
-            findings.target_times(name, (case, stages, other), (case, stages, "rdmarpc"), "≥", 1)
+            findings.target_times(name, (case, stages, other), (case, stages, "rdmarpc"), "≥", 1, end_to_end(other))
     heads = [f"{TITLES[each]}, ms" for each in job["libraries"]]
     sizes = [f"{name}: {each['blocks']} blocks of width {each['width']}" for name, each in job["models"].items()]
     findings.table(

@@ -28,7 +28,8 @@ CONF = apps.CONF
 def main(cfg: DictConfig) -> None:
     """One run: the workers measure, what they say is judged, written and shown."""
     from .exchange.picture import draw_minibatch
-    from .exchange.report import print_table, summary
+    from .exchange.report import print_tables, summary, tables
+    from .harness.findings import of_rich
 
     job = checked(cfg)
     records: list[dict[str, Any]] = []
@@ -42,8 +43,9 @@ def main(cfg: DictConfig) -> None:
     with apps.ending(), apps.meeting(apps.run_folder()) as place:
         run_job(groups(job), job | place, on_event, job["timeout_s"])
     result = summary(records, job) | {"config": job, "versions": versions()}
+    result["tables"] = [of_rich(table, note) for table, note in tables(result)]
     draw_minibatch(result, apps.run_folder() / "minibatch.png")
-    apps.write_and_show("minibatch", result, job, lambda: print_table(result))
+    apps.write_and_show("minibatch", result, job, lambda: print_tables(result))
 
 
 def groups(job: dict[str, Any]) -> list[Group]:

@@ -29,7 +29,8 @@ CONF = apps.CONF
 @hydra.main(version_base="1.3", config_path=CONF, config_name="schedules")
 def main(cfg: DictConfig) -> None:
     """One run."""
-    from .pipelines.report import print_table, summary
+    from .harness.findings import of_rich
+    from .pipelines.report import NOTE, print_table, summary, table_of
 
     job = checked(cfg)
     records: list[dict[str, Any]] = []
@@ -41,6 +42,7 @@ def main(cfg: DictConfig) -> None:
                 run_job(groups(here), here, partial(note, records, count), job["timeout_s"])
     rows = summary(records, job)
     result = {"rows": rows, "records": records, "config": job, "versions": versions()}
+    result["tables"] = [of_rich(table_of(rows), NOTE)]
     apps.write_and_show("schedules", result, job, lambda: print_table(rows))
 
 

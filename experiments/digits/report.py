@@ -9,6 +9,7 @@ from rich.table import Table
 from rdmarpc.transfers import Transfers
 
 from ..harness.findings import size_text
+from ..harness.targets import spread
 
 TITLES = {"single_process": "single process", "rdmarpc": "rdmarpc", "torch_rpc": "torch RPC"}
 
@@ -62,16 +63,18 @@ class TrainingDisplay:
 def training_table(result: dict[str, Any]) -> Table:
     """One row for each way to train, and underneath what the steady state of ours did."""
     caption = f"rdmarpc, a step from the second on: {counted(result['counters'])}"
-    table = Table(title="one training step (median)", caption=caption)
+    table = Table(title="one training step, less is better: median (p10 to p90)", caption=caption)
     table.add_column("trained by")
-    for column in ("step", "communication", "less by", "accuracy", "losses"):
+    spreads = {each["what"]: spread(each["samples"]) for each in result["samples"] if each["samples"]}
+    for column in ("n", "step, ms", "communication, ms", "less by", "accuracy", "losses"):
         table.add_column(column, justify="right")
     for name, step_ms in result["step_ms"].items():
         communication = result["communication_ms"].get(name)
         table.add_row(
             TITLES[name],
-            f"{step_ms:.2f} ms",
-            "-" if communication is None else f"{communication:.2f} ms",
+            str(spreads[name]["n"]),
+            f"{step_ms:.2f} ({spreads[name]['p10']:.2f} to {spreads[name]['p90']:.2f})",
+            "-" if communication is None else f"{communication:.2f}",
             times_less(result, name),
             f"{result['accuracy_of'][name]:.2%}",
             {None: "reference", True: "equal bits", False: "differ"}[result["equal_to_single_process"].get(name)],

@@ -9,21 +9,24 @@ from matplotlib.axes import Axes
 from ..harness.pictures import INK, QUIET, SKY, STYLE, VERMILLION
 from .report import WAYS
 
-COLUMNS = 4
+COLUMNS, FEWEST = 4, 2
+"""Panels side by side: at most, and for whose width the title and the lines below have room."""
 
 
 def draw_minibatch(result: dict[str, Any], path: Path) -> None:
     """A panel a model, a bar a way: computation, then communication."""
     rows = result["rows"]
-    lines = -(-len(rows) // COLUMNS)
+    columns = min(COLUMNS, max(len(rows), FEWEST))
+    lines = -(-len(rows) // columns)
     with plt.rc_context(STYLE | {"font.size": 11}):
-        figure, panels = plt.subplots(lines, COLUMNS, figsize=(17, 1.3 + 2.9 * lines), squeeze=False)
+        figure, panels = plt.subplots(lines, columns, figsize=(4.25 * columns, 1.6 + 2.9 * lines), squeeze=False)
         for axes, row in zip(panels.flat, rows):
             _panel(axes, row)
         for axes in list(panels.flat)[len(rows) :]:
             axes.axis("off")
-        figure.suptitle(_finding(rows), x=0.01, ha="left", fontsize=18, fontweight="bold")
-        figure.text(0.01, 0.01, _how_measured(result), fontsize=10, color=QUIET, ha="left", va="bottom")
+        size = 18 if columns == COLUMNS else 11
+        figure.suptitle(_finding(rows), x=0.01, ha="left", fontsize=size, fontweight="bold")
+        figure.text(0.01, 0.01, _how_measured(result), fontsize=min(10, size), color=QUIET, ha="left", va="bottom")
         figure.tight_layout(rect=(0, 0.09, 0.985, 0.99))
         figure.savefig(path, dpi=130)
         plt.close(figure)

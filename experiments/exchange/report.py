@@ -18,12 +18,12 @@ def summary(records: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any
     """Rows and targets. Times are milliseconds, medians of the rounds; `None` is what was not measured."""
     medians = {(record["case"], record["what"]): record["median"] for record in records}
     samples = {(record["case"], record["what"]): record["samples"] for record in records}
-    rows = [_row(name, medians) for name in job["models"]]
+    rows = [_row(name, medians, job["batch"].get(name)) for name in job["models"]]
     targets = [target for name in job["models"] for target in _targets(name, samples, job["targets"].get(name, {}))]
     return {"rows": rows, "targets": targets, "records": records}
 
 
-def _row(name: str, medians: dict[tuple[str, str], float]) -> dict[str, Any]:
+def _row(name: str, medians: dict[tuple[str, str], float], batch: int | None) -> dict[str, Any]:
     model = MODELS[name]
 
     def ms(case: str, what: str) -> float | None:
@@ -34,6 +34,7 @@ def _row(name: str, medians: dict[tuple[str, str], float]) -> dict[str, Any]:
         "mib": model.mib,
         "tensors": model.tensors,
         "average_kib": model.parameters * 4 / model.tensors / 1024,
+        "batch": batch,
         "computation_ms": ms("computation", name),
         "floor_ms": ms(name, "floor"),
         "past_caches_ms": ms(name, "past_caches"),
@@ -58,48 +59,64 @@ def _targets(name: str, samples: dict[tuple[str, str], list[float]], asked: dict
     return found
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_tables(result: dict[str, Any]) -> None:
     """Everything on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 180
-    config = result["config"]
-    table = Table(title=f"a mini-batch over {config['device']}: medians of {config['rounds']} rounds, ms", box=SIMPLE_HEAD)
-    table.add_column("model", no_wrap=True)
-    columns = (
-        "MiB",
-        "tensors",
-        "average KiB",
-        "computation",
-        "floor",
-        "past",
-        *WAYS.values(),
-        "× floor",
-        "× staging",
-        "× torch",
-        "× gRPC",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in result["rows"]:
-        times = [row[f"{key}_ms"] for key in ("computation", "floor", "past_caches", *WAYS)]
-        ratios = [row["times_floor"], *(row[f"times_faster_than_{key}"] for key in ("staging", "torch_rpc", "grpc"))]
-        table.add_row(
-            row["model"],
-            f"{row['mib']:.2f}",
-            str(row["tensors"]),
-            f"{row['average_kib']:,.0f}",
-            *("not measured" if time is None else f"{time:.2f}" for time in times),
-            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        )
-    console.print(table)
-    console.print(LEGEND)
+        console.width = 200
+    for table, note in tables(result):
+        console.print(table)
+        console.print(f" {note}\n", soft_wrap=True)
     console.print("\n".join(summary_lines(result["targets"])), soft_wrap=True, markup=False)
 
 
-LEGEND = """
- a mini-batch: all gradients to one parameter server, all weights back, no step
- computation: forward and backward, one thread
- floor: as many bytes by two warm memcpys; past: the same by stores past the caches; × floor: of rdmarpc
- staging: every payload is copied aside once
- torch RPC, gRPC: one call with all gradients, answered with all weights"""
+def tables(result: dict[str, Any]) -> list[tuple[Table, str]]:
+    """What the models are, and what moves their tensors; each with what stands below it."""
+    return [(models_table(result["rows"]), MODELS_NOTE), (ways_table(result), WAYS_NOTE)]
+
+
+MODELS_NOTE = "computation: forward and backward of a mini-batch of so many samples, one thread"
+WAYS_NOTE = (
+    "all gradients to one parameter server, all weights back, no step; floor: as many bytes by two warm memcpys; past: the same"
+    " by stores past the caches; staging: rdmarpc copies every payload aside once; torch RPC, gRPC: one call with all"
+    " gradients, answered with all weights; × floor: rdmarpc's time by the floor's; other ×: that way's time by rdmarpc's"
+)
+
+
+def models_table(rows: list[dict[str, Any]]) -> Table:
+    """One line for each model."""
+    table = Table(title="the models, by tensors of their weights", box=SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for column in ("MiB", "tensors", "average KiB", "batch", "computation, ms"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        sizes = f"{row['mib']:.2f}", str(row["tensors"]), f"{row['average_kib']:,.0f}"
+        table.add_row(row["model"], *sizes, str(row["batch"] or "-"), _ms(row["computation_ms"]))
+    return table
+
+
+def ways_table(result: dict[str, Any]) -> Table:
+    """One line for each model."""
+    config = result["config"]
+    spreads = {(record["case"], record["what"]): record for record in result["records"]}
+    title = f"communication of a mini-batch over {config['device']}, ms, less is better: median (p10 to p90) of n ="
+    table = Table(title=f"{title} {config['rounds']} rounds", box=SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for column in ("floor", "past", *WAYS.values(), "× floor", "× staging", "× torch RPC", "× gRPC"):
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        cells = [_spread(spreads.get((row["model"], what))) for what in ("floor", "past_caches", *WAYS)]
+        ratios = [row["times_floor"], *(row[f"times_faster_than_{key}"] for key in BESIDE)]
+        table.add_row(row["model"], *cells, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}"
+
+
+def _spread(record: dict[str, Any] | None) -> str:
+    """Of a record in microseconds, milliseconds."""
+    if record is None:
+        return "not measured"
+    return "{:.2f} ({:.2f} to {:.2f})".format(*(record[name] / 1e3 for name in ("median", "p10", "p90")))

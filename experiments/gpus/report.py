@@ -101,15 +101,20 @@ def print_tables(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     machine = result["machine"]
     console.print(f"{', '.join(machine['gpus'])}; {machine['cpu']}; MPS {'runs' if machine['mps'] else 'does not run'}")
-    for table in (recipe_table(result["recipe"]), grid_table(result["grid"]), small_table(result["small"])):
-        if table.row_count:
-            console.print(table)
+    for table in tables(result):
+        console.print(table)
     for row in result["gradients"]:
         console.print(f" gradients of {TITLES[row['what']]}, {row['mode']}: {row['apart']:.1e} of the largest element apart")
     for each in result["failed"]:
         said = f" [red]not measured[/]: {each['part']} of {TITLES[each['what']]}: {escape(each['reason'])}"
         console.print(said, soft_wrap=True)
     console.print("\n".join(summary_lines(result["targets"])), soft_wrap=True, markup=False)
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Of the parts that were measured."""
+    found = recipe_table(result["recipe"]), grid_table(result["grid"]), small_table(result["small"])
+    return [table for table in found if table.row_count]
 
 
 def table_of(title: str, *columns: str) -> Table:
@@ -122,7 +127,7 @@ def table_of(title: str, *columns: str) -> Table:
 def recipe_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each order and state."""
     columns = ("rdmarpc\ncpu", "\ncuda", "cpu /\ncuda", "torch\ncpu", "\ncuda", "cpu /\ncuda", "× torch\ncpu", "\ncuda")
-    table = table_of("recipe, ms", "", "\nfirst", *columns)
+    table = table_of("recipe, ms, less is better: medians of the rounds", "", "\nfirst", *columns)
     for row in rows:
         values = [
             row[f"{what}_{value}"] for what in ("rdmarpc", "torch_rpc") for value in ("cpu_ms", "cuda_ms", "cpu_over_cuda")
@@ -135,7 +140,7 @@ def recipe_table(rows: list[dict[str, Any]]) -> Table:
 def grid_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each function and size."""
     columns = ("\ncopies", "rdmarpc\nall", "\na call", "×\ncopies", "torch\nall", "\na call", "×\ncopies", "×\ntorch")
-    table = table_of("calls all at once, ms", "", "\nbytes", *columns)
+    table = table_of("calls all at once, ms, less is better: medians of the rounds", "", "\nbytes", *columns)
     for row in rows:
         values = [row["copies_ms"]]
         for what in ("rdmarpc", "torch_rpc"):
@@ -146,7 +151,9 @@ def grid_table(rows: list[dict[str, Any]]) -> Table:
 
 def small_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
-    table = table_of("one identity call at a time, µs", "bytes", "rdmarpc", "torch RPC", "of torch")
+    table = table_of(
+        "one identity call at a time, µs, less is better: medians of the rounds", "bytes", "rdmarpc", "torch RPC", "of torch"
+    )
     for row in rows:
         table.add_row(size_text(row["bytes"]), *(number(row[name]) for name in ("rdmarpc_us", "torch_rpc_us", "of_torch_rpc")))
     return table

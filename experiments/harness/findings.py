@@ -9,12 +9,16 @@ import math
 import os
 import statistics
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .targets import spread
 from .versions import versions
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Key = tuple[str, int, str]
 """Case, size (bytes, workers, ...), and what was measured."""
@@ -73,13 +77,14 @@ class Findings:
         """The cells are text. ``note`` stands below and says what the columns mean."""
         self.tables.append({"title": title, "columns": columns, "rows": rows, "note": note})
 
-    def target(self, name: str, measured: float | None, relation: str, asked: float) -> None:
-        """Of a number without a spread. ``met`` is `None` where nothing was measured."""
-        self.targets.append(targets.of_number(name, measured, relation, asked))
+    def target(self, name: str, measured: float | None, relation: str, asked: float, goal: str = "") -> None:
+        """Of a number without a spread. ``met`` is `None` where nothing was measured. ``goal``: a key of ``targets.GOALS``."""
+        self.targets.append(targets.of_goal(targets.of_number(name, measured, relation, asked), goal))
 
-    def target_times(self, name: str, over: Key, under: Key, relation: str, asked: float) -> None:
+    def target_times(self, name: str, over: Key, under: Key, relation: str, asked: float, goal: str = "") -> None:
         """Of the median of ``over`` by that of ``under``: met or missed beyond the spread, or else open."""
-        self.targets.append(targets.of_times(name, self.samples(*over), self.samples(*under), relation, asked))
+        found = targets.of_times(name, self.samples(*over), self.samples(*under), relation, asked)
+        self.targets.append(targets.of_goal(found, goal))
 
     def left_out(self, what: str, why: str) -> None:
         """Once for each pair, however often it is said."""
@@ -122,6 +127,26 @@ def size_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
+
+
+def of_rich(table: Table, note: str = "") -> dict[str, Any]:
+    """A table for the terminal in the common form. There, an empty first cell stands for the one above it, and a column's head
+    that begins with a line break for that of the column before."""
+    from rich.text import Text
+
+    def plain(cell: Any) -> str:
+        return Text.from_markup(str(cell)).plain
+
+    heads: list[str] = []
+    above = ""
+    for column in table.columns:
+        first, broken, second = plain(column.header).partition("\n")
+        above = first or above
+        heads.append(f"{above} {second}".strip() if broken else first)
+    rows = [list(map(plain, cells)) for cells in zip(*(column.cells for column in table.columns))]
+    for before, row in pairwise(rows):
+        row[0] = row[0] or before[0]
+    return {"title": plain(table.title or ""), "columns": heads, "rows": rows, "note": " ".join(note.split())}
 
 
 def print_findings(found: dict[str, Any]) -> None:

@@ -1,18 +1,64 @@
 """What was asked of a measurement, and whether it was met, missed or left open by the spread. Nothing here imports torch.
 
-A target is {"name", "measured", "relation", "asked", "met"}, and "low", "high" and "n" (samples) where it has a spread.
-``met`` is `None` where nothing was measured, and where it is open.
+A target is {"name", "measured", "relation", "asked", "met"}, "low", "high" and "n" (samples) where it has a spread, and "goal"
+where it belongs to one of ``GOALS``. ``met`` is `None` where nothing was measured, and where it is open.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 RELATIONS = {"≥": lambda measured, asked: measured >= asked, "≤": lambda measured, asked: measured <= asked}
 
 Target = dict[str, Any]
+
+
+class Goal(NamedTuple):
+    """What the project set out to reach. ``title``: a clause; ``experiments``: those with targets of it; ``silent``: what the
+    report says of one of them that has none."""
+
+    title: str
+    experiments: tuple[str, ...]
+    silent: str
+
+
+END_TO_END = (
+    "a3c", "reinforcement", "parameter_server", "dlrm", "gpt", "federated", "minibatch", "mixture", "graph_network", "train",
+    "convergence", "scaling",
+)  # fmt: skip
+GOALS = {
+    "identity": Goal(
+        "identity calls with 400 MB are at least 20 times faster than with torch RPC, and 100 times faster than with gRPC",
+        ("grid",),
+        "this run has not measured 400 MB",
+    ),
+    "operations": Goal(
+        "200 operations in calls are not slower than as many in a local process",
+        ("grid",),
+        "this run has not measured 200 operations",
+    ),
+    "end_to_end": Goal(
+        "every program as a whole is ahead of torch RPC", END_TO_END, "this run has not compared it with torch RPC"
+    ),
+    "sooner": Goal(
+        "training reaches its goal at least 1.3 times sooner than with torch RPC where communication is more than a third of"
+        " torch RPC's step",
+        ("convergence",),
+        "no model was found whose communication is so much of a step",
+    ),
+}
+
+
+def of_goal(target: Target, goal: str) -> Target:
+    """The target as one of ``GOALS[goal]``; as it is for an empty ``goal``."""
+    return target | {"goal": goal} if goal and GOALS[goal] else target
+
+
+def end_to_end(other: str) -> str:
+    """The goal of a target that compares a whole program with this library."""
+    return "end_to_end" if other == "torch_rpc" else ""
 
 
 def quantile(values: list[float], part: float) -> float:
@@ -80,12 +126,15 @@ def target_text(target: Target) -> str:
     asked = f"asked {target['relation']} {number_text(target['asked'])}"
     if target["measured"] is None:
         return f"not measured: {target['name']} ({asked})"
+    return f"{verdict(target)}: {target['name']}: {measured_text(target)}, {asked}"
+
+
+def measured_text(target: Target) -> str:
+    """Of a target that was measured: the number and its spread."""
     measured = number_text(target["measured"])
     if target.get("n", 0) == 1:
-        measured += " (one sample)"
-    elif "low" in target:
-        measured += f" ({number_text(target['low'])} to {number_text(target['high'])})"
-    return f"{verdict(target)}: {target['name']}: {measured}, {asked}"
+        return f"{measured} (one sample)"
+    return f"{measured} ({number_text(target['low'])} to {number_text(target['high'])})" if "low" in target else measured
 
 
 def verdict(target: Target) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from ..harness.findings import Findings
-from ..harness.pictures import BLUE, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
+from ..harness.pictures import BLUE, INK, QUIET, SKY, STYLE, VERMILLION, plain_logarithmic
 from ..peers.libraries import TITLES
 from .published import PUBLISHED
 from .tables import OTHERS, cells_of, title
@@ -32,9 +32,9 @@ def draw_grid(findings: Findings, job: dict[str, Any], path: Path) -> None:
                     if ms is not None:
                         label = TITLES[library] if not at else None
                         axes.barh(at + 0.27 * (number - 1), ms, height=0.25, color=COLOURS[library], label=label)
-                for library, where in OTHERS.items():
-                    if published := PUBLISHED.get((name, size)):
-                        axes.plot(published[where], at, "D", color=COLOURS[library], markeredgecolor=QUIET, markersize=7)
+                    if library in OTHERS and (published := PUBLISHED.get((name, size))):
+                        place = published[OTHERS[library]], at + 0.27 * (number - 1)
+                        axes.plot(*place, "D", color="white", markeredgecolor=INK, markersize=7)
             axes.set_xscale("log")
             plain_logarithmic(axes.xaxis)
             axes.set_yticks(range(len(cells)), [title(size, name, job) for size, name in cells], fontsize=10)
@@ -42,7 +42,7 @@ def draw_grid(findings: Findings, job: dict[str, Any], path: Path) -> None:
             axes.set_xlabel("milliseconds a call (median)")
             axes.set_title(device, loc="left")
             axes.legend(frameon=False, fontsize=10)
-        figure.text(0.01, 0.01, "diamonds: published with PyTorch RPC, another machine", fontsize=9.5, color=QUIET)
+        figure.text(0.01, 0.01, "diamonds: published for that library in PyTorch RPC's paper, another machine", fontsize=9.5, color=QUIET)
         figure.tight_layout(rect=(0, 0.03, 1, 1))
         figure.savefig(path, dpi=130)
         plt.close(figure)

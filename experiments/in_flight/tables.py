@@ -79,8 +79,8 @@ def targets(findings: Findings, job: dict[str, Any], device: str, cells: list[tu
             if name == "identity" and size in asked.get(other, {}) and other in job["libraries"]:
                 theirs = (f"{name} delay", size, f"{other} {device}")
                 what = f"{title(size, name, job)} over {device}: times faster than {TITLES[other]}"
-                findings.target_times(what, theirs, ours, "≥", asked[other][size])
+                findings.target_times(what, theirs, ours, "≥", asked[other][size], "identity")
         if name == "heavy":
             total, local = ("heavy total", size, f"rdmarpc {device}"), ("heavy total", size, "local")
             what = f"{title(size, name, job)} over {device}: times a local process"
-            findings.target_times(what, total, local, "≤", asked["local"])
+            findings.target_times(what, total, local, "≤", asked["local"], "operations")

@@ -36,45 +36,57 @@ class BenchDisplay:
             self.status.update(event[1])
 
 
+def tables(bench: dict[str, Any]) -> list[tuple[Table, str]]:
+    """What was measured, each with what stands below it."""
+    config = bench["config"]
+    rounds = f"medians of n = {config['rounds']} rounds"
+    found: list[tuple[Table, str]] = []
+    if bench["rows"]:
+        title = f"a call or a write over {config['device']}, less is better: {rounds}"
+        found.append((time_table(bench["rows"], title), LEGEND.format(flag_us=bench["flag_us"])))
+    if bench["first"]:
+        found.append((first_table(bench["first"]), ""))
+    if bench["calls"]:
+        title = f"calls a second without tensors, more is better: {rounds}"
+        found.append((rate_table(bench["calls"], title, "in flight"), ""))
+    if bench["all_to_all"]:
+        title = f"calls a second, all to all, more is better: {rounds}"
+        torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
+        found.append((rate_table([bench["all_to_all"]], title, "workers", torch_rpc), ""))
+    if bench["start"]:
+        found.append((start_table(bench["start"], f"starting, less is better: medians of n = {config['start']}"), ""))
+    if bench["autograd"]:
+        above = "alone: the same in one process; above: what the calls add to it"
+        found.append((autograd_table(bench["autograd"], f"distributed autograd, less is better: {rounds}"), above))
+    if bench["idle"]:
+        found.append((idle_table(bench["idle"]), ""))
+    return found
+
+
 def print_tables(bench: dict[str, Any]) -> None:
     """Everything on standard output."""
-    config = bench["config"]
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
-    rounds = f"medians of n = {config['rounds']} rounds"
-    if bench["rows"]:
-        console.print(time_table(bench["rows"], f"rdmarpc over {config['device']}: {rounds}"))
-    if bench["first"]:
-        console.print(first_table(bench["first"]))
-    if bench["calls"]:
-        console.print(rate_table(bench["calls"], f"calls a second, without tensors: {rounds}", "in flight"))
-    if bench["all_to_all"]:
-        torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
-        console.print(rate_table([bench["all_to_all"]], f"calls a second, all to all: {rounds}", "workers", torch_rpc))
-    if bench["start"]:
-        console.print(start_table(bench["start"], f"starting: medians of n = {config['start']}"))
-    if bench["autograd"]:
-        console.print(autograd_table(bench["autograd"], f"distributed autograd: {rounds}"))
-    if idle := bench["idle"]:
-        percent = judged(idle, "percent", f"{idle['rdmarpc_percent']:.2f} %")
-        console.print(f" an idle worker takes {percent} of a core; with torch RPC {idle['torch_rpc_percent']:.1f} %\n")
+    for table, note in tables(bench):
+        console.print(table)
+        if note:
+            console.print(note, soft_wrap=True)
     console.print("\n".join(summary_lines(bench["targets"])), soft_wrap=True, markup=False)
-    if bench["rows"]:
-        console.print(LEGEND.format(flag_us=bench["flag_us"]))
 
 
-LEGEND = """
- p10 to p90: tenth to ninetieth percentile of rdmarpc's rounds
- one way: a prepared write, seen by the waiting peer
- identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call
- stream: one of many writes in a row (torch RPC: two pushes in flight)
- x + 1: rpc_sync, the callee allocates the result; remote: remote() and to_here() of an identity
+LEGEND = """\
+ p10 to p90: tenth to ninetieth percentile of rdmarpc's rounds;
+ one way: a prepared write, seen by the waiting peer;
+ identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call;
+ stream: one of many writes in a row (torch RPC: two pushes in flight);
+ x + 1: rpc_sync, the callee allocates the result; remote: remote() and to_here() of an identity;
  floor: a warm memcpy and a flag to the other process (there and back {flag_us:.2f} µs);
-        from identity on both twice, for x + 1 that and the local computation; stream: the memcpy only
- beside, echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call
- beside, local: the computation in the caller's process
- ✓ ✗ ?: the target after it is met, missed, or left open by the spread (p10 to p90) of the rounds"""
+        from identity on both twice, for x + 1 that and the local computation; stream: the memcpy only;
+ beside, echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call;
+ beside, local: the computation in the caller's process;
+ ✓ ✗ ?: the target after it is met, missed, or left open by the spread (p10 to p90) of the rounds
+"""
 
 
 def time_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -111,7 +123,8 @@ def beside_text(row: dict[str, Any]) -> str:
 
 def first_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
-    table = Table(title="the first call of a signature, the second, and later ones", box=SIMPLE_HEAD)
+    title = "the first call of a signature, the second, and later ones, less is better: medians"
+    table = Table(title=title, box=SIMPLE_HEAD)
     others = ("second", "later", "× later")
     for column in ("size", "rdmarpc", "p10 to p90", *others, "torch RPC", *others, "× torch"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -181,6 +194,16 @@ def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
             judged(row, "torch", f"{row['times_faster_than_torch']:.1f}"),
             judged(row, "above", f"{row['of_torch_rpc_above']:.2f}") if "above" in row["targets"] else "",
         )
+    return table
+
+
+def idle_table(row: dict[str, Any]) -> Table:
+    """One line."""
+    table = Table(title="processor time of an idle worker, % of a core, less is better: medians", box=SIMPLE_HEAD)
+    for column in ("", "rdmarpc", "p10 to p90", "torch RPC"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    ours = judged(row, "percent", f"{row['rdmarpc_percent']:.2f}")
+    table.add_row(row["name"], ours, spread_text(row, "{:.2f}".format), f"{row['torch_rpc_percent']:.1f}")
     return table
 
 

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.targets import spread, target_text, verdicts
+from . import goals
 from .catalogue import PAPERS, Experiment
-from .programs import OUTPUT, RUNNING
-
-MOST_LINES = 120
-"""So much of a program's own output is shown where it has no tables in the common form."""
 
 
 @dataclass
@@ -34,7 +31,8 @@ class Entry:
 def write(folder: Path, entries: list[Entry], surroundings: dict[str, Any], quick: bool, interrupted: bool) -> dict[str, Any]:
     """Both files and the pictures; returns what ``results.json`` holds."""
     results = [_result(folder, entry) for entry in entries]
-    whole = {"quick": quick, "interrupted": interrupted, **surroundings, "experiments": results}
+    common = {"quick": quick, "interrupted": interrupted, **surroundings}
+    whole = common | {"goals": goals.found(results), "experiments": results}
     (folder / "results.json").write_text(json.dumps(whole, indent=2) + "\n")
     (folder / "report.md").write_text("\n".join(_lines(whole)) + "\n")
     return whole
@@ -67,9 +65,6 @@ def _result(folder: Path, entry: Entry) -> dict[str, Any]:
         name = picture.name if picture.name.startswith(experiment.name) else f"{experiment.name}_{picture.name}"
         shutil.copyfile(picture, folder / name)
         result["pictures"].append(name)
-    if not result["tables"]:
-        lines = (entry.place / OUTPUT).read_text(errors="replace").splitlines()[-MOST_LINES:]
-        result["output"] = "\n".join(line for line in lines if RUNNING not in line)  # a folder that is there no more
     return result
 
 
@@ -101,12 +96,19 @@ def _lines(whole: dict[str, Any]) -> list[str]:
         "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it."
         " A target is met or missed where the tenth and the ninetieth percentile say so as well; it is open where they do not,"
         " or where there is one sample alone. (Of counts, and of numbers that a run has once, it is what the number says.)"
-        " processor: minutes of all cores that the experiment's processes used. load: programs that wanted a core in the minute"
-        " before it began; on an idle machine less than 1, and with more its minutes say little.",
+        " Of times less is better; of numbers a second, speed-ups and *times faster* more is.",
+        "",
+        *goals.lines(results),
+        "",
+        "## The experiments",
+        "",
+        "minutes: of the clock. processor: minutes of all cores that the experiment's processes used. load: programs that"
+        " wanted a core in the minute before it began; on an idle machine less than 1, and with more its minutes say little.",
         "",
         "| experiment | state | targets | minutes | processor | load |",
         "|---|---|---|---|---|---|",
         *map(_row, results),
+        f"| together | | | {_minutes(results, 'seconds')} | {_minutes(results, 'processor_s')} | |",
     ]
     missed = [(each["name"], target) for each in finished for target in each["targets"] if target["met"] is False]
     lines += ["", "## Targets missed", "", *([f"* {name}: {target_text(t)}" for name, t in missed] or ["None."])]
@@ -128,14 +130,20 @@ def _lines(whole: dict[str, Any]) -> list[str]:
 def _row(result: dict[str, Any]) -> str:
     state = result["state"] + (" earlier" if result["again"] else "")
     said = verdicts(result["targets"]) if result["targets"] else "-"
-    minutes = f"{result['seconds'] / 60:.1f}" if "seconds" in result else "-"
-    processor = f"{result['processor_s'] / 60:.1f}" if "processor_s" in result else "-"
+    minutes = [_minutes([result], name) for name in ("seconds", "processor_s")]
     load = f"{result['load']:.1f}" if "load" in result else "-"
-    return f"| {result['name']}: {result['title']} | {state} | {said} | {minutes} | {processor} | {load} |"
+    title = goals.heading(result)
+    link = f"[{title}](#{goals.anchor(title)})" if result["state"] == "finished" else title
+    return f"| {link} | {state} | {said} | {minutes[0]} | {minutes[1]} | {load} |"
+
+
+def _minutes(results: list[dict[str, Any]], name: str) -> str:
+    known = [result[name] for result in results if name in result]
+    return f"{sum(known) / 60:.1f}" if known else "-"
 
 
 def _section(result: dict[str, Any]) -> list[str]:
-    lines = ["", f"### {result['name']}: {result['title']}", "", result["about"]]
+    lines = ["", f"### {goals.heading(result)}", "", result["about"]]
     lines += ["", f"`{' '.join(['python', *result['command'][1:]])}`, ended {result['ended']}"]
     for table in result["tables"]:
         lines += ["", f"**{table['title']}**", "", "| " + " | ".join(map(_cell, table["columns"])) + " |"]
@@ -144,10 +152,8 @@ def _section(result: dict[str, Any]) -> list[str]:
         lines += ["", table["note"]] if table["note"] else []
     for picture in result["pictures"]:
         lines += ["", f"![{result['title']}]({picture})"]
-    if result["output"]:
-        lines += ["", "```", result["output"], "```"]
     if result["targets"]:
-        lines += ["", *(f"* {target_text(target)}" for target in result["targets"])]
+        lines += ["", "Targets:", "", *(f"* {target_text(target)}" for target in result["targets"])]
     return lines
 
 

@@ -45,7 +45,7 @@ def ahead(findings: Findings, job: dict[str, Any], title: str, name: str) -> Non
     keys = dict.fromkeys((case, size) for case, size, _ in findings.measured() if case.endswith(f": {name}"))
     for case, size in keys if set(LIBRARIES) <= set(job["libraries"]) else ():
         what = f"{case.partition(':')[0]}, {size} processes: {title}, times faster than {TITLES['torch_rpc']}"
-        findings.target_times(what, (case, size, "torch_rpc"), (case, size, "rdmarpc"), "≥", 1)
+        findings.target_times(what, (case, size, "torch_rpc"), (case, size, "rdmarpc"), "≥", 1, "end_to_end")
 
 
 def checked(job: dict[str, Any], cases: tuple[str, ...]) -> dict[str, Any]:

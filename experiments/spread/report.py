@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.findings import Findings, size_text, text, times
-from ..harness.targets import ratio
+from ..harness.targets import end_to_end, ratio
 from ..peers.libraries import TITLES
 
 ALL_TITLES = TITLES | {"rdmarpc_group": "rdmarpc, all-to-all", "gloo": "gloo, all-to-all"}
@@ -31,7 +31,7 @@ def judge(findings: Findings, job: dict[str, Any], path: Path, sent: str, note: 
         if library in OURS and OURS[library] in job["libraries"]:
             other = ALL_TITLES[library]
             theirs, ours = (("step", 0, each) for each in (library, OURS[library]))
-            findings.target_times(f"a step, times faster than {other}", theirs, ours, "≥", 1)
+            findings.target_times(f"a step, times faster than {other}", theirs, ours, "≥", 1, end_to_end(library))
     columns = ["library", "a step, ms", *(f"{name}, ms" for name in PARTS), "share", sent, "average tensor", "times ours"]
     servers = f"workers: {job['workers']}, servers: {job['servers']}, {job['device']}"
     always = " communication is what is left of the calls; share: of a step. All turns must have the"

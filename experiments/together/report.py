@@ -81,31 +81,42 @@ def _asked(targets: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return dict(targets["others"])
 
 
+NOTE = (
+    "n: calls of rdmarpc; p10 to p90: of all calls; targets go by the spread of the rounds' medians: ✓ met, ✗ missed, ? open;"
+    " × gloo: gloo's time by ours; × floor: ours by the floor's;"
+    " floor: warm memcpys of what a rank receives, at all ranks at once; ddp: a step less one without communication"
+)
+
+
 def print_table(found: dict[str, Any]) -> None:
     """Everything on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 140
-    table = Table(title="collectives: medians (p10 to p90)", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("ranks", "case", "size", "rdmarpc", "gloo", "floor", "× gloo", "× floor"):
+        console.width = 150
+    console.print(table_of(found["rows"]))
+    console.print("\n".join(summary_lines(found["targets"])), soft_wrap=True, markup=False)
+    console.print(f" {NOTE}", soft_wrap=True)
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """One line for each number of ranks, case and size."""
+    title = "a collective, less is better: medians (p10 to p90)"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("ranks", "case", "size", "n", "rdmarpc", "gloo", "floor", "× gloo", "× floor"):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
-    for row in found["rows"]:
+    for row in rows:
         table.add_row(
             str(row["ranks"]),
             row["case"],
             size_text(row["bytes"]),
+            f"{row['rdmarpc']['calls']:,}",
             _judged(row, "us", _spread(row, "rdmarpc", row["rdmarpc_us"])),
             _spread(row, "gloo", row["gloo_us"]),
             time_text(row["floor"]["median_us"]) if "floor" in row else "",
             _judged(row, "gloo", f"{row['times_faster_than_gloo']:.1f}"),
             _judged(row, "floor", f"{row['times_floor']:.2f}" if row["times_floor"] else ""),
         )
-    console.print(table)
-    console.print("\n".join(summary_lines(found["targets"])), soft_wrap=True, markup=False)
-    console.print(
-        " floor: warm memcpys of what a rank receives, at all ranks at once; ddp: a step less one without communication\n"
-        " p10 to p90: of all calls; targets go by the spread of the rounds' medians: ✓ met, ✗ missed, ? open"
-    )
+    return table
 
 
 def _spread(row: dict[str, Any], what: str, us: float) -> str:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
+from rich.table import Table
 from timing import eventually
 
 from rdmarpc.experiments import paper
-from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.harness.targets import number_text, of_samples, of_times, spread, target_text, verdict, verdicts
-from rdmarpc.experiments.paper_runs import catalogue, here, programs, report
+from rdmarpc.experiments.harness.findings import Findings, of_rich
+from rdmarpc.experiments.harness.targets import GOALS, number_text, of_samples, of_times, spread, target_text, verdict, verdicts
+from rdmarpc.experiments.paper_runs import catalogue, goals, here, programs, report
 from rdmarpc.experiments.paper_runs.catalogue import EXPERIMENTS, Experiment, chosen
 
 PROGRAM = """
@@ -32,11 +33,14 @@ with open(arguments["log"], "a") as log:
     log.write("begun\\n")
 print("so far so good", flush=True)
 time.sleep(float(arguments.get("sleep", 0)))
+while "go" in arguments and not pathlib.Path(arguments["go"]).exists():
+    time.sleep(0.02)
 if "fail" in arguments:
     raise SystemExit("error: it has no heart")
 samples = [{"case": "call", "size": 4, "what": "rdmarpc", "samples": [1.0, 2.0, 30.0]}]
-target = {"name": "fast", "measured": 2.0, "relation": "≥", "asked": 3.0, "met": False}
-(folder / "own.json").write_text(json.dumps({"config": {}, "records": samples, "targets": [target]}))
+target = {"name": "fast", "measured": 2.0, "relation": "≥", "asked": 3.0, "met": False, "goal": "identity"}
+table = {"title": "A table", "columns": ["a", "b|c"], "rows": [["1", "2"]], "note": "A note."}
+(folder / "own.json").write_text(json.dumps({"config": {}, "records": samples, "targets": [target], "tables": [table]}))
 (folder / "own.png").write_bytes(b"picture")
 """
 
@@ -113,9 +117,60 @@ def test_the_report_reads_from_top_to_bottom(run: Any, tmp_path: Path) -> None:
         "![A title](own.png)",
     ]
     assert [text.find(part) for part in parts] == sorted(text.find(part) for part in parts) and all(p in text for p in parts)
-    assert "so far so good" in text[text.index("### own") :], "a program without tables is shown by its output"
+    assert "| a | b\\|c |\n|---|---|\n| 1 | 2 |\n\nA note." in text[text.index("### own") :]
     assert (tmp_path / "report/own.png").read_bytes() == b"picture"
     assert not list((tmp_path / "kept").glob(".running-*")), "nothing stays of what failed"
+
+
+def test_the_goals_are_the_first_section(run: Any, tmp_path: Path) -> None:
+    """Each with its verdict, every target behind it and where that is found, and who says nothing about it."""
+    whole = run([made("grid", tmp_path), made("a3c", tmp_path, gpu=True), made("dlrm", tmp_path)])
+    verdicts_of = {each["goal"]: (each["verdict"], len(each["targets"]), each["absent"]) for each in whole["goals"]}
+    assert list(verdicts_of) == list(GOALS)
+    assert verdicts_of["identity"] == ("missed", 1, {})
+    assert verdicts_of["operations"] == ("not measured", 0, {"grid": GOALS["operations"].silent})
+    assert verdicts_of["end_to_end"][2]["a3c"] == "left out: there is no GPU"
+    assert verdicts_of["end_to_end"][2]["dlrm"] == GOALS["end_to_end"].silent
+    assert verdicts_of["end_to_end"][2]["gpt"] == "not chosen for this report"
+    text = (tmp_path / "report/report.md").read_text()
+    section = text[text.index("\n## ") : text.index("## The experiments")]
+    assert section.startswith("\n## What was to be reached")
+    assert "| [grid](#grid-a-title) | fast | 2 | - | ≥ 3 | missed |" in section and "### grid: A title" in text
+
+
+@pytest.mark.parametrize(
+    ("met", "says"),
+    [
+        ([], "not measured"),
+        ([True, True], "met"),
+        ([True, False, None], "missed"),
+        ([True, None], "open"),
+        ([None], "open"),
+    ],
+)
+def test_a_goal_is_met_where_all_of_its_targets_are(met: list[bool | None], says: str) -> None:
+    targets = [{"name": "", "measured": 1.0, "relation": "≥", "asked": 1.0, "met": each} for each in met]
+    assert goals.whole(targets) == says
+    unmeasured = {"name": "", "measured": None, "relation": "≥", "asked": 1.0, "met": None}
+    assert goals.whole([*targets, unmeasured]) == {"met": "open"}.get(says, says), "nobody knows of what was not measured"
+
+
+def test_every_goal_has_its_experiments() -> None:
+    assert {name for goal in GOALS.values() for name in goal.experiments} <= {each.name for each in EXPERIMENTS}
+    with pytest.raises(KeyError):
+        Findings("", "ms").target("one", 1.0, "≥", 1.0, "nosuchgoal")
+
+
+def test_a_table_of_the_terminal_in_the_common_form() -> None:
+    table = Table("case", "rdmarpc\nall", "\na call", title="[b]Title[/b]")
+    table.add_row("one", "[red]1 ✗ ≤2[/]", "2")
+    table.add_row("", "3", "4")
+    assert of_rich(table, " a note\n of lines ") == {
+        "title": "Title",
+        "columns": ["case", "rdmarpc all", "rdmarpc a call"],
+        "rows": [["one", "1 ✗ ≤2", "2"], ["one", "3", "4"]],
+        "note": "a note of lines",
+    }
 
 
 def test_what_the_deadline_ends_is_left_out_and_not_failed(run: Any, tmp_path: Path) -> None:
@@ -123,8 +178,8 @@ def test_what_the_deadline_ends_is_left_out_and_not_failed(run: Any, tmp_path: P
     assert entry["state"] == "left out" and entry["reason"] == "no time: it had not ended when minutes=0.05 were over"
 
 
-def test_an_interruption_ends_the_program_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    """As a user sees it: Ctrl-C in the middle, a report of what there is, and no process left."""
+def started(tmp_path: Path, ignoring_interrupts: bool = False) -> subprocess.Popen[bytes]:
+    """A report of two experiments, as a user starts it. The second one waits for the file ``go``."""
     (tmp_path / "own.py").write_text(PROGRAM)
     driver = f"""
 import signal, sys
@@ -134,7 +189,7 @@ from experiments.paper_runs import here, programs
 from experiments.paper_runs.catalogue import Experiment
 log = "log={tmp_path}/log"
 first = Experiment("first", "rdma", "", "", 9, 9, overrides=[log])
-second = Experiment("second", "rdma", "", "", 9, 9, overrides=[log, "sleep=60"])
+second = Experiment("second", "rdma", "", "", 9, 9, overrides=[log, "go={tmp_path}/go"])
 paper.chosen = lambda only: [first, second]
 here.why_not = lambda *given: ""
 machine = {{"cpu": "", "cores": 2, "memory_gib": 1, "gpus": [], "packages": {{}}}}
@@ -143,23 +198,68 @@ programs.python = lambda module, arguments: [sys.executable, "-S", "{tmp_path}/o
 sys.argv = ["paper", "kept={tmp_path}/kept", "hydra.run.dir={tmp_path}/report"]
 paper.main()
 """
-    command = [sys.executable, "-c", driver]
     ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731  as nohup and some CI systems have it
-    with (tmp_path / "said").open("w") as said:
-        running = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=ignoring, cwd=here.ROOT)
-    deadline = time.monotonic() + 60
+    with (tmp_path / "said").open("a") as said:
+        return subprocess.Popen(
+            [sys.executable, "-c", driver],
+            stdout=said,
+            stderr=said,
+            preexec_fn=ignoring if ignoring_interrupts else None,
+            cwd=here.ROOT,
+        )
+
+
+def in_the_middle(running: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Waits until the second experiment has begun."""
+    deadline = time.monotonic() + 200
     while not ((tmp_path / "log").exists() and begun(tmp_path) == 2):
         assert time.monotonic() < deadline and running.poll() is None, (tmp_path / "said").read_text()
         time.sleep(0.02)
+
+
+def states(tmp_path: Path) -> list[tuple[str, str, str, bool]]:
+    found = json.loads((tmp_path / "report/results.json").read_text())["experiments"]
+    return [(each["name"], each["state"], each["reason"], each["again"]) for each in found]
+
+
+def test_an_interruption_ends_the_program_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """As a user sees it: Ctrl-C in the middle, a report of what there is, and no process left; then the same command again."""
+    running = started(tmp_path, ignoring_interrupts=True)
+    in_the_middle(running, tmp_path)
     running.send_signal(signal.SIGINT)
-    assert running.wait(30) == 130, (tmp_path / "said").read_text()
+    assert running.wait(200) == 130, (tmp_path / "said").read_text()
     assert "the same command goes on from here" in (tmp_path / "said").read_text()
     assert "**Not complete" in (tmp_path / "report/report.md").read_text()
     assert sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()) == ["first"]
     eventually(lambda: _started_by(str(tmp_path)), [])
-    first, second = json.loads((tmp_path / "report/results.json").read_text())["experiments"]
-    assert (first["name"], first["state"]) == ("first", "finished")
-    assert (second["name"], second["state"], second["reason"]) == ("second", "left out", "interrupted before it had finished")
+    assert states(tmp_path) == [
+        ("first", "finished", "", False),
+        ("second", "left out", "interrupted before it had finished", False),
+    ]
+    goes_on(tmp_path)
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """SIGKILL in the middle: nothing can say goodbye. The experiment that ran ends, too, and the same command goes on."""
+    running = started(tmp_path)
+    in_the_middle(running, tmp_path)
+    running.kill()
+    assert running.wait(200) == -signal.SIGKILL
+    eventually(lambda: _started_by(str(tmp_path)), [])
+    assert states(tmp_path) == [("first", "finished", "", False)], "the report is written after each experiment"
+    assert "**Not complete" in (tmp_path / "report/report.md").read_text()
+    goes_on(tmp_path)
+
+
+def goes_on(tmp_path: Path) -> None:
+    """The same command once more: what had finished is not run again, and nothing is left of what had not."""
+    (tmp_path / "go").touch()
+    running = started(tmp_path)
+    assert running.wait(200) == 0, (tmp_path / "said").read_text()
+    assert states(tmp_path) == [("first", "finished", "", True), ("second", "finished", "", False)]
+    assert begun(tmp_path) == 3
+    assert sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()) == ["first", "second"]
+    assert "**Not complete" not in (tmp_path / "report/report.md").read_text()
 
 
 def _started_by(text: str) -> list[str]:
