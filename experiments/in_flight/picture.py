@@ -42,7 +42,13 @@ def draw_grid(findings: Findings, job: dict[str, Any], path: Path) -> None:
             axes.set_xlabel("milliseconds a call (median)")
             axes.set_title(device, loc="left")
             axes.legend(frameon=False, fontsize=10)
-        figure.text(0.01, 0.01, "diamonds: published for that library in PyTorch RPC's paper, another machine", fontsize=9.5, color=QUIET)
+        figure.text(
+            0.01,
+            0.01,
+            "diamonds: published for that library in PyTorch RPC's paper, another machine",
+            fontsize=9.5,
+            color=QUIET,
+        )
         figure.tight_layout(rect=(0, 0.03, 1, 1))
         figure.savefig(path, dpi=130)
         plt.close(figure)

@@ -139,7 +139,7 @@ def run_app(
 ) -> None:
     """A program by turns from its config to its end: ``run`` takes all turns, ``judge`` makes the tables, targets and pictures,
     and both are written and shown. Fails where rdmarpc does, or where results differ. Over several hosts, every task runs its
-    processes of the turns, and the first has all figures."""
+    processes of the turns, and the first has all figures. Ends with one line where nothing could be measured."""
     folder, task = apps.run_folder(), task_of(job)
     hosts = None if task is None else Hosts(*task, folder, job["timeout_s"])
     turns = Turns(findings, folder, hosts)
@@ -149,6 +149,9 @@ def run_app(
         hosts.leave()
         if not hosts.first:
             return
+    if not findings.measured():
+        why = turns.failed or "; ".join(f"{each['what']}: {each['why']}" for each in findings.left[:1])
+        raise SystemExit(f"error: nothing was measured: {why}")
     judge(findings, job, folder)
     found = findings.as_dict(job)
     apps.write_and_show(name, found, job, lambda: print_findings(found))

@@ -20,11 +20,12 @@ LOOKS = {
 
 
 def draw_sizes(findings: Findings, job: dict[str, Any], titles: dict[str, str], path: Path) -> None:
-    """Log-log lines, with the tenth to ninetieth percentile of rounds around them."""
+    """A panel for each device that was measured: log-log lines, with the tenth to ninetieth percentile of rounds around."""
     spreads = {(each["what"], each["size"]): each for each in findings.as_dict({})["samples"]}
+    devices = [device for device in job["devices"] if any(what.endswith(f" {device}") for what, _ in spreads)]
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(1, len(job["devices"]), figsize=(8 * len(job["devices"]), 6), squeeze=False, sharey=True)
-        for axes, device in zip(panels[0], job["devices"]):
+        figure, panels = plt.subplots(1, len(devices), figsize=(8 * len(devices), 6), squeeze=False, sharey=True)
+        for axes, device in zip(panels[0], devices):
             for way in job["ways"]:
                 found = [spreads[f"{way} {device}", size] for size in job["sizes"] if (f"{way} {device}", size) in spreads]
                 colour, style = LOOKS[way]

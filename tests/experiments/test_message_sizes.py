@@ -15,7 +15,8 @@ from hydra import compose, initialize_config_dir
 
 from rdmarpc.experiments import sizes
 from rdmarpc.experiments.harness.findings import Findings
-from rdmarpc.experiments.peers.turns import Turns
+from rdmarpc.experiments.peers import turns
+from rdmarpc.experiments.ways.picture import draw_sizes
 from rdmarpc.experiments.ways.producer import Steps
 
 GRPC = importlib.util.find_spec("grpc") is not None
@@ -58,10 +59,27 @@ def test_rdma_is_left_out_where_there_is_none(tmp_path: Path) -> None:
     if any(Path("/sys/class/infiniband").glob("*")):
         pytest.skip("there is RDMA hardware")
     findings = Findings("", "us")
-    turns = Turns(findings, tmp_path)
-    sizes.run(job("devices=[verbs]", "ways=[torch_rpc,zero_copy]", "sizes=[4]"), turns)
-    assert not turns.failed and not findings.measured()
+    taken = turns.Turns(findings, tmp_path)
+    sizes.run(job("devices=[verbs]", "ways=[torch_rpc,zero_copy]", "sizes=[4]"), taken)
+    assert not taken.failed and not findings.measured()
     assert [each["why"] for each in findings.left] == ["there is no RDMA device"] * 2
+
+
+def test_a_run_that_measures_nothing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``devices=[verbs]`` where there is no RDMA hardware; no picture of nothing is drawn."""
+    monkeypatch.setattr(turns, "missing", lambda library, device: "there is no RDMA device")
+    monkeypatch.setattr(turns.apps, "run_folder", lambda: tmp_path)
+    says = r"^error: nothing was measured: write, zero-copy over shm, .*: there is no RDMA device$"
+    with pytest.raises(SystemExit, match=says):
+        turns.run_app("sizes", Findings("", "us"), job("devices=[shm]", "ways=[zero_copy]"), sizes.run, sizes.judge)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
+    findings, given = Findings("", "us"), job("devices=[verbs,shm]", "ways=[zero_copy]", "sizes=[4]")
+    findings.add("step", 4, "zero_copy shm", 2.0)
+    draw_sizes(findings, given, sizes.WAYS, tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wrong_answer_is_an_error() -> None:
