@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,27 +128,29 @@ class Station:
     def fit(self, placement: Placement, arrived: Callable[[Edge], Arrived]) -> tuple[Fittings, Offer]:
         """Make this worker's halves of all edges of a plan. Nothing may be sent before ``connect``."""
         fittings, offer = Fittings(placement), Offer()
-        for edge in placement.edges:
-            if edge.target == self.name:
-                heard = arrived(edge)
-                inlet = gpu_slot.inlet(self, edge, placement, heard) if edge.static else DynamicInlet(self, edge, heard)
-                for slot in inlet.slots:
-                    self._inlet_of[slot] = inlet
-                fittings.add_inlet(inlet)
-                offer.slots[edge.number] = inlet.offer()
-            elif edge.source == self.name:
-                outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
-                fittings.add_outlet(outlet)
-                offer.credits[edge.number] = outlet.numbers
+        with self.naming():
+            for edge in placement.edges:
+                if edge.target == self.name:
+                    heard = arrived(edge)
+                    inlet = gpu_slot.inlet(self, edge, placement, heard) if edge.static else DynamicInlet(self, edge, heard)
+                    for slot in inlet.slots:
+                        self._inlet_of[slot] = inlet
+                    fittings.add_inlet(inlet)
+                    offer.slots[edge.number] = inlet.offer()
+                elif edge.source == self.name:
+                    outlet = (Outlet if edge.static else DynamicOutlet)(self, edge, placement.staging)
+                    fittings.add_outlet(outlet)
+                    offer.credits[edge.number] = outlet.numbers
         self._fitted.append(fittings)
         return fittings, offer
 
     def connect(self, fittings: Fittings, offers: Offer) -> None:
         """``offers`` has those of all workers."""
-        for number, inlet in fittings.inlets.items():
-            inlet.connect(offers.credits[number])
-        for number, outlet in fittings.outlets.items():
-            outlet.connect(offers.slots[number])
+        with self.naming():
+            for number, inlet in fittings.inlets.items():
+                inlet.connect(offers.credits[number])
+            for number, outlet in fittings.outlets.items():
+                outlet.connect(offers.slots[number])
 
     def retire(self, fittings: Fittings) -> Leased:
         """First half of the end of a plan: nothing is sent any more, and all that was sent has arrived. Else a credit that is
@@ -155,8 +158,9 @@ class Station:
         still have tensors of ours in them."""
         for inlet in fittings.inlets.values():
             inlet.close()
-        for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
-            channel.fence(self.timeout)
+        with self.naming():
+            for channel in {*(i.channel for i in fittings.inlets.values()), *(o.channel for o in fittings.outlets.values())}:
+                channel.fence(self.timeout)
         return fittings.leased()
 
     def remove(self, fittings: Fittings, leased: Leased) -> None:
@@ -237,13 +241,24 @@ class Station:
         error of a post names its own peer, which may have left because another one died."""
         if not isinstance(error, PeerLost):
             return
-        if all(worker != error.peer for worker, _ in self._lost_peers()):
-            self.lost(error.peer, error)  # a post finds the end of a connection before the device's thread has heard of it
+        # Channels know their peer by its address.
+        named = next((worker for worker, channel in list(self.peers.items()) if channel.peer == error.peer), error.peer)
+        if all(worker != named for worker, _ in self._lost_peers()):
+            self.lost(named, error)  # a post finds the end of a connection before the device's thread has heard of it
         try:
             self.check()
         except PeerLost as lost:
             if lost.peer != error.peer:
                 raise lost from error
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """In the block, a ``PeerLost`` names the worker that was lost first (``blame``), not the address of a connection."""
+        try:
+            yield
+        except PeerLost as error:
+            self.blame(error)
+            raise
 
     def _first_lost(self) -> tuple[str, RdmaError] | None:
         """A worker that leaves because another one died may be heard first, and the reason of either a moment later."""

@@ -76,8 +76,8 @@ class Server(threading.Thread):
         self.steps = -1
         """The step of the weights that were sent last; -1 before those of the start, which are step 0."""
         self._clients: dict[str, _Client] = {}
-        self._left: dict[str, PeerLost | None] = {}
-        """The workers that have closed the model, and for each the error if it closed because it had lost a worker."""
+        self._left: dict[str, RdmaError] = {}
+        """The workers that have closed the model, and for each the error for those that go on."""
         self._kept = Kept()
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
@@ -166,10 +166,10 @@ class Server(threading.Thread):
         client.alarm = channel.prepare([], notify=alarm)
 
     def leave(self, worker: str, why: str, lost: str, status: str) -> None:
-        """Note that a worker has closed the model: nothing is written to it any more. ``lost``: the worker that it had lost, if
-        that was the reason."""
-        text = f"worker {worker!r} has closed the model: {why}"
-        self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else None
+        """Note that a worker has closed the model: nothing is written to it any more. ``why``: the error that ended its
+        training, if one did. ``lost``: the worker that it had lost, if that was the reason."""
+        text = f"worker {worker!r} has closed the model" + (f": {why}" if why else ", and others go on")
+        self._left[worker] = PeerLost(text, peer=lost, status=status) if lost else RdmaError(text, peer=worker)
         self.station.forget(worker)
 
     def counters(self) -> dict[str, int]:
@@ -198,15 +198,13 @@ class Server(threading.Thread):
         while self._jobs:
             job, future = self._jobs.popleft()
             try:
-                future.set_result(job())
+                with self.station.naming():
+                    future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
         arrived = [client.arrived is not None for client in self._clients.values()]
         if self._left and (self.steps < 0 or any(arrived)):
-            reasons = [lost for lost in self._left.values() if lost is not None]
-            if reasons:
-                raise reasons[0]
-            raise RdmaError(f"worker {min(self._left)!r} has closed the model, and others go on")
+            raise min(self._left.values(), key=lambda error: not isinstance(error, PeerLost))
         if self.steps < 0:
             self._begin()
         elif all(arrived):
@@ -239,9 +237,10 @@ class Server(threading.Thread):
 
     def _write(self, client: _Client, present: tuple[int, ...], flags: int) -> None:
         assert client.outlet is not None
-        client.outlet.finish(self.station.timeout)
-        send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
-        send(Header.weights(self.steps), self._kept.store, present)
+        with self.station.naming():
+            client.outlet.finish(self.station.timeout)
+            send = client.outlet.send_copies if flags & STAGED else client.outlet.send_room
+            send(Header.weights(self.steps), self._kept.store, present)
 
     def _alarm(self) -> None:
         for client in self._clients.values():

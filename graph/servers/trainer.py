@@ -64,12 +64,14 @@ class Half:
         assert self._outlet is not None
         note = note_of(marks, numbers)
         header = Header.gradients(self.steps + 1, staging == ALWAYS, len(note), optimizer)
-        self._outlet.send_loose(header, note, present, grads, staging)
+        with self._station.naming():
+            self._outlet.send_loose(header, note, present, grads, staging)
         self.wanted = self.steps + 1
 
     def finish(self, timeout: float) -> None:
         if self._outlet is not None:
-            self._outlet.finish(timeout)
+            with self._station.naming():
+                self._outlet.finish(timeout)
 
     def _landed(self, header: Header) -> None:
         if header.sequence != self.steps + 1 or header.sequence != self.wanted:

@@ -155,8 +155,11 @@ class Termination:
                 if info.id:
                     agent.connections.to(info.number)
         for number in itertools.count():
-            while not agent.idle:
+            # After a loss others may never let go of a function that runs here.
+            while not agent.idle and self._error is None:
                 self._sleep(threading.Event(), deadline, 0.001)
+            if self._error is not None:
+                raise fresh(self._error)
             arrived = threading.Event()
             self._waiting = arrived
             _, sent, answered, *_ = agent.links.counts

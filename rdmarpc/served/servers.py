@@ -56,7 +56,8 @@ class Servers:
         agent.on_peer_lost(self.trainer.station.lost)
         self.placement = Placement(0, agent.name, [], None, [agent.name, *self.names])
         try:
-            self._set_up()
+            with self.trainer.station.naming():
+                self._set_up()
         except BaseException as error:
             self._leave(error)
             raise
@@ -194,7 +195,11 @@ class Servers:
         because we are done; who was lost is said to those who go on."""
         self.closed = True
         told = None if failed is None else for_others(failed, self.agent.name)
-        why = (told.message, told.peer, told.status) if isinstance(told, PeerLost) else ()
+        why: tuple[str, ...] = ()
+        if isinstance(told, PeerLost):
+            why = told.message, told.peer, told.status
+        elif told is not None:
+            why = (f"{type(told).__name__}: {told}".partition("\n")[0].removesuffix(": "),)
         safe = True
         limit = _LATE_TIMEOUT_S if self.trainer.late else min(_LEAVE_TIMEOUT_S, self.timeout)
         leaving = {}

@@ -128,8 +128,8 @@ def why(model: str) -> tuple[Any, ...] | None:
 
 
 def leave(model: str, worker: str, why: str = "", lost: str = "", status: str = "") -> None:
-    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. ``lost``: the worker
-    that it had lost, if that was why. Idempotent."""
+    """Called at a server: this worker is done, nothing of it will be written here; the last one ends it. ``why``, ``lost``: as
+    of ``Server.leave``. Idempotent."""
     table = _table(_agent.current())
     server = table.get(model)
     if server is None:

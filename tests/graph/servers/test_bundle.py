@@ -23,7 +23,7 @@ from rdmarpc.graph.servers.trainer import Trainer, gradient_note
 from rdmarpc.graph.wire.header import Header
 from rdmarpc.graph.wire.layout import dense
 from rdmarpc.graph.work.command import WorkerError
-from rdmarpc.transport import Channel, Device, NotSupported, RdmaError, RemoteRegion, TransferTimeout, open_device
+from rdmarpc.transport import Channel, Device, NotSupported, PeerLost, RdmaError, RemoteRegion, TransferTimeout, open_device
 
 Shape = tuple[int, ...]
 T = 20.0
@@ -370,3 +370,13 @@ def test_a_wait_ends_and_can_be_taken_up_again(world: Callable[..., World]) -> N
     for trainer in made.trainers:
         trainer.pull()
         assert bool((trainer.halves["s"].room.tensors[1] == 2.0).all())
+
+
+def test_a_server_that_is_lost_is_named(world: Callable[..., World]) -> None:
+    """Its channel knows an address only."""
+    (trainer,) = world(1).trainers
+    trainer.ready()
+    trainer.station.peers["s"].abort()
+    with pytest.raises(PeerLost, match="worker 's' is lost") as caught:
+        send(trainer)
+    assert caught.value.peer == "s"

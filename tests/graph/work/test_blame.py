@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from cluster import TIMEOUT, Cluster, Split
+from timing import eventually
 from torch import nn
 
 from rdmarpc.graph.edges import station as stations
@@ -66,4 +67,24 @@ def test_a_post_may_find_the_end_of_one_before_the_death_of_the_other_is_heard(k
     finally:
         if late.is_alive():
             late.join(TIMEOUT)
+        cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_set_up_beside_a_worker_that_died_names_it(kind):
+    """Its channel knows an address only."""
+    torch.set_num_threads(1)
+    cluster = Cluster(2, kind)
+    try:
+        split = Split(cluster, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": "w1"}, timeout=10.0)
+        assert split(torch.randn(2, 4)).shape == (2, 4)
+        cluster.processes["w1"].kill()
+        station = split.caller.station
+        eventually(lambda: station.peers["w1"].error is not None)
+        (placement,) = split.caller.plans.placements()
+        with pytest.raises(PeerLost, match="worker 'w1' is lost") as caught:
+            station.fit(placement, lambda edge: lambda *landed: None)
+        assert caught.value.peer == "w1"
+        split.caller.close()
+    finally:
         cluster.close()

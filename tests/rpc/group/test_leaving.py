@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 
 import pytest
 import torch
+from called import held
 from group import dismiss, on_every_device, results, until_dismissed
 
 import rdmarpc as rpc
+from rdmarpc.calls import termination
 
 
 def by_way_of_another(seconds):
@@ -53,3 +56,26 @@ def leaves_in_between(rank):
 def test_calls_under_way_to_a_worker_that_leaves_lose_it():
     for outcomes in on_every_device(leaves_in_between, 3).values():
         results(outcomes)
+
+
+def held_by_a_function(rank):
+    """Worker 0 comes to ``shutdown`` while it runs a function that nobody lets go; worker 1 ends."""
+    termination._LEAVE_TIMEOUT_S = 0.1
+    if rank == 0:
+        with pytest.raises(rpc.PeerLost, match="worker worker1 is lost"):
+            rpc.shutdown()
+        return
+    if rank == 1:
+        rpc.rpc_sync("worker0", abs, (-1,))
+        until_dismissed()
+        os._exit(1)
+    waiting = rpc.rpc_async("worker0", held, ("gate",))
+    dismiss("worker1")
+    with pytest.raises(rpc.PeerLost, match="worker worker0 is lost"):
+        waiting.wait()  # not its own deadline: worker 0 leaves
+    rpc.shutdown(graceful=False)
+
+
+def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
+    for outcomes in on_every_device(held_by_a_function, 3, rpc_timeout=50).values():
+        results([outcomes[0], outcomes[2]])
