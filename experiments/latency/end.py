@@ -12,6 +12,7 @@ from rdmarpc import transport
 
 from ..harness.floor import Floor
 from ..harness.measure import connected
+from .sockets import Sockets
 
 ARRIVED, ANSWERED = 1, 2  # notifications
 TIMEOUT_S = 60.0
@@ -23,6 +24,7 @@ class End:
     def __init__(self, link: Connection, first: bool, job: dict[str, Any]) -> None:
         self.link = link
         self.floor = Floor(link, first, max(job["sizes"] + [size for sizes in job["cells"].values() for size in sizes]))
+        self.sockets = Sockets(link, first) if job["device"] == "tcp" else None
         self.device = transport.open_device(job["device"])
         self.channel = connected(self.device, link, first, TIMEOUT_S)
         self.arrived = self.channel.expect(ARRIVED)
@@ -108,6 +110,8 @@ class End:
             "return_all": self.return_all,
             "receive_stream": self.receive_stream,
         }
+        if self.sockets is not None:
+            commands |= {"compiled": self.sockets.compiled, "python": self.sockets.python}
         while (order := self.link.recv())[0] != "stop":
             with self.own_core():
                 commands[order[0]](*order[1:])
@@ -124,5 +128,7 @@ class End:
             os.sched_setaffinity(0, allowed)
 
     def close(self) -> None:
+        if self.sockets is not None:
+            self.sockets.close()
         self.channel.close()
         self.device.close()

@@ -85,6 +85,7 @@ LEGEND = """\
         from identity on both twice, for x + 1 that and the local computation; stream: the memcpy only;
  beside, echo: a prepared write there, and what landed written back: the bytes of an identity call, without the call;
  beside, local: the computation in the caller's process;
+ beside, sockets (tcp): the same bytes by blocking calls on a plain connection, from a compiled loop and from Python;
  ✓ ✗ ?: the target after it is met, missed, or left open by the spread (p10 to p90) of the rounds
 """
 
@@ -115,9 +116,11 @@ def time_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def beside_text(row: dict[str, Any]) -> str:
-    """The last column of a row: its staged bytes, or the time of `echo` or `local`."""
+    """The last column of a row: its staged bytes, or the time of `echo` or `local`, or of the plain sockets."""
     if "staged" in row["targets"]:
         return judged(row, "staged", f"{row['bytes_staged']:.0f} B staged")
+    if row["compiled_socket_us"]:
+        return f"sockets {time_text(row['compiled_socket_us'])}, {time_text(row['python_socket_us'])}"
     return next((f"{name} {time_text(row[f'{name}_us'])}" for name in ("echo", "local") if row[f"{name}_us"]), "")
 
 

@@ -123,6 +123,8 @@ def time_row(case: str, size: int, median: dict[Key, float]) -> dict[str, Any]:
         "times_faster_than_torch": theirs / ours,
         "echo_us": median.get((case, size, "echo")),
         "local_us": median.get((case, size, "local")),
+        "compiled_socket_us": median.get((case, size, "compiled_socket")),
+        "python_socket_us": median.get((case, size, "python_socket")),
         "bytes_staged": median.get((case, size, "staged")),
     }
 

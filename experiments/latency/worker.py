@@ -71,6 +71,8 @@ def measure_size(end: End, size: int, samples: Samples) -> None:
     samples.add("flag", 0, "floor", flag_us)
     samples.add("one_way", size, "floor", copy_us + flag_us / 2)
     samples.add("one_way", size, "rdmarpc", prepared_one_way(end, size))
+    for what, us in plain_sockets(end, size).items():
+        samples.add("one_way", size, what, us)
 
     x = torch.ones(size, dtype=torch.uint8)
     samples.add("identity", size, "floor", 2 * copy_us + flag_us)
@@ -131,6 +133,17 @@ def prepared_one_way(end: End, size: int) -> float:
         answered = per_iteration(lambda: end.send_answered(1), groups)
         end.tell("answer", 21 * 50)
         return answered - per_iteration(lambda: end.announce_answered(50), 20) / 50 / 2
+
+
+def plain_sockets(end: End, size: int) -> dict[str, float]:
+    """One way over a plain connection, half of there and back, compiled and in Python; for tcp alone."""
+    found, times = {}, max(1, min(50, iterations(size) // 20))
+    if end.sockets is not None:
+        for what, measured in (("compiled", end.sockets.compiled), ("python", end.sockets.python)):
+            end.tell(what, size, times)
+            with end.own_core():
+                found[f"{what}_socket"] = measured(size, times)
+    return found
 
 
 def echoed(end: End, size: int) -> float:
