@@ -44,6 +44,12 @@ def _one(tensors: Any) -> torch.Tensor:
     return tensors if type(tensors) is torch.Tensor else unwrapped(tensors)
 
 
+class _Collected(threading.local):
+    """The calls of this thread since it began to coalesce; ``None``: it does not."""
+
+    works: list[Work] | None = None
+
+
 _Group: Any = dist.ProcessGroup  # its annotations are not what it takes
 
 
@@ -60,7 +66,7 @@ class Collectives(_Group):
         self.engine = Engine(self.members, timeout.total_seconds())
         self.pairs = Pairs(self.members, timeout.total_seconds())
         self.queue = Queue(f"rdmarpc-group-{rank}")
-        self._collected = threading.local()
+        self._collected = _Collected()
         self._group_name = self._group_desc = ""
         _groups.add(self)
 
@@ -84,7 +90,7 @@ class Collectives(_Group):
 
     def _keep(self, work: Work) -> Work:
         """For ``_end_coalescing``, if this thread is coalescing."""
-        if (collected := getattr(self._collected, "works", None)) is not None:
+        if (collected := self._collected.works) is not None:
             collected.append(work)
         return work
 
@@ -467,7 +473,7 @@ class ProcessGroup(Pairwise):
         works, self._collected.works = self._collected.works, None
 
         def run() -> None:
-            for work in works:
+            for work in works or ():
                 work.wait()
 
         made = Work(run, [], "coalesced")
