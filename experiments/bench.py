@@ -94,13 +94,13 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     from .latency.fresh import COUNT
 
     job = apps.plain(cfg)
+    for name, sizes in {"sizes": job["sizes"], **job["cells"]}.items():
+        if not isinstance(sizes, list) or any(not isinstance(size, int) or size < 1 for size in sizes):
+            raise SystemExit(f"error: {name}={sizes} are numbers of bytes, each of at least 1")
     if job["quick"]:
         job["sizes"] = [size for size in job["sizes"] if size <= QUICK_UP_TO]
         job["cells"] = {case: [size for size in sizes if size <= QUICK_UP_TO] for case, sizes in job["cells"].items()}
         job["rounds"], job["start"] = QUICK_ROUNDS, min(job["start"], QUICK_ROUNDS)
-    for name, sizes in {"sizes": job["sizes"], **job["cells"]}.items():
-        if min(sizes, default=1) < 1:
-            raise SystemExit(f"error: {name}={sizes} are numbers of bytes, each of at least 1")
     if not job["sizes"]:
         raise SystemExit("error: sizes=[] must name at least one number of bytes")
     most = COUNT // NEW_FUNCTIONS // max(len(job["cells"].get("first", [])), 1)

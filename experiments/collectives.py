@@ -18,10 +18,11 @@ from .harness.processes import Group, run_job
 from .harness.versions import versions
 from .together import worker
 from .together.cases import CASES
+from .together.models import MODELS
 from .together.report import NOTE, Times, print_table, summary, table_of
 
 CONF = apps.CONF
-QUICK = {"ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}
+QUICK = {"models": ["GRU"], "ranks": [2], "up_to": 4 << 20, "rounds": 2, "round_s": 0.1}
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="collectives")
@@ -49,7 +50,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     job["up_to"] = 1 << 40
     if job["quick"]:
         job |= QUICK
-    apps.some_of(job, cases=CASES)
+    apps.some_of(job, cases=CASES, models=MODELS)
     apps.numbers(job, 2, "ranks")
     apps.at_least_one(job, "rounds")
     return job

@@ -92,8 +92,10 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     if job["quick"]:
         job |= {"rounds": 1, "net": "GRU", "steps": min(job["steps"], 5)}
         job["workers"] = [count for count in job["workers"] if count <= 2]
-    if job["net"] not in COMPUTE_MS:
-        raise SystemExit(f"error: net={job['net']} must be one of {', '.join(COMPUTE_MS)}")
+    if job["net"] not in MODELS:
+        raise SystemExit(f"error: net={job['net']} must be one of {', '.join(MODELS)}")
+    if job["compute_ms"] is None and job["net"] not in COMPUTE_MS:
+        raise SystemExit(f"error: net={job['net']} needs compute_ms=: the paper did not measure it")
     apps.some_of(job, libraries=TITLES)
     apps.device(job)
     apps.numbers(job, 1, "workers", "hosts")

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from .processes import WorkerFailed
 
 DEVICES = ("shm", "tcp", "verbs", "cuda", "auto")
+SWITCHES = ("quick", "json")
 CONF = str(Path(__file__).parents[1] / "conf")
 
 
@@ -39,8 +40,11 @@ def start(app: Callable[[], None]) -> None:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain values."""
+    """The config as plain values. Ends the program where one of its switches is neither true nor false."""
     job: Any = OmegaConf.to_container(cfg, resolve=True)
+    for name in SWITCHES:
+        if not isinstance(job.get(name, False), bool):
+            raise SystemExit(f"error: {name}={job[name]} must be true or false")
     return job
 
 

@@ -32,7 +32,7 @@ def main(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
     run = Run(rank, size, job, groups, launcher if rank == 0 else None)
     for case in job["cases"]:
         if case == "ddp":
-            for name in models.MODELS if size == 2 else ():
+            for name in job["models"] if size == 2 else ():
                 run.steps(name)
             continue
         for nbytes in _sizes(case, job):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from omegaconf import OmegaConf
 
 from rdmarpc.experiments.harness import apps
 
@@ -43,6 +44,13 @@ def test_bad_input_is_one_line(given: str, says: str) -> None:
 @pytest.mark.parametrize("value", ["tcp://lo", "auto", "shm"])
 def test_devices_with_and_without_an_address(value: str) -> None:
     apps.device({"device": value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("quick", "maybe"), ("json", 1)])
+def test_a_switch_is_true_or_false(name: str, value: object) -> None:
+    assert apps.plain(OmegaConf.create({name: True, "other": value})) == {name: True, "other": value}
+    with pytest.raises(SystemExit, match=f"error: {name}={value} must be true or false"):
+        apps.plain(OmegaConf.create({name: value}))
 
 
 @pytest.mark.parametrize("value", [3, [], [0], ["2"], None])

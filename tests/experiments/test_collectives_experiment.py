@@ -51,7 +51,13 @@ def test_targets_go_by_the_spread_of_the_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [("cases=[sum]", "sum"), ("ranks=[1]", "ranks=[1]"), ("ranks=2", "a list of numbers"), ("rounds=0", "rounds=0")],
+    [
+        ("cases=[sum]", "sum"),
+        ("models=[VGG]", "VGG"),
+        ("ranks=[1]", "ranks=[1]"),
+        ("ranks=2", "a list of numbers"),
+        ("rounds=0", "rounds=0"),
+    ],
 )
 def test_it_refuses_what_makes_no_sense(override: str, says: str) -> None:
     with initialize_config_dir(collectives.CONF, version_base="1.3"), pytest.raises(SystemExit, match=re.escape(says)):

@@ -244,6 +244,7 @@ def test_benchmark_measures_autograd_of_both_layers(tmp_path: Path) -> None:
     ("overrides", "says"),
     [
         (["sizes=[]"], "sizes=[]"),
+        (["sizes=4"], "sizes=4 are numbers"),
         (["cells.remote=[0]"], "remote=[0]"),
         (["rounds=0"], "rounds=0"),
         (["all_to_all=1"], "all_to_all=1"),

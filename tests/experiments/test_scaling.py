@@ -62,6 +62,12 @@ def test_balanced_shares_are_those_of_serve() -> None:
         assert worker.shares(tensors, len(servers), "balanced") == list(kept.values())
 
 
+def test_the_transformer_takes_a_given_time() -> None:
+    """The paper has no time of its computation."""
+    given = job("net=Transformer", "compute_ms=20", "servers=4", "placement=balanced")
+    assert (given["compute_ms"], len(given["tensors"]), sum(given["tensors"])) == (20, 148, 11_640_320)
+
+
 def test_each_placement_runs(tmp_path: Path) -> None:
     """Servers with other shares: the same numbers cross."""
     given = ["net=GRU", "workers=[2]", "steps=1", "rounds=1", "compute_ms=1", "libraries=[rdmarpc]", "placement=balanced"]
@@ -83,7 +89,13 @@ def test_the_simulation_is_its_formula() -> None:
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [("net=LeNet", "net=LeNet"), ("placement=x", "placement=x"), ("workers=[0]", "workers=[0]"), ("steps=0", "steps=0")],
+    [
+        ("net=LeNet", "net=LeNet"),
+        ("net=Transformer", "net=Transformer needs compute_ms="),
+        ("placement=x", "placement=x"),
+        ("workers=[0]", "workers=[0]"),
+        ("steps=0", "steps=0"),
+    ],
 )
 def test_bad_config_is_a_clear_error(override: str, says: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(says)):
