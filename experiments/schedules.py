@@ -1,8 +1,8 @@
-"""How long a batch in micro-batches takes in each order, beside torch.distributed.pipelining over gloo, and beside the
-schedule's length.
+"""How long a batch in micro-batches takes in each order, beside torch.distributed.pipelining over gloo and beside the
+schedule's length, and where the time of ours goes.
 
     python -m experiments.schedules
-    python -m experiments.schedules workers='[2]' rounds=3   # everything in conf/schedules.yaml can be overridden
+    python -m experiments.schedules workers='[2]' rounds=2   # everything in conf/schedules.yaml can be overridden
     python -m experiments.schedules --json
 
 Each of n workers has two layers of a chain of 2n: both in one stage, or each in a stage of its own, interleaved. Both libraries
@@ -30,20 +30,20 @@ CONF = apps.CONF
 def main(cfg: DictConfig) -> None:
     """One run."""
     from .harness.findings import of_rich
-    from .pipelines.report import NOTE, print_table, summary, table_of
+    from .pipelines.report import print_tables, summary, tables_of, where
 
     job = checked(cfg)
-    records: list[dict[str, Any]] = []
+    told: dict[str, list[dict[str, Any]]] = {"measured": [], "parts": []}
     with apps.ending():
         for count in job["workers"]:
             print(f"{count} workers", file=sys.stderr, flush=True)
             with apps.meeting(apps.run_folder()) as place:
                 here = job | place | {"count": count}
-                run_job(groups(here), here, partial(note, records, count), job["timeout_s"])
-    rows = summary(records, job)
-    result = {"rows": rows, "records": records, "config": job, "versions": versions()}
-    result["tables"] = [of_rich(table_of(rows), NOTE)]
-    apps.write_and_show("schedules", result, job, lambda: print_table(rows))
+                run_job(groups(here), here, partial(note, told, count), job["timeout_s"])
+    rows, ways = summary(told["measured"], job), where(told["parts"])
+    result = {"rows": rows, "where": ways, **told, "config": job, "versions": versions()}
+    result["tables"] = [of_rich(table, note) for table, note in tables_of(rows, ways)]
+    apps.write_and_show("schedules", result, job, lambda: print_tables(rows, ways))
 
 
 def groups(job: dict[str, Any]) -> list[Group]:
@@ -54,8 +54,9 @@ def groups(job: dict[str, Any]) -> list[Group]:
     return [*found, Group("torch", workers.theirs, job["count"])] if job["torch"] else found
 
 
-def note(records: list[dict[str, Any]], count: int, group: str, event: tuple[Any, ...]) -> None:
-    records.extend(record | {"workers": count, "library": group} for record in event[1])
+def note(told: dict[str, list[dict[str, Any]]], count: int, group: str, event: tuple[Any, ...]) -> None:
+    what, found = event
+    told[what].extend(each | {"workers": count, "library": group} for each in found)
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:
@@ -63,8 +64,10 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     job = apps.plain(cfg)
     apps.device(job)
     apps.numbers(job, 2, "workers")
-    apps.at_least_one(job, "rounds", "steps", "chunks_a_worker")
+    apps.at_least_one(job, "rounds", "watched", "chunks_a_worker")
     job["cases"] = {name: case for name, case in job["cases"].items() if case}
+    for case in job["cases"].values():
+        apps.at_least_one(case, "width", "samples", "steps")
     return job
 
 

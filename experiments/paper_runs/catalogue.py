@@ -84,8 +84,8 @@ EXPERIMENTS = (
     Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
-        minutes=3.5, quick_minutes=0.25, overrides=("rounds=3", "steps=8"),
-        quick=("workers=[2]", "rounds=1", "cases.wide=null"),
+        minutes=4.5, quick_minutes=0.5, overrides=("rounds=3",),
+        quick=("workers=[2]", "rounds=1", "watched=1", "cases.wide=null"),
     ),
     Experiment(
         "federated", "mlsys", "Federated learning",

@@ -1,13 +1,18 @@
 """The models of the experiment: chains of equal layers, as many a worker as there are rounds of interleaved stages."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from rdmarpc.graph.schedules.rounds import Rounds
+
+from .critical import BACKWARD, FORWARD, SECOND, Span
+from .simulated import Level, length
 
 ROUNDS = 2
 """Layers a worker: all in one stage, or each a stage of its own."""
@@ -48,10 +53,12 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """``samples``: of a micro-batch. ``forward_ms``, ``backward_ms``: what a layer sleeps for one; 0: it only computes."""
+    """``samples``: of a micro-batch; ``steps``: batches in a round. ``forward_ms``, ``backward_ms``: what a layer sleeps for
+    one; 0: it only computes."""
 
     width: int
     samples: int
+    steps: int
     forward_ms: float = 0.0
     backward_ms: float = 0.0
 
@@ -73,6 +80,38 @@ class Case:
         layer = self.forward_ms + self.backward_ms
         idle = layer - self.backward_ms * split  # F + B + W, or F + B - W
         return ROUNDS * chunks * layer + (workers - 1) * ROUNDS / rounds * idle if layer else None
+
+    def order_ms(self, workers: int, chunks: int, schedule: str, caller: str) -> float | None:
+        """As ``theory_ms``, by the agenda of our workers; ``caller``: which stage it has."""
+        if not self.forward_ms:
+            return None
+        interleaved = schedule == "interleaved"
+        half, each = self.backward_ms / 2, 1 if interleaved else ROUNDS
+        owners = stages(workers, interleaved, caller)[::each]
+        levels = [Level(owner, each * self.forward_ms, each * half, each * half) for owner in owners]
+        levels[0] = replace(levels[0], sink=True)
+        before, after = [Level(0, backward=False)] * (caller == "last"), [Level(0)] * (caller == "first")
+        rounds = Rounds(workers, ROUNDS, {at + len(before): at for at in range(len(levels))}) if interleaved else None
+        return length([*before, *levels, *after], chunks, rounds, schedule == "zero_bubble")
+
+    def sleeps(self, span: Span, workers: int, schedule: str, caller: str) -> float:
+        """For how many seconds the layers of a task of ours do."""
+        stage = span.level - (caller == "last")
+        interleaved = schedule == "interleaved"
+        layers = 1 if interleaved else ROUNDS
+        if not 0 <= stage < ROUNDS * workers // layers:
+            return 0.0  # what the caller has before the first stage, or behind the last one
+        half = self.backward_ms / 2
+        first, second = (0.0, 2 * half) if stage == 0 else (half, half)
+        if schedule != "zero_bubble":
+            first = 2 * half
+        return layers * {FORWARD: self.forward_ms, BACKWARD: first, SECOND: second}[span.way] / 1e3
+
+
+def stages(workers: int, interleaved: bool, caller: str) -> list[int]:
+    """The worker of each layer; the caller, worker 0, has the first one or the ``last``."""
+    order = [at % workers if interleaved else at // ROUNDS for at in range(ROUNDS * workers)]
+    return [(worker + (caller == "last")) % workers for worker in order]
 
 
 def chunks(job: dict[str, Any]) -> int:

@@ -1,7 +1,9 @@
-"""The workers of the experiment: ours, and those of torch.distributed.pipelining as its tutorial writes them. Rank 0 leads: it
-has the first stage, whose last backward ends the batch."""
+"""The workers of the experiment: ours, and those of torch.distributed.pipelining as its tutorial writes them. Rank 0 leads: of
+ours it is the caller, of theirs it has the first stage, whose last backward ends the batch."""
 
 import copy
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,28 +11,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..harness.measure import Samples, per_iteration
 from ..harness.processes import Launcher
-from .layers import ROUNDS, Case, chunks
+from . import critical
+from .layers import ROUNDS, Case, chunks, stages
 
 TIMEOUT_S = 120.0
-OURS = ("1f1b", "interleaved", "zero_bubble")
+OURS = {
+    "1f1b": ("1f1b", "last"),
+    "interleaved": ("interleaved", "last"),
+    "zero_bubble": ("zero_bubble", "last"),
+    "1f1b (first)": ("1f1b", "first"),
+}
+"""Schedules, and whether the caller, which has the loss, has the last stage too, or the first one."""
 THEIRS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 Step = Callable[[], None]
 
 
-def turns(job: dict[str, Any], launcher: Launcher, steps: dict[tuple[str, str], Step]) -> None:
+def turns(job: dict[str, Any], launcher: Launcher, steps: dict[tuple[str, str], Step], pids: list[int]) -> None:
     """Rounds of all cases; in each, the schedules take turns, and between two cases the other library has its own. Tells
-    ("measured", records): milliseconds."""
-    samples = Samples()
+    ("measured", records): milliseconds of each batch, and of processor time of all workers, the mean of a round."""
+    batches: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    processor: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     for _ in range(job["rounds"]):
         for name, case in job["cases"].items():
             launcher.wait_for_turn()
-            for (where, schedule), step in steps.items():
-                if where == name:
-                    samples.add(name, case["width"], schedule, per_iteration(step, job["steps"]) / 1e3)
-    launcher.tell(("measured", samples.records()))
+            for key, step in steps.items():
+                if key[0] == name:
+                    step()
+                    before = processor_ms(pids)
+                    batches[key] += [milliseconds(step) for _ in range(case["steps"])]
+                    processor[key].append((processor_ms(pids) - before) / case["steps"])
+    records = [
+        {"case": name, "schedule": schedule, "batches": batches[name, schedule], "processor": processor[name, schedule]}
+        for name, schedule in steps
+    ]
+    launcher.tell(("measured", records))
+
+
+def milliseconds(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def processor_ms(pids: list[int]) -> float:
+    """Of all threads of these processes of this host."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids) * 1e3
 
 
 def alone(layers: list[Any], x: Tensor, y: Tensor, count: int) -> float:
@@ -54,15 +81,41 @@ def ours(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
             for name, case in job["cases"].items()
             for schedule in OURS
         }
-        turns(job, launcher, steps)
+        others = [f"worker{other}" for other in range(1, job["count"])]
+        turns(job, launcher, steps, [os.getpid(), *(rpc.rpc_sync(other, os.getpid) for other in others)])
+        launcher.wait_for_turn()
+        for (name, schedule), step in steps.items():
+            found = [parts_of(rpc, others, step, Case(**job["cases"][name]), schedule) for _ in range(job["watched"])]
+            launcher.tell(("parts", [{"case": name, "schedule": schedule, "batches": found}]))
     rpc.shutdown()
 
 
-def our_step(rpc: Any, case: Case, job: dict[str, Any], schedule: str) -> Step:
+def parts_of(rpc: Any, others: list[str], step: Step, case: Case, schedule: str) -> dict[str, float]:
+    """Of one batch, see ``critical``: milliseconds, and how long the batch took."""
+    name, caller = OURS[schedule]
+    for at, other in enumerate(others):
+        rpc.rpc_sync(other, critical.watch, (at + 1,))
+    critical.watch(0)
+    began = time.perf_counter()
+    step()
+    ended = time.perf_counter()
+    spans = critical.watched()
+    for other in others:
+        spans += rpc.rpc_sync(other, critical.watched)
+
+    def sleeps(span: critical.Span) -> float:
+        return case.sleeps(span, 1 + len(others), name, caller)
+
+    found = critical.parts(spans, began, ended, sleeps)
+    return {"batch": (ended - began) * 1e3, **{part: seconds * 1e3 for part, seconds in found.items()}}
+
+
+def our_step(rpc: Any, case: Case, job: dict[str, Any], name: str) -> Step:
     """The model is wrapped, and has run once, with the loss and gradients of one process, bit for bit."""
     count, workers = chunks(job), job["count"]
     layers, (x, y) = case.layers(workers), case.batch(count)
-    of = [at % workers if schedule == "interleaved" else at // ROUNDS for at in range(len(layers))]
+    schedule, caller = OURS[name]
+    of = stages(workers, schedule == "interleaved", caller)
     twin = nn.Sequential(*copy.deepcopy(layers))
     placement = {str(at): f"worker{worker}" for at, worker in enumerate(of)}
     model = rpc.wrap(nn.Sequential(*layers), placement, depth=2 * workers, timeout=TIMEOUT_S)
@@ -99,13 +152,15 @@ def theirs(rank: int, job: dict[str, Any], launcher: Launcher) -> None:
         for name, case in job["cases"].items()
         for schedule in THEIRS
     }
+    pids: list[Any] = [None] * job["count"]
+    dist.all_gather_object(pids, os.getpid())
     if rank == 0:
-        turns(job, launcher, steps)
+        turns(job, launcher, steps, pids)
     else:
         for _ in range(job["rounds"]):
             for name in job["cases"]:
                 for (where, _), step in steps.items():
-                    for _ in range((1 + job["steps"]) * (where == name)):  # one that does not count
+                    for _ in range((1 + job["cases"][name]["steps"]) * (where == name)):  # one that does not count
                         step()
     dist.barrier()
     dist.destroy_process_group()
@@ -118,7 +173,7 @@ def their_step(rank: int, case: Case, job: dict[str, Any], schedule: str) -> Ste
     count, workers = chunks(job), job["count"]
     layers, (x, y) = case.layers(workers), case.batch(count)
 
-    def stage(at: int, parts: list[Any], of: int) -> Any:
+    def part_of(at: int, parts: list[Any], of: int) -> Any:
         return pipelining.PipelineStage(nn.Sequential(*parts), at, of, torch.device("cpu"))
 
     runs: Any
@@ -127,12 +182,11 @@ def their_step(rank: int, case: Case, job: dict[str, Any], schedule: str) -> Ste
     if schedule.startswith(("Interleaved", "ZBV")):
         mine = [rank, 2 * workers - 1 - rank] if schedule == "ZBVZeroBubble" else [*range(rank, len(layers), workers)]
         parts = [layers[at] for at in mine]
-        stages = [stage(at, [layers[at]], len(layers)) for at in mine]
-        runs = kind(stages, count, F.mse_loss)
+        runs = kind([part_of(at, [layers[at]], len(layers)) for at in mine], count, F.mse_loss)
         last = len(layers) - 1 in mine
     else:
         parts = layers[ROUNDS * rank : ROUNDS * (rank + 1)]
-        runs = kind(stage(rank, parts, workers), count, F.mse_loss)
+        runs = kind(part_of(rank, parts, workers), count, F.mse_loss)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     losses: list[Tensor] = []
 

@@ -1,9 +1,10 @@
 """Micro-batches of one batch, forward and backward, at the caller: an owner like any other while they run.
 
 Invariants:
-1. Micro-batches have consecutive sequences and begin in their order. At most ``levels`` of them have begun and are not
-   finished; finished: through the caller's segments, and reported by the workers where its backward ends (``flow.sinks``). The
-   last one is finished when every worker that takes part has reported it, and then, by the order in ``work/tasks``, so are all.
+1. Micro-batches have consecutive sequences and begin in their order. At most ``levels`` of them have begun and have not
+   returned; returned: through the caller's segments, and reported by the workers where its backward ends (``flow.sinks``).
+   Second halves of its backward may be left. The last one has returned when every worker that takes part has reported it, and
+   then, by the order in ``work/tasks``, nothing is left at any.
 2. What the caller's own segments get lies in slots, and user code may keep it for ever. The last slot that nobody keeps is
    given to them as a copy only, counted in ``bytes_staged``.
 3. However it ends, nothing stays pending: micro-batches that did not finish are discarded.
@@ -122,7 +123,7 @@ class Pipeline:
         self._everybody, self._sinks = set(plan.participants), plan.sinks
         self._agenda = Agenda()
         self._chunks: dict[int, Chunk] = {}
-        self._begun = self._finished = 0
+        self._begun = self._returned = self._finished = 0
         self._waiting: dict[Inlet, int] = {}
         self._first = ledger.reserve(len(parts))
         self._interleaved, self._split = interleaved, split
@@ -146,7 +147,7 @@ class Pipeline:
                         raise self._nothing_came()
                     continue
                 ledger.raise_errors(range(self._first, self._first + self._begun))
-                self._take_finished()
+                self._take_returned()
                 deadline = time.monotonic() + self._timeout
             station.settle()
         except BaseException as error:
@@ -169,7 +170,7 @@ class Pipeline:
         return True
 
     def _begin_next(self) -> None:
-        while self._begun < len(self.parts) and self._begun - self._finished < self._window:
+        while self._begun < len(self.parts) and self._begun - self._returned < self._window:
             sequence, index = self._first + self._begun, self._begun
             place = MicroBatch(index, len(self.parts), self._window, self._interleaved, self._split).pack()
             header = Header.activation(sequence, True, self.mode, self._ledger.commands, place)
@@ -189,14 +190,16 @@ class Pipeline:
         task.start()
         self._batch.ran(task)
 
-    def _take_finished(self) -> None:
-        while self._finished < self._begun:
-            sequence = self._first + self._finished
-            wanted = self._everybody if self._finished + 1 == len(self.parts) else self._sinks
-            if not self._chunks[sequence].finished or not self._ledger.done_by(sequence) >= wanted:
-                return
+    def _take_returned(self) -> None:
+        while self._returned < self._begun:
+            sequence = self._first + self._returned
+            wanted = self._everybody if self._returned + 1 == len(self.parts) else self._sinks
+            if not self._chunks[sequence].returned or not self._ledger.done_by(sequence) >= wanted:
+                break
             self._ledger.forget_done(sequence)
-            self._chunks.pop(sequence).drop()
+            self._returned += 1
+        while self._finished < self._returned and self._chunks[self._first + self._finished].finished:
+            self._chunks.pop(self._first + self._finished).drop()
             self._finished += 1
 
     def _nothing_came(self) -> TransferTimeout:

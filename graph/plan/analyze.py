@@ -426,8 +426,9 @@ class _Analysis:
             if segment.worker != self.caller and not segment.inputs:
                 self.add_trigger(segment, segments[0], values)
             _mark_last_uses(segment, keep={*segment.outputs, *names_in(output)})
+        loss = [segment for segment in segments if segment.worker == self.caller][-1]
         for segment in reversed(segments):
-            segment.backward = segment.worker == self.caller or any(
+            segment.backward = segment is loss or any(
                 values[name].spec.requires_grad and any(segments[user].backward for user in values[name].consumers)
                 for name in segment.outputs
             )

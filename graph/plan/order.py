@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from .graph import Shared, TransferGraph, Value
-from .program import Segment
 from .readers import Key
 from .sums import Reads, Where, apart, carried, exact, fold, in_order
 
 
-def gives(graph: TransferGraph, segment: Segment) -> bool:
-    """Whether gradients come to a segment."""
-    last = max(s.number for s in graph.segments if s.worker == graph.caller)
-    if segment.worker != graph.caller or segment.number == last:
-        return segment.backward
-    values = [graph.values[name] for name in segment.outputs]
-    return any(v.spec.requires_grad and any(graph.segments[user].backward for user in v.consumers) for v in values)
-
-
 def put_in_order(graph: TransferGraph, reads: Mapping[Key, Reads]) -> None:
     """Say of each value which segments give a gradient of it, and in which order these are added."""
-    giving = [segment.number for segment in graph.segments if gives(graph, segment)]
+    giving = [segment.number for segment in graph.segments if segment.backward]
     for value in graph.values.values():
         if not value.spec.requires_grad:
             continue
@@ -41,7 +31,7 @@ class Order:
     ) -> None:
         self.graph, self.reads, self.home, self.known = graph, reads, home, known
         self.number = {(s.worker, s.level): s.number for s in graph.segments}
-        self.backward = {(s.worker, s.level) for s in graph.segments if gives(graph, s)}
+        self.backward = {(s.worker, s.level) for s in graph.segments if s.backward}
 
     def unordered(self, parameters: Mapping[int, str], through: Set[Key]) -> set[Key]:
         """What is summed in another order than in one process. What is ``through`` is carried, and stands in the graph's

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan.analyze import TransferGraph
+from ..plan.program import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +35,24 @@ class Rounds:
 
 def rounds(graph: TransferGraph) -> Rounds | None:
     """How the stages of a plan go round; ``None``: they do not. A stage is a segment with modules or parameters that gradients
-    come to."""
+    come to. The caller's last segment, which has the loss, may be the last stage, or stand behind the stages."""
     returned = {
         value.producer
         for value in graph.values.values()
         if value.spec.requires_grad and any(graph.segments[number].backward for number in value.consumers)
     }
-    stages = [
+    computing = [
         segment
         for segment in graph.segments
-        if segment.number in returned
-        and segment.backward
-        and any(s.kind in ("module", "attribute") for s in segment.instructions)
+        if segment.backward and any(s.kind in ("module", "attribute") for s in segment.instructions)
     ]
+    stages = [segment for segment in computing if segment.number in returned]
+    loss = [segment for segment in graph.segments if segment.worker == graph.caller][-1]
+    with_loss = [*stages, loss] if loss in computing and loss not in stages else stages
+    return _in_rounds(with_loss) or _in_rounds(stages)
+
+
+def _in_rounds(stages: list[Segment]) -> Rounds | None:
     owners = [segment.worker for segment in stages]
     workers = len(set(owners))
     count = len(owners) // max(1, workers)

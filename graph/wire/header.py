@@ -15,7 +15,8 @@ NONE = 2
 ERROR = 4
 """A report: the payload is a pickled ``WorkerError``."""
 DONE = 8
-"""A report: this worker has finished the backward of ``sequence``."""
+"""A report: this worker has finished the backward of ``sequence``; before the last micro-batch of a batch, all but the second
+halves of it."""
 SHARED = 16
 """The sender still reads the payload where it landed (for its backward): nobody may write into it."""
 STAGED = 32

@@ -30,7 +30,7 @@ from ..wire.header import NONE, Header, MicroBatch
 from .command import DISCARD, NOTHING, ZERO, Command, WorkerError, unpadded
 from .flow import Flow
 from .run import Run
-from .tasks import Agenda, Batch, Task
+from .tasks import SECOND, Agenda, Batch, Task
 
 T = TypeVar("T")
 _REMEMBERED = 4096
@@ -197,6 +197,9 @@ class Executor(threading.Thread):
             run.batch.ran(task)
         if run.finished:
             self._finish(run)
+        if run.batch is not None and not run.micro.last and run.flow.sink and run.returned and task.half != SECOND:
+            # Another micro-batch may begin where backwards end, whatever second halves are left.
+            self._tell(Header.done(run.sequence))
 
     def _finish(self, run: Run) -> None:
         del self._runs[run.sequence]
@@ -206,8 +209,7 @@ class Executor(threading.Thread):
             del self._batches[run.batch.first]
         if run.grad and run.flow.backwards:
             self._remember(self._backwards, run.sequence)
-            # Of a batch the caller needs to know when it is over, and where the backwards end: there another one may begin.
-            if last or run.flow.sink:
+            if last:
                 self._tell_done(run.sequence)
 
     # -- what lands

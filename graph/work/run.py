@@ -95,8 +95,13 @@ class Run:
         self.backwards_left = flow.backwards if self.grad else 0
 
     @property
+    def returned(self) -> bool:
+        """Whether its segments have run, forward and backward; second halves of backwards may be left."""
+        return self.forwards_left == 0 and self.backwards_left == 0
+
+    @property
     def finished(self) -> bool:
-        return self.forwards_left == 0 and self.backwards_left == 0 and not self._halves
+        return self.returned and not self._halves
 
     def missing(self, unreported: set[str]) -> str:
         """What it waits for, for people. ``unreported``: workers whose report of the backward is missing too."""

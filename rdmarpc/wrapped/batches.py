@@ -80,7 +80,9 @@ def forward_backward(
 
     The bits are those of one process but for what ``wrap`` says of sums of gradients, and ``placement_table`` names.
 
-    Returns the detached loss. Its caller runs ``loss_fn`` in this process. Raises what a part or ``loss_fn`` raised: the
+    Returns the detached loss. ``loss_fn`` runs in this process, by the calling thread, between two tasks of a stage that is
+    here. So the caller should have the last stage, whose output the loss is of, or none; if it has the first one, the others
+    wait for the loss. Raises what a part or ``loss_fn`` raised: the
     gradients are then unfinished, those at other workers are set to ``None`` before the next backward where this one was to do
     so."""
     state = state_of(model)

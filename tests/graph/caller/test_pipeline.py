@@ -275,12 +275,26 @@ def test_split_backwards_fill_what_is_idle():
         assert length(owners, batches, None, True) == 3 * batches + (workers - 1) + longer
 
 
+def ring_of(workers: int, count: int, caller: str) -> tuple[list[int], Rounds]:
+    """Levels of stages that go round, by owner, and their rounds: the caller has the loss, and the first stage of each round,
+    the last one, or none."""
+    ring = {"first": [*range(workers)], "last": [*range(1, workers), 0], "none": [*range(1, workers + 1)]}[caller]
+    before, after = caller != "first", caller != "last"
+    rounds = Rounds(workers, count, {at + before: at for at in range(workers * count)})
+    return [0] * before + ring * count + [0] * after, rounds
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 9), st.integers(1, 3), st.booleans(), st.integers(0, 1 << 32))
-def test_no_order_of_events_blocks_interleaved_stages(workers, count, batches, slots, caller_too, seed):
-    ring = [*range(workers)] if caller_too else [*range(1, workers + 1)]
-    owners = [*ring * count, 0] if caller_too else [0, *ring * count, 0]
-    rounds = Rounds(workers, count, {at + (not caller_too): at for at in range(workers * count)})
+@given(
+    st.integers(2, 4),
+    st.integers(2, 3),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(["first", "last", "none"]),
+    st.integers(0, 1 << 32),
+)
+def test_no_order_of_events_blocks_interleaved_stages(workers, count, batches, slots, caller, seed):
+    owners, rounds = ring_of(workers, count, caller)
     pipe = Pipe(owners, batches, slots, random.Random(seed), rounds)
     while pipe.happen():
         pass

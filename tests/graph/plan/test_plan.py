@@ -42,7 +42,7 @@ def cut(model: nn.Module, shape: tuple[int, ...], placement: dict[str, str], gra
 def test_segments_and_edges():
     graph = cut(Diamond(), (3, 4), {"a": "w1", "b": "w2", "c": "w1"})
     assert [(s.worker, s.level, s.backward) for s in graph.segments] == [
-        ("me", 0, True),
+        ("me", 0, False),  # no gradient comes to its inputs
         ("w1", 1, True),
         ("w2", 2, True),
         ("w1", 3, True),

@@ -112,7 +112,7 @@ def test_one_tensor_for_three_workers():
     assert found.nbytes == sum(c.nbytes or 0 for c in found.crossings) == 2280
     assert found.slot_bytes == 2 * (2280 + 15 * HEADER_BYTES) + 40 + HEADER_BYTES
     assert [(s.number, s.worker, s.operations, s.backward) for s in found.segments] == [
-        (0, "me", (), True),
+        (0, "me", (), False),
         (1, "w1", ("stem",), True),
         (2, "w2", ("left",), True),
         (3, "w3", ("middle",), True),

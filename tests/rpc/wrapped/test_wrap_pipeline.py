@@ -249,6 +249,33 @@ def interleaved() -> None:
     model.close()
 
 
+class Behind(nn.Module):
+    """A stage without gradients behind one of the caller's: no gradient comes to ``one`` and ``two``, though theirs require
+    some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.without, self.last = (nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, x):
+        y = torch.tanh(self.two(torch.tanh(self.one(x))))
+        with torch.no_grad():
+            y = self.without(y)
+        return self.last(y + x)
+
+
+def behind_no_gradients() -> None:
+    model, twin = both(Behind, {"one": "worker1", "without": "worker1"}, timeout=60)
+    for schedule in ("1f1b", "zero_bubble"):
+        train(model, twin, batches(2, 8, 20), 4, schedule=schedule)
+    for x, y in batches(2, 8, 20):
+        for network in (model, twin):
+            F.cross_entropy(network(x), y).backward()
+            torch.optim.SGD(network.parameters(), 0.1).step()
+    assert_same_state(model, twin)
+    model.close()
+
+
 def kept_outputs() -> None:
     model, twin = both(models.mlp, CHAIN)
     before = staged(model, False)
@@ -431,6 +458,7 @@ BODIES = (
     overlap,
     speeds,
     interleaved,
+    behind_no_gradients,
     kept_outputs,
     dropout,
     errors,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -90,6 +92,25 @@ def memory() -> None:
         model.prepare(x, schedule="zero bubble")
 
 
+def begins() -> None:
+    """Another micro-batch begins before the second half of an earlier one, which here waits for that. There are four levels."""
+    folder = tempfile.mkdtemp()
+    torch.manual_seed(0)
+    net = nn.Sequential(models.Begins(folder), models.Waits(f"{folder}/4"))
+    twin = nn.Sequential(nn.Identity(), nn.Sequential(copy.deepcopy(net[1].layer), nn.Tanh()))
+    model = wrap(net, {"0": "worker1", "1": "worker2"}, depth=8, timeout=150)
+    [(x, y)] = batches(1, 16, 20)
+    model.forward_backward(F.cross_entropy, x, target=y, chunks=8, schedule="zero_bubble")
+    one_after_another(twin, F.cross_entropy, 8, x, y)
+    assert model.counters()["backwards_unsplit"] == 0
+    for network in (model, twin):
+        torch.optim.SGD(network.parameters(), 0.1).step()
+    for (_, mine), (_, other) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
+        assert torch.equal(mine, other)
+    model.close()
+    shutil.rmtree(folder)
+
+
 def errors() -> None:
     """A second half that fails is named, and leaves nothing behind: what is unfinished does not reach the next batch."""
     torch.manual_seed(0)
@@ -126,7 +147,7 @@ def test_what_runs_in_one_go_is_counted_by_part_and_reason(name):
     drive(partial(in_one_go, name), 4, timeout=250.0)
 
 
-@pytest.mark.parametrize("body", [tied, memory, errors])
+@pytest.mark.parametrize("body", [tied, memory, begins, errors])
 def test_over_shared_memory(body):
     drive(body, 4, timeout=250.0)
 
