@@ -27,6 +27,8 @@ class Elsewhere:
             followed = self._followed.setdefault(path, [])
             if found := Globals(part, followed):
                 followed.append(found)
+                if found.own:
+                    self._other.setdefault(path, f"{found.own}, which every thread has for itself,")
                 new.setdefault(self._homes[path], {})[path] = found.values()
         for worker, values in new.items():
             self._other = {**self._compare(worker, values), **self._other}

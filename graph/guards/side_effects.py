@@ -3,8 +3,10 @@ it draws. In one process the others see that; from another worker they do not.""
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import random
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from .generators import python_marks, torch_mark
 from .roots import Root, globals_of, named_in, reachable
 from .world import World
 
+_OF_A_THREAD = (contextvars.ContextVar, threading.local)
 _WRITTEN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _HINT = 'capture="here", or keep it in an attribute of the part'
 
@@ -36,12 +39,14 @@ def changes_there(what: str, label: str) -> OnlyHere:
 
 class Globals:
     """The data among the globals that the code of a part names, in this process, without what cannot be compared, and without
-    what is in ``known`` ones. ``changed()`` names one that is not as it was, ``take()`` takes down what there is now."""
+    what is in ``known`` ones. ``changed()`` names one that is not as it was, ``take()`` takes down what there is now.
+    ``own`` names one that every thread has for itself."""
 
     def __init__(self, part: nn.Module, known: Iterable[Globals] = ()) -> None:
         before = {key for other in known for key in map(_key, other._roots)}
         named = _data_of(part) if has_code(part) else ()
         self._roots: list[Root] = [root for root in named if _key(root) not in before]
+        self.own = next((root.label for root in self._roots if isinstance(root.value(), _OF_A_THREAD)), "")
         self.take()
 
     def __bool__(self) -> bool:

@@ -72,6 +72,8 @@ class TransferGraph:
     """How many segments draw random numbers, by worker. Where there are several, micro-batches must not overtake each other."""
     scattered: str = ""
     """What writes into a tensor of the model that other segments use, too; then they must not, either."""
+    aliases: list[tuple[int, int, bool]] = field(default_factory=list)
+    """See ``Capture``."""
 
     def crossing(self) -> list[tuple[Value, str]]:
         """(value, worker that receives it), in the order of production."""

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
@@ -50,7 +49,21 @@ from .values import (
     leaves_of,
 )
 from .watch import HOOKS, Changes, alone, check_tensors, undrawn, untouched
-from .writes import NoWrites, Write, check_writes, finish, with_modules, writes_of
+from .writes import (
+    UNSEEN,
+    Augmented,
+    NoAssignments,
+    NoWrites,
+    Registered,
+    Write,
+    aliases,
+    calls_itself,
+    check_writes,
+    finish,
+    sets_on_tensor,
+    with_modules,
+    writes_of,
+)
 
 _HINT = "what joins the parts must be the same for all tensors of one shape; decide on values outside of the model"
 
@@ -95,6 +108,8 @@ class Capture:
     terms: Terms = field(default_factory=dict)
     """See ``TermCount``. An operation that is not in it adds any number of terms."""
     parameters: dict[int, str] = field(default_factory=dict)
+    aliases: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Of one call: see ``writes.aliases``."""
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -149,6 +164,10 @@ def capture_call(model: nn.Module, path: str, inputs: list[TensorSpec], join: Jo
             found = _propagate_call(model, path, graph, inputs)
     if any(node.op == "placeholder" for node, _ in found.written):
         raise writes_input(path)
+    result = found.values[call]
+    if not isinstance(result, After):
+        given = [found.values[node] for node in graph.nodes if node.op == "placeholder"]
+        found.aliases = aliases(given, leaves_of(result))
     return found
 
 
@@ -200,22 +219,10 @@ class Untraceable(NotSupported):
     """Python needs to know more of a tensor than that it is one."""
 
 
-class _NoAssignments(TorchFunctionMode):
-    """Refuses assignments such as ``parameter.data = ...``, and methods that do the like, in a symbolic trace."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__set__":
-            raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}")
-        if name in UNSEEN and args and isinstance(args[0], nn.Parameter):
-            raise sets_on_tensor(name)
-        return func(*args, **kwargs or {})
-
-
 def _trace(model: nn.Module, inputs: int, join: Join, whole: Callable[[str], bool]) -> fx.Graph:
     with alone(), unchanged(model, whole):
         try:
-            with custom_functions(_proxy_of), NoWrites(model), _NoAssignments():
+            with custom_functions(_proxy_of), NoWrites(model), NoAssignments():
                 return _Tracer(inputs, join, whole).trace(model)
         except NotSupported:
             raise
@@ -269,7 +276,7 @@ def propagate(
         propagator = _Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
     if strict:
-        check_writes(graph, values)
+        check_writes(graph, values, {write.node for write in propagator.writes})
     written, sites, counted = propagator.written(), propagator.sites(), propagator.counted
     return Capture(
         graph,
@@ -388,32 +395,21 @@ def annotate(node: fx.Node, scope: str) -> None:
     node.meta["scope"], node.meta["grad"] = scope, torch.is_grad_enabled()
 
 
-UNSEEN = frozenset(
-    [
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "requires_grad_",
-        "backward",
-        "set_",
-        "share_memory_",
-    ]
-)
-"""Methods that do something to a tensor object, which the tensor of a later step is not."""
+class _Attribute(Augmented, fx.proxy.Attribute):
+    """A property of a tensor, such as ``x.T``."""
 
 
-def sets_on_tensor(name: str) -> NotSupported:
-    return NotSupported(f"the forward does {name} to a tensor, which a graph of operations does not have", hint=_HINT)
+class _Proxy(Augmented, fx.Proxy):
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        return _Attribute(self, name)
 
-
-class _Proxy(fx.Proxy):
     def __setattr__(self, name: str, value: Any) -> None:
         if "node" in self.__dict__ and name not in self.__dict__:
             raise sets_on_tensor(f"an assignment of {name!r}")
         super().__setattr__(name, value)
 
 
-class _ParameterProxy(fx.proxy.ParameterProxy):
+class _ParameterProxy(Augmented, fx.proxy.ParameterProxy):
     def __setattr__(self, name: str, value: Any) -> None:
         if "name" in self.__dict__:  # the last one that it sets itself
             raise sets_on_tensor(f"an assignment of {name!r}")
@@ -434,6 +430,8 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = self._whole(module_qualified_name)
         if whole:
+            if calls_itself(m):
+                raise Untraceable(f"{module_qualified_name!r} has a __call__ of its own")
             check_tensors(m)
         return whole
 
@@ -530,8 +528,9 @@ class _Propagator(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         what, module = f"part {target!r}", self.fetch_attr(str(target))
         check_arguments(what, module.forward, args, kwargs)
-        before = Before(args, kwargs, self._after)
+        before, registered = Before(args, kwargs, self._after), Registered(module)
         result = super().call_module(target, args, kwargs)
+        registered.check(what)
         if self._after:
             if before.moved():
                 raise changes_argument(str(target), before.names(module.forward))

@@ -33,12 +33,11 @@ from .capture import (
     propagate,
     quiet,
     sets_attribute,
-    sets_on_tensor,
     unchanged,
 )
 from .values import encode
 from .watch import undrawn
-from .writes import finish, writes_beyond
+from .writes import finish, sets_on_tensor, writes_beyond
 
 
 def export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
@@ -76,14 +75,18 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
 
 
 class _NoForgotten(TorchFunctionMode):
-    """Refuses what an export forgets: parameters that are frozen, and writes into tensors from outside of the model."""
+    """Refuses what an export forgets: assignments such as ``buffer.data = ...``, parameters that are frozen, and writes into
+    tensors from outside of the model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
-        sets = name == "__set__" and func.__self__.__name__ == "requires_grad"
-        if (sets or name == "requires_grad_") and isinstance(first, nn.Parameter):
-            raise sets_on_tensor("an assignment of 'requires_grad'" if sets else name)
+        what = func.__self__.__name__ if name == "__set__" else ""
+        # An export itself sets flags of tensors that are no parameters.
+        if what and (what != "requires_grad" or isinstance(first, nn.Parameter)):
+            raise sets_on_tensor(f"an assignment of {what!r}")
+        if name == "requires_grad_" and isinstance(first, nn.Parameter):
+            raise sets_on_tensor(name)
         writes = name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor):
             raise writes_beyond()

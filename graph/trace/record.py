@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from .capture import (
-    UNSEEN,
     Capture,
     Join,
     TensorSpec,
@@ -32,13 +31,12 @@ from .capture import (
     mode_of,
     propagate,
     quiet,
-    sets_on_tensor,
     static,
     unchanged,
 )
 from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
 from .watch import undrawn
-from .writes import finish, mutated, writes_beyond
+from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
 
 
 def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool] = lambda path: True) -> Capture:
@@ -226,10 +224,15 @@ class _Recorder(TorchFunctionMode):
             try:
                 if not self._whole(path):
                     return original(module, *args, **kwargs)
+                if calls_itself(module):
+                    raise NotSupported(f"{path!r} has a __call__ of its own")
                 make = lambda known: self.graph.call_module(path, *known)  # noqa: E731
                 with static(f"call_module {path!r}"):
                     check_arguments(f"part {path!r}", module.forward, args, kwargs)
-                    return self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
+                    registered = Registered(module)
+                    result = self._one(make, lambda *a, **k: original(module, *a, **k), args, kwargs)
+                    registered.check(f"part {path!r}")
+                    return result
             finally:
                 self._scope.pop()
 

@@ -7,6 +7,7 @@ be lost, and is refused. What Python objects were before the trace they are agai
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import datetime
 import gc
@@ -199,7 +200,7 @@ class Watch:
     def _patched(self) -> Iterator[None]:
         # No hook or protocol tells of reads, and types must stay what they are: a forward may look at them.
         thread, call, assign = threading.get_ident(), nn.Module.__call__, nn.Module.__setattr__
-        trace = sys.gettrace()
+        trace, say = sys.gettrace(), builtins.print
 
         def read(module: nn.Module, name: str) -> Any:
             seen = threading.get_ident() == thread and (name[:2] != "__" or name == "__dict__")
@@ -233,6 +234,13 @@ class Watch:
                 self._outside.append(Changes(what, hint=_HINT))
             assign(module, name, value)
 
+        def printed(*args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() != thread or foreign(sys._getframe(1).f_globals.get("__name__")):
+                say(*args, **kwargs)
+            elif not self._at:
+                self._refuse("prints, which a trace would do once")
+
+        builtins.print = printed
         nn.Module.__call__, nn.Module.__setattr__ = called, assigned  # type: ignore[method-assign, assignment]
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         _current.watch = self
@@ -241,6 +249,7 @@ class Watch:
             yield
         finally:
             sys.settrace(trace)
+            builtins.print = say
             if sys.getprofile() == self._asked:
                 sys.setprofile(None)
             _current.watch = None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
+from ..guards.content import foreign
 from .values import leaves_of
 
 
@@ -23,6 +26,8 @@ def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
     def impure(node: fx.Node) -> bool:
         if node.op == "call_module":
             return node.meta.get("compared", False) or _has_effects(model.get_submodule(str(node.target)))
+        if is_function(node.target):
+            return True  # it may write into what it is given
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else str(node.target)
         if node.op in ("call_function", "call_method") and any(word in name for word in _ACTING):
             return True
@@ -45,23 +50,33 @@ def draws(operation: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 def _has_effects(module: nn.Module) -> bool:
     def acts(part: nn.Module) -> bool:
+        if not foreign(type(part).__module__) or part._forward_hooks or part._forward_pre_hooks:
+            return True  # it may set attributes
         chances = (getattr(part, "p", 0), getattr(part, "dropout", 0))
         return part.training and bool(part._buffers or any(isinstance(chance, float) and chance for chance in chances))
 
     return any(map(acts, module.modules()))
 
 
-def check_writes(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+def check_writes(graph: fx.Graph, values: dict[fx.Node, Any], writing: Set[fx.Node]) -> None:
     """Refuse writes in place that somebody else could see, or miss: what is sent, is sent as it was. Allowed are those into a
     tensor, or a view of it, that was used for nothing else before, and whose result is what is used afterwards; and into
-    buffers, under the same condition."""
+    buffers, under the same condition. ``writing``: the operations that wrote into a tensor when they ran.
+
+    An augmented assignment is an operation of its own here, which makes a new tensor, so it must not write into an input or a
+    buffer either."""
     aliases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         storages = {storage_of(leaf) for leaf in pytree.tree_leaves(values.get(node)) if isinstance(leaf, torch.Tensor)}
-        for target in _written(node) if _writes(node) else ():
+        augmented = node.meta.get("augmented", False)
+        function = node.op == "call_function" and is_function(node.target) and node in writing
+        for target in _written(node) if augmented or _writes(node) else node.all_input_nodes if function else ():
             tensor = values.get(target) if isinstance(target, fx.Node) else None
             before = aliases.get(storage_of(tensor), []) if isinstance(tensor, torch.Tensor) else []
+            if isinstance(tensor, list):
+                before = [target]
             lost = not node.users and not (before and before[0].op == "get_attr")
+            lost = lost or (augmented and bool(before) and before[0].op in ("get_attr", "placeholder"))
             if "out" in node.kwargs or lost or any(len(other.users) > 1 for other in before):
                 raise NotSupported(
                     f"the forward writes into a tensor that is used again: {node.format_node()}",
@@ -168,6 +183,61 @@ def check_seen(
                     raise _used_again(node, user)
 
 
+class Registered:
+    """What a part registers or switches when it is called: its parameters and buffers by name, and its flags."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+        self._tables = [(vars(m)[name], dict(vars(m)[name])) for m in part.modules() for name in _TABLES]
+        self._flags = [(module, module.training) for module in part.modules()]
+        self._names = _tensors_of(part)
+
+    def check(self, what: str) -> None:
+        """Raise ``NotSupported`` if something has come, gone or been switched, and put it back: the model that has the stand-in
+        of the part would not have it."""
+        names = sorted(self._names ^ _tensors_of(self._part))
+        switched = [module for module, training in self._flags if module.training != training]
+        if not names and not switched:
+            return
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
+        for module, training in self._flags:
+            module.training = training
+        if names:
+            raise NotSupported(f"{what} registers or drops {names[0]!r} when it is called", hint="call it once before wrap()")
+        raise NotSupported(f"{what} switches between train() and eval() when it is called", hint="do so before the forward")
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _tensors_of(part: nn.Module) -> set[str]:
+    found = set()
+    for path, module in part.named_modules():
+        found |= {f"{path}.{name}" if path else name for table in _TABLES[:2] for name in vars(module)[table]}
+    return found
+
+
+def aliases(given: Sequence[Any], result: Sequence[Any]) -> list[tuple[int, int, bool]]:
+    """Of the leaves of a call's result those that have the memory of a tensor which it was given, as (number of the leaf,
+    number of that tensor, whether they are one object)."""
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    found = []
+    for at, leaf in enumerate(result):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            same = next((n for n, tensor in enumerate(tensors) if tensor is leaf), None)
+            shared = next((n for n, tensor in enumerate(tensors) if storage_of(tensor) == storage_of(leaf)), None)
+            if shared is not None:
+                found.append((at, shared if same is None else same, same is not None))
+    return found
+
+
+def calls_itself(part: nn.Module) -> bool:
+    """Whether a class of the user's has a ``__call__`` of its own around that of ``nn.Module``."""
+    return any("__call__" in vars(kind) and not foreign(kind.__module__) for kind in type(part).__mro__)
+
+
 def scattered(graph: fx.Graph, values: Mapping[fx.Node, Any], writes: Sequence[Write], where: Mapping[fx.Node, Place]) -> str:
     """An operation that writes into a tensor of the model which several segments use, as a norm that is called twice does with
     its statistics; empty: there is none."""
@@ -221,6 +291,64 @@ def _unseen(
 
 def _named(node: fx.Node) -> str:
     return f"part {str(node.target)!r}" if node.op == "call_module" else node.format_node() or node.name
+
+
+def is_function(target: Any) -> bool:
+    """Whether an operation is ``apply`` of an autograd function of the user's."""
+    kind = getattr(target, "__self__", None)
+    return isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+
+
+def _augmented(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def assign(proxy: fx.Proxy, other: Any) -> fx.Proxy:
+        made = proxy.tracer.create_proxy("call_function", getattr(operator, name), (proxy, other), {})
+        made.node.meta |= {"augmented": True, "acts": True}
+        return made
+
+    return assign
+
+
+class Augmented:
+    """Mixed into proxies, which know no ``x += y``: Python would make ``x = x + y`` of it, and other names of the tensor would
+    keep what it was. The operation is marked (``check_writes``)."""
+
+    __iadd__, __isub__, __imul__, __imatmul__ = map(_augmented, ("add", "sub", "mul", "matmul"))
+    __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_augmented, ("truediv", "floordiv", "mod", "pow"))
+    __iand__, __ior__, __ixor__ = map(_augmented, ("and_", "or_", "xor"))
+    __ilshift__, __irshift__ = map(_augmented, ("lshift", "rshift"))
+
+
+class NoAssignments(TorchFunctionMode):
+    """Refuses assignments such as ``parameter.data = ...``, and methods that do the like, in a symbolic trace."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__set__":
+            raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}")
+        if name in UNSEEN and args and isinstance(args[0], nn.Parameter):
+            raise sets_on_tensor(name)
+        return func(*args, **kwargs or {})
+
+
+UNSEEN = frozenset(
+    [
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "requires_grad_",
+        "backward",
+        "set_",
+        "share_memory_",
+    ]
+)
+"""Methods that do something to a tensor object, which the tensor of a later step is not."""
+
+
+def sets_on_tensor(name: str) -> NotSupported:
+    return NotSupported(
+        f"the forward does {name} to a tensor, which a graph of operations does not have",
+        hint="what joins the parts must be the same for all tensors of one shape; decide on values outside of the model",
+    )
 
 
 class NoWrites(TorchDispatchMode):

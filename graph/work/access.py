@@ -22,6 +22,7 @@ from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
 from ..trace.watch import untouched
+from ..trace.writes import Registered, aliases
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -235,15 +236,15 @@ class Access:
 
     def probe(
         self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
-    ) -> tuple[Any, bool]:
+    ) -> tuple[Any, bool, list[tuple[int, int, bool]]]:
         """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
         gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device; and whether it has drawn from
-        torch's generators. The part, its buffers, globals and the generators stay as they are."""
+        torch's generators; and its ``aliases``. The part, its buffers, globals and the generators stay as they are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-        def run() -> tuple[Any, bool]:
+        def run() -> tuple[Any, bool, list[tuple[int, int, bool]]]:
             self._use_mode(mode)
             part = deepcopy(self._root.get_submodule(path))
             left, known = iter(devices), Globals(part)
@@ -254,8 +255,10 @@ class Access:
                     (args, kwargs),
                 )
                 before, mark = Before(given, more), torch_mark(self._gpu)
+                registered = Registered(part)
                 with untouched(part):
                     result = part(*given, **more)
+                    registered.check(f"part {path!r}")
                 drew = torch_mark(self._gpu) != mark
             if label := known.changed():
                 raise changes_there(f"part {path!r}", label)
@@ -264,6 +267,6 @@ class Access:
             if before.changed():
                 raise changes_argument(path, before.names(part.forward))
             check_result(f"part {path!r}", result)
-            return encode(result, spec), drew
+            return encode(result, spec), drew, aliases(leaves_of((given, more)), leaves_of(result))
 
         return self._submit(run, commands)

@@ -7,6 +7,8 @@ of what lies elsewhere, with ``Shell`` mixed in where its own tensors do.
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,9 +60,43 @@ def stand_ins(net: nn.Module, owners: Owners, places: Places) -> tuple[nn.Module
         if shell is not module and not isinstance(shell, RemotePart):
             # Modules that it also keeps in a list of its own, say.
             for key, value in vars(shell).items():
-                if key not in TABLES and isinstance(value, (nn.Module, list, tuple, dict)):
-                    vars(shell)[key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+                if key not in TABLES:
+                    where = f"attribute {key!r} of {type(module).__name__}"
+                    vars(shell)[key] = pytree.tree_map(lambda leaf, where=where: _over(leaf, made, where), value)
     return top, made
+
+
+def _over(value: Any, made: Mapping[int, Any], where: str) -> Any:
+    """What an attribute of a cut module becomes: the stand-in of a module or parameter, a method or ``functools.partial`` of
+    one. ``NotSupported`` for a function whose variables hold one."""
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _over(value.__self__, made, where))
+    if type(value) is functools.partial:
+        args, kwargs = pytree.tree_map(lambda leaf: _over(leaf, made, where), (value.args, value.keywords))
+        return functools.partial(_over(value.func, made, where), *args, **kwargs)
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or ())
+        for name, held in [*((name, _held(cell)) for name, cell in cells), *_defaults(value)]:
+            for leaf in pytree.tree_leaves(held):
+                if made.get(id(leaf), leaf) is not leaf:
+                    raise NotSupported(
+                        f"{where} is a function that keeps {name!r}, a {type(leaf).__name__} of the model before wrap()",
+                        hint="make it a method, or look the module up in the forward",
+                    )
+    return value
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has nothing yet
+        return None
+
+
+def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:
+    return [("defaults", function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
 
 
 def stand_in(original: nn.Module, owners: Owners, places: Places, path: str, made: dict[int, Any]) -> nn.Module:

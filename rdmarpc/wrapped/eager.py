@@ -53,6 +53,7 @@ class Eager:
         self._session, self._top, self._shape, self._tell = session, top, shape, tell
         self._seen: Counter[str] = Counter()
         self._fetched: dict[str, tuple[torch.Tensor, int]] = {}
+        self._views: list[tuple[str, torch.Tensor, int]] = []
         self._mode = 0
         self._alone = False
         self.reasons: dict[str, str] = {}
@@ -75,6 +76,7 @@ class Eager:
             session.eager = None
             self._seen.clear()
             self._fetched.clear()
+            self._views.clear()
 
     def missed(self) -> list[Miss]:
         return [Miss(*item) for item in self.misses.most_common()]
@@ -96,6 +98,7 @@ class Eager:
             session.eager, self._alone = None, False
             self._seen.clear()
             self._fetched.clear()
+            self._views.clear()
 
     def _hooked(self, path: str) -> bool:
         """Whether a part has hooks that its owner cannot call."""
@@ -116,6 +119,7 @@ class Eager:
             warn(f"part {path!r} of a wrapped model runs in this process, over fetched parameters: {why}")
 
     def _call(self, path: str, args: Any, kwargs: Any) -> Any:
+        self._mode = self._session.mode()  # the forward may have switched to eval()
         values.check_arguments(f"part {path!r}", self._session.shape.get_submodule(path).forward, args, kwargs)
         leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
@@ -188,6 +192,12 @@ class Eager:
                     peer=worker,
                     hint="place the module whose forward writes as a whole",
                 )
+        for path, tensor, version in self._views:
+            if tensor._version != version:
+                raise NotSupported(
+                    f"part {path!r} gives a view of what it is given, and the forward writes into one of them",
+                    hint="use the operation that makes a new tensor (x = x + y, not x += y or x.add_(y))",
+                )
 
     def _run(self, path: str, tensors: Sequence[torch.Tensor], rest: Any, build: Callable[[], Capture]) -> Any:
         caller = self._session.caller
@@ -207,7 +217,7 @@ class Eager:
             located = session.located(tensors, session.devices.taken(tensors, path), path, self._device)
             found = build()
             graph = analyze(found, places.owner, session.agent.name, places.scope, located)
-            graph.constants = {}
+            graph.constants, graph.aliases = {}, found.aliases
             self._tell(graph)
             return graph
 
@@ -221,7 +231,20 @@ class Eager:
                 raise
             raise NotSupported(f"an input of {path!r} that is no tensor must be hashable: {error}") from error
         self.calls += 1
-        return caller.forward(plan, tensors, self._mode)
+        result = caller.forward(plan, tensors, self._mode)
+        return self._aliased(path, tensors, result, plan.graph.aliases) if plan.graph.aliases else result
+
+    def _aliased(self, path: str, given: Sequence[torch.Tensor], result: Any, aliases: list[tuple[int, int, bool]]) -> Any:
+        """Put the arguments themselves where a part gives them back; views of them are copies here, which nobody may write
+        into."""
+        same = {at: given[number] for at, number, same in aliases if same}
+        leaves = values.leaves_of(result)
+        for at, number, _ in aliases:
+            pair = given[number], leaves[at]
+            if at not in same and not any(tensor.is_inference() for tensor in pair):
+                self._views += [(path, tensor, tensor._version) for tensor in pair]
+        order = iter(range(len(leaves)))
+        return values.map_leaves(lambda leaf: same.get(next(order), leaf), result)
 
     def _specs(self, path: str, tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
         taken = self._session.devices.taken(tensors, path)
@@ -235,7 +258,7 @@ class Eager:
         own = self._session.devices.own(path)
         there = [named(given if given is not None and own in (None, device) else device) for device in taken]
         args, kwargs = values.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        found, drew = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
+        found, drew, aliases = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
         graph = fx.Graph()
         call = call_of(graph, self._shape(), path, self._specs(path, tensors), join)
         *nodes, _, output = graph.nodes
@@ -247,7 +270,9 @@ class Eager:
         made = {**dict(zip(nodes, fakes)), call: result, output: result}
         draws = frozenset([call] if drew else [])
         sites = {(node, 0): Site(INPUT, node.name) for node in nodes}
-        return Capture(graph, made, {}, Sizes(known=False), sites=sites, draws=draws, how="probe", example=True)
+        return Capture(
+            graph, made, {}, Sizes(known=False), sites=sites, draws=draws, how="probe", example=True, aliases=aliases
+        )
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
