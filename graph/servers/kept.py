@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...transport import NotSupported, RdmaError
-from ..work.remote_update import build_optimizer, copy_state, load_state, read_numbers
+from ..work.remote_update import build_optimizer, copy_state, load_saved, read_numbers
 from .bundle import PRESENT, Room, padded
 
 ASKED = frozenset(("fill", "load", "load_optimizer_state", "optimizer", "optimizer_state"))
@@ -65,7 +65,7 @@ class Kept:
         return copy_state(self._optimizers[number], self._parameters)
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]]) -> None:
-        load_state(self._optimizers[number], self._parameters, state)
+        load_saved(self._optimizers[number], self._parameters, state)
 
     def load(self, values: dict[int, torch.Tensor]) -> None:
         """Replace values. Every worker loads the same ones, here and in its own memory, before it sends gradients again."""

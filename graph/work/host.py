@@ -19,7 +19,7 @@ from .access import Access
 from .command import STEP, TO_NONE, ZERO, Command
 from .executor import Executor
 from .flow import Flow
-from .remote_update import build_optimizer, copy_state, load_state, read_numbers
+from .remote_update import build_optimizer, copy_state, load_saved, load_state, read_numbers
 from .remote_values import Operation, perform
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Host:
         return self._on_executor(lambda: copy_state(self._optimizers[number], self.parameters), commands)
 
     def load_optimizer_state(self, number: int, state: dict[int, dict[str, Any]], commands: int) -> None:
-        self._on_executor(lambda: load_state(self._optimizers[number], self.parameters, state), commands)
+        self._on_executor(lambda: load_saved(self._optimizers[number], self.parameters, state), commands)
 
     def operate(self, operations: list[Operation], commands: int) -> list[Any]:
         """See ``remote_values.perform``."""
@@ -177,6 +177,10 @@ class Host:
         """Value -> where it is made, or why it is copied, of all plans."""
         flows = [flow for _, flow in self._plans.values() if flow is not None]
         return {name: note for flow in flows for name, note in flow.notes().items()}
+
+    def default_dtype(self) -> str:
+        """That of new tensors in this process."""
+        return str(torch.get_default_dtype())
 
     def counters(self) -> dict[str, int]:
         return {**self.station.device.counters(), **self.station.counts}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ...transport import NotSupported
 
@@ -26,6 +27,20 @@ PER_PARAMETER = frozenset(
 """Classes of which a step updates each parameter from its own gradient and state alone, after one call of a closure: one half
 of such an optimizer at each owner does what one optimizer does. Of any other class, and of classes derived from these, nothing
 is known: no trial could show what its step does after a thousand others."""
+
+
+class Elsewhere(dict[str, Any]):
+    """Stands in ``optimizer.state`` for that of a parameter which is at its owner. Where the program has dropped it, or put a
+    dictionary into its place, the owner's half drops its state, or gets that one. Code that visits all entries finds none."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise NotSupported(
+            "this optimizer's state of a parameter lies at the worker that updates it",
+            hint="optimizer.state_dict() fetches it; load_state_dict(), and optimizer.state[p] = {...}, set it",
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
+    get = pop = setdefault = update = clear = _refuse  # type: ignore[assignment]
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -75,26 +90,28 @@ def build_optimizer(
     groups: list[dict[str, Any]],
     parameters: list[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the real parameters. An old one keeps its state and gets the new groups."""
+    """The same optimizer over the real parameters. An old one keeps its state and gets the new groups. A hyperparameter that
+    a group lacks, as after loading one of another class, is not made up: the step raises what it raises in one process."""
     real = [{**group, "params": [parameters[at] for at in group["params"]]} for group in groups]
     if old is not None and len(old.param_groups) <= len(real):
-        for group, new in zip(old.param_groups, real):
-            group.update(new)
+        optimizer = old
         for new in real[len(old.param_groups) :]:
             old.add_param_group(new)
-        return old
-    known = inspect.signature(kind.__init__).parameters
-    return kind(real, **{key: value for key, value in defaults.items() if key in known})
+    else:
+        known = inspect.signature(kind.__init__).parameters
+        optimizer = kind(real, **{key: value for key, value in defaults.items() if key in known})
+    for group, new in zip(optimizer.param_groups, real):
+        for key in hyperparameters(group).keys() - new.keys():
+            del group[key]
+        group.update(new)
+    return optimizer
 
 
 def copy_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> dict[int, dict[str, Any]]:
     """A copy of the optimizer's state, per position of a parameter, in its order; in host memory."""
     positions = {id(parameter): at for at, parameter in enumerate(parameters)}
     return {
-        positions[id(parameter)]: {
-            key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in entries.items()
-        }
-        for parameter, entries in optimizer.state.items()
+        positions[id(parameter)]: tree_map_only(torch.Tensor, copied, entries) for parameter, entries in optimizer.state.items()
     }
 
 
@@ -110,13 +127,40 @@ def load_state(
         if not entries:
             optimizer.state.pop(parameter, None)
             continue
-        optimizer.state[parameter] = {
-            key: _as_loaded(parameter, key, value, id(parameter) in there) if isinstance(value, torch.Tensor) else value
-            for key, value in entries.items()
-        }
+        optimizer.state[parameter] = _as_loaded(parameter, "", entries, id(parameter) in there)
 
 
-def _as_loaded(parameter: torch.Tensor, key: str, value: torch.Tensor, counts_there: bool) -> torch.Tensor:
+def load_saved(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], state: dict[int, dict[str, Any]]
+) -> None:
+    """``load_state`` at an owner, which has all of the optimizer's state: what old versions have saved becomes what the class
+    has now, as in ``Optimizer.load_state_dict``."""
+    load_state(optimizer, parameters, state)
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def merged(states: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """One state of several workers', in the order of one process: what got its state in the same step stands in the order of
+    the groups, and what got it later behind that. Keys that are no index of a parameter are last."""
+    order: dict[Any, tuple[int, int]] = {}
+    for state in states:
+        rounds, before = 0, -1
+        for index in (index for index in state if isinstance(index, int)):
+            rounds += index < before
+            order[index], before = (rounds, index), index
+    found = {index: entries for state in states for index, entries in state.items()}
+    last = (len(found), 0)
+    return {index: found[index] for index in sorted(found, key=lambda index: order.get(index, last))}
+
+
+def _as_loaded(parameter: torch.Tensor, key: Any, value: Any, counts_there: bool) -> Any:
+    """Also of tensors in dictionaries, lists, tuples and sets."""
+    if isinstance(value, dict):
+        return {name: _as_loaded(parameter, name, item, counts_there) for name, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_as_loaded(parameter, "", item, counts_there) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
     if key == "step":
         return value.to(parameter.device, torch.float32) if counts_there else value
     return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)

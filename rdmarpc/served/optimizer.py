@@ -6,6 +6,7 @@ with them are the real one's; a step sends gradients and the numbers of the grou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..graph.servers.bundle import ABSENT, NUMBERS, PRESENT
 from ..graph.servers.trainer import Half, Trainer
-from ..graph.work.remote_update import PER_PARAMETER, hyperparameters, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of
 from ..transport import NotSupported
 
 
@@ -96,6 +97,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         halves = served.trainer.halves
         self._shares = [_Share(halves[server], list(parts.items()), found[server]) for server, parts in groups.items()]
         self._told.clear()
+        self._mark()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -111,6 +113,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._renew()
         served.ready()
         staging, writes = served.staging, []
         for share in self._shares:
@@ -147,34 +150,57 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     # -- state
 
+    def _mark(self) -> None:
+        """Other classes may have methods that keep a state of their own here."""
+        if self._kind in PER_PARAMETER:
+            self.state.update({parameter: Elsewhere() for parameter in self._everything()})
+
+    def _renew(self) -> None:
+        """Send what the program has put into ``state``, or has dropped there."""
+        parameters = self._everything()
+        if self._kind in PER_PARAMETER and any(kind is not Elsewhere for kind in map(type, map(self.state.get, parameters))):
+            self._load({p: self.state.get(p, {}) for p in parameters if type(self.state.get(p)) is not Elsewhere})
+
+    def _load(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Where there are no entries, a parameter loses its own."""
+        served = self._served
+        assert served is not None
+        served.pull()
+        there: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
+        for parameter, entries in states.items():
+            server, at = served.position[parameter]
+            there[server][at] = entries
+        for server, found in there.items():
+            served.ask(server, "load_optimizer_state", self._number, found)
+        self._mark()
+
     def state_dict(self) -> dict[str, Any]:
         """As the real one's, with the state that the servers have."""
         served = self._served
         assert served is not None
+        self._renew()
         served.pull()
-        result = super().state_dict()
         index = {parameter: number for number, parameter in enumerate(self._everything())}
+        found = []
         for share in self._shares:
             here = dict(zip(share.at, share.parameters))
-            for at, entries in served.ask(share.half.server, "optimizer_state", self._number).items():
-                if at in here:
-                    result["state"][index[here[at]]] = entries
-        result["state"] = dict(sorted(result["state"].items()))
-        return result
+            entries = served.ask(share.half.server, "optimizer_state", self._number)
+            found.append({index[here[at]]: entry for at, entry in entries.items() if at in here})
+        parameters = self._everything()
+        before = self.state
+        kept = {key: entries for key, entries in before.items() if type(entries) is not Elsewhere}
+        try:  # hooks see the whole state
+            self.state = defaultdict(dict)
+            self.state.update({parameters[at]: entries for at, entries in merged(found).items()})
+            self.state.update(kept)
+            return super().state_dict()
+        finally:
+            self.state = before
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """With several workers each of them loads the same before its next step."""
-        served = self._served
-        assert served is not None
-        served.pull()
-        super().load_state_dict({**state_dict, "state": {}})
-        state: dict[str, dict[int, Any]] = {share.half.server: {} for share in self._shares}
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, parameter in zip(saved, self._everything()):
-            server, at = served.position[parameter]
-            state[server][at] = state_dict["state"].get(number, {})  # without entries a parameter loses its own
-        for server, entries in state.items():
-            served.ask(server, "load_optimizer_state", self._number, entries)
+        super().load_state_dict(state_dict)
+        self._load({parameter: self.state.pop(parameter, {}) for parameter in self._everything()})
 
     def _everything(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -212,7 +238,10 @@ def _class(kind: type[torch.optim.Optimizer]) -> type[ServedOptimizer]:
 def make(served: Served, kind: type[torch.optim.Optimizer], params: Any, defaults: dict[str, Any]) -> ServedOptimizer:
     """An optimizer of this class over parameters of that model."""
     if issubclass(kind, torch.optim.LBFGS):
-        raise NotSupported("LBFGS looks at all gradients of several evaluations in one step: it cannot be served")
+        raise NotSupported(
+            "LBFGS looks at all gradients of several evaluations in one step: it cannot be served",
+            hint="rdmarpc.wrap(net, placement) runs it: its step reads and writes remote parameters",
+        )
     servers = {server for server, _ in served.position.values()}
     if kind not in PER_PARAMETER and len(servers) > 1:
         raise NotSupported(

@@ -20,7 +20,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..fetched.here import needed
 from ..graph.guards.side_effects import OnlyHere
 from ..graph.plan.analyze import TransferGraph, analyze
 from ..graph.trace import values
@@ -83,7 +82,7 @@ class Eager:
 
     def call(self, path: str, args: Any, kwargs: Any) -> Any:
         """A remote part is called: by the forward that runs, or outside of any."""
-        if needed() or self._hooked(path):
+        if self._session.only_here() or self._hooked(path):
             return self._session.here.call(path, args, kwargs)
         if self._session.eager is not None:
             return self._call(path, args, kwargs)

@@ -14,7 +14,7 @@ import itertools
 import struct
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -22,18 +22,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ..graph.work.command import STEP, Command
-from ..graph.work.remote_update import PER_PARAMETER, hyperparameters, numbers_of
+from ..graph.work.remote_update import PER_PARAMETER, Elsewhere, hyperparameters, merged, numbers_of
 from ..ground.advice import warn
 from ..parts.parameter import Owners, RemoteParameter
 from ..transport import NotSupported
 
 _numbers = itertools.count(1)
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[RemoteHalves]]] = weakref.WeakKeyDictionary()
-_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int, int]] = weakref.WeakKeyDictionary()
 _named: set[type[Optimizer]] = set()
 _installed = False
-_ELSEWHERE = "elsewhere"
-"""A key in the state of an optimizer with remote halves: it is gone when the state was cleared here."""
 
 
 class RemoteHalves:
@@ -51,6 +49,7 @@ class RemoteHalves:
     def adopt(self) -> None:
         """Look at the groups again: which of our parameters are in which group, per worker."""
         self._members = {}
+        self._mine = [parameter for _, parameter in self._parameters()]
         for at, parameter in self._parameters():
             self._members.setdefault(parameter.worker, {}).setdefault(at, []).append(parameter.position)
         self._rest.clear()
@@ -97,11 +96,12 @@ class RemoteHalves:
         """Put the owners' state into the optimizer's ``state_dict``."""
         self.ensure()
         indices = {(parameter.worker, parameter.position): index for index, parameter in self._indexed()}
-        found = [state["state"]]
+        theirs = set(indices.values())
+        found = [{index: entries for index, entries in state["state"].items() if index not in theirs}]
         for worker in self._members:
             entries = self.owners.ask_owner(worker, "optimizer_state", self.number)
             found.append({indices[worker, at]: entry for at, entry in entries.items() if entry and (worker, at) in indices})
-        state["state"] = _merged(found)
+        state["state"] = merged(found)
 
     def unload(self, state: dict[str, Any]) -> dict[str, Any]:
         """Send a ``state_dict``'s entries to the owners, where parameters without any lose theirs; the rest is for the local
@@ -116,6 +116,21 @@ class RemoteHalves:
         """The state of parameters that was loaded here, before it was known that they are remote."""
         self.ensure()
         self._load({parameter: entries for parameter, entries in states.items() if parameter.owner is self.owners})
+
+    def renew(self) -> None:
+        """Send what the program has put into ``optimizer.state``, or has dropped there."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        state = optimizer.state
+        if any(kind is not Elsewhere for kind in map(type, map(state.get, self._mine))):
+            self.take({p: state.get(p, {}) for p in self._mine if type(state.get(p)) is not Elsewhere})
+            self.mark()
+
+    def mark(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter in self._mine:
+            optimizer.state[parameter] = Elsewhere()
 
     def _load(self, states: dict[RemoteParameter, dict[str, Any]]) -> None:
         there: dict[str, dict[int, Any]] = {worker: {} for worker in self._members}
@@ -167,6 +182,8 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
     loaded = {
         p: entries for p, entries in optimizer.state.items() if isinstance(p, RemoteParameter) and first and _used(entries)
     }
+    for half in halves:
+        half.renew()
     for parameter in remote:
         optimizer.state.pop(parameter, None)  # the other halves make theirs
     for half in halves:
@@ -174,12 +191,15 @@ def attach(optimizer: Optimizer) -> list[RemoteHalves]:
     halves = halves + [RemoteHalves(optimizer, m) for m in models if m not in [half.owners for half in halves]]
     _known[optimizer] = (shape, halves)
     if halves and optimizer not in _hooks:
-        optimizer.register_state_dict_post_hook(_after_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_mark)
-        before, after = optimizer.register_step_pre_hook(_send), optimizer.register_step_post_hook(_after_step)
-        _hooks[optimizer] = before.id, after.id
-        _mark(optimizer)
+        _hooks[optimizer] = (
+            optimizer.register_step_pre_hook(_send).id,
+            optimizer.register_step_post_hook(_after_step).id,
+            optimizer.register_state_dict_post_hook(_after_state_dict).id,
+            optimizer.register_load_state_dict_pre_hook(_before_load).id,
+        )
+        _order_hooks(optimizer)
+    _mark(optimizer)
     if loaded:
         for half in halves:
             half.take(loaded)
@@ -197,19 +217,6 @@ def _used(state: dict[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) != 0
 
 
-def _merged(states: Sequence[dict[int, Any]]) -> dict[int, Any]:
-    """One state of several workers', in the order of one process: what got its state in the same step stands in the order of
-    the groups, and what got it later behind that."""
-    order: dict[int, tuple[int, int]] = {}
-    for state in states:
-        rounds, before = 0, -1
-        for index in state:
-            rounds += index < before
-            order[index], before = (rounds, index), index
-    found = {index: entries for state in states for index, entries in state.items()}
-    return {index: found[index] for index in sorted(found, key=order.__getitem__)}
-
-
 def _name(kind: type[Optimizer]) -> None:
     if kind not in _named:
         _named.add(kind)
@@ -220,7 +227,8 @@ def _name(kind: type[Optimizer]) -> None:
 
 
 def _mark(optimizer: Optimizer) -> None:
-    optimizer.state[_ELSEWHERE] = {}  # type: ignore[index]
+    for half in _known[optimizer][1]:
+        half.mark()
 
 
 _PLAIN = frozenset([bool, int, float, complex, str, type(None)])
@@ -244,25 +252,29 @@ def _number(value: Any) -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Ours come after every hook of the user's that looks at gradients, and before every one that looks at what is new."""
     if attach(optimizer):
-        before, after = _hooks[optimizer]
-        cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(before)
-        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
+        _order_hooks(optimizer)
+
+
+def _order_hooks(optimizer: Optimizer) -> None:
+    """Ours come after every hook of the user's that looks at gradients, or changes a state to load, and before every one that
+    looks at what is new, or at the state."""
+    before, after, saved, loading = _hooks[optimizer]
+    cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(before)
+    cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
+    cast("OrderedDict[int, Any]", optimizer._optimizer_state_dict_post_hooks).move_to_end(saved, last=False)
+    cast("OrderedDict[int, Any]", optimizer._optimizer_load_state_dict_pre_hooks).move_to_end(loading)
 
 
 def _send(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     halves = attach(optimizer)
-    if _ELSEWHERE not in optimizer.state:
-        raise NotSupported(
-            "the state of this optimizer was cleared or replaced here; that of remote parameters is at their workers",
-            hint="make a new optimizer, or use load_state_dict()",
-        )
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         raise NotSupported(
             "a fused optimizer scales gradients by itself under a GradScaler, which does not reach other workers",
             hint="make the optimizer with fused=False",
         )
+    for half in halves:
+        half.renew()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _step(halves)
@@ -294,15 +306,27 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    state["state"].pop(_ELSEWHERE, None)
-    for half in attach(optimizer):
+    halves = attach(optimizer)
+    if halves and next(iter(optimizer._optimizer_state_dict_post_hooks)) != _hooks[optimizer][2]:
+        raise _late("state_dict()", "before the state is whole")
+    for half in halves:
+        half.renew()
         half.fill(state)
     return state
 
 
 def _before_load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     halves = attach(optimizer)
+    if halves and next(reversed(optimizer._optimizer_load_state_dict_pre_hooks)) != _hooks[optimizer][3]:
+        raise _late("load_state_dict()", "after the state has gone to the workers of remote parameters")
     now, saved = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
     for half in halves if now == saved else ():  # torch refuses other groups after this hook, and changes nothing
         state = half.unload(state)
     return state
+
+
+def _late(what: str, when: str) -> NotSupported:
+    return NotSupported(
+        f"a hook of {what}, registered since the last step of this optimizer, would run {when}",
+        hint="register it before the optimizer's first step",
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..calls.agent import Agent
-from ..fetched.here import Here
+from ..fetched.here import Here, needed
 from ..graph.caller.caller import Caller
 from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
@@ -128,6 +128,7 @@ class Session:
             reaching=reaching,
         )
         agent.on_peer_lost(self._caller.station.lost)
+        self._dtypes = set(self.ask("default_dtype", dict.fromkeys(remote, ())).values())
         self.seeds = Seeds(agent, remote, self._seed)
         self.seeds.push()
 
@@ -200,6 +201,12 @@ class Session:
         return Located(self.devices, [(own, tensor.device) for own, tensor in zip(taken, tensors)], path, default)
 
     # -- set-up calls, none of them in the steady state
+
+    def only_here(self) -> str:
+        """Why a forward that starts now is right in this process alone; empty: it is not."""
+        dtype = str(torch.get_default_dtype())
+        other = next((there for there in self._dtypes if there != dtype), "")
+        return needed() or (f"torch's default dtype is {dtype} here and was {other} at a worker" if other else "")
 
     def ask(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """A method of the host at several workers at once."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fetched.here import needed
 from ..graph.caller.stage import Plan
 from ..graph.guards.world import World, Worlds
 from ..graph.plan.analyze import TransferGraph, analyze
@@ -134,7 +133,7 @@ class State:
 
     def only_here(self) -> str:
         """Why a forward that starts now runs in this process, if it does."""
-        why = needed() or ('capture="here"' if self.method == "here" else "")
+        why = self.session.only_here() or ('capture="here"' if self.method == "here" else "")
         if why and self.session.places.replicas > 1:
             raise NotSupported(f"a forward of parts with replicas cannot run in this process: {why}")
         return why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import families
+from . import around_loops, families, rare_loops, state_loops
 from .plain_models import ENTRIES as MODELS
 from .tour import visit
 from .training_loops import ENTRIES as LOOPS
@@ -34,6 +34,17 @@ def test_models_of_torch_alone():
 
 def test_loops_over_a_model_of_torch_alone():
     all_as_expected("loops", list(STEPS))
+
+
+TABLES = {"around": around_loops.LOOPS, "rare": rare_loops.LOOPS, "state": state_loops.LOOPS}
+FORKING = {"DataLoader with processes"}  # beside threads of torch's: for ``make zoo``
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_loops_of_a_table(name):
+    """Each equal to one process, or refused by the name that its entry has."""
+    all_as_expected("loops", [entry for entry in TABLES[name] if entry not in FORKING])
 
 
 @pytest.mark.parametrize("family", sorted(FIRST))

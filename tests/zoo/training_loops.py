@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from rdmarpc.transport import NotSupported
 
+from . import around_loops, rare_loops, state_loops
 from . import loop_states as states
 from . import loop_steps as steps
 from .compare import BROKEN, CRASH, EQUAL, REFUSED, WRONG, Row, said
@@ -25,13 +26,15 @@ PLACES = {"body.0": "worker1", "head": "worker2"}
 
 @dataclass(frozen=True)
 class Loop:
-    """``refused``, ``unserved``: part of the text by which ``wrap`` or ``serve`` refuses it, if it does."""
+    """``refused``, ``unserved``: part of the text by which ``wrap`` or ``serve`` refuses it, if it does; ``options`` are of
+    ``wrap``."""
 
     run: Callable[[Alone], Seen]
     make: Callable[[], nn.Module] = Net
     places: Any = None
     refused: str = ""
     unserved: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, family: str, name: str) -> list[Row]:
         try:
@@ -40,9 +43,14 @@ class Loop:
             return [Row(family, name, "", BROKEN, said(error), expected=False)]
         places = PLACES if self.places is None else self.places
         return [
-            self._row(Row(family, name, "wrap", EQUAL), lambda: Wrapped(self._net(), places), alone, self.refused),
+            self._row(
+                Row(family, name, "wrap", EQUAL), lambda: Wrapped(self._net(), places, **self.options), alone, self.refused
+            ),
             self._row(Row(family, name, "serve", EQUAL), lambda: Served(self._net()), alone, self.unserved),
         ]
+
+    def _wrapped(self, places: Any) -> Alone:
+        return Wrapped(self._net(), places, **self.options)
 
     def _net(self) -> nn.Module:
         torch.manual_seed(1)
@@ -143,6 +151,7 @@ ENTRIES: dict[str, Loop] = {
     "GAN": Loop(states.gan, **GAN),
     "GAN, called by parts": Loop(states.gan_by_parts, **GAN),
     "distillation": Loop(states.distilled),
+    **{name: Loop(**loop) for name, loop in {**rare_loops.LOOPS, **state_loops.LOOPS, **around_loops.LOOPS}.items()},
 }
 
 
