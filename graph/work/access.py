@@ -109,6 +109,10 @@ class Access:
         self._change(path, lambda part: load(part, prefix, state), commands)
         return lists
 
+    def default_dtype(self) -> str:
+        """That of new tensors in this process."""
+        return str(torch.get_default_dtype())
+
     def other_globals(self, there: dict[str, dict[str, str]], commands: int) -> dict[str, str]:
         """By path, a global that a part names and that is another one in the process where it has these ``Globals.values``."""
 

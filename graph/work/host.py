@@ -178,10 +178,6 @@ class Host:
         flows = [flow for _, flow in self._plans.values() if flow is not None]
         return {name: note for flow in flows for name, note in flow.notes().items()}
 
-    def default_dtype(self) -> str:
-        """That of new tensors in this process."""
-        return str(torch.get_default_dtype())
-
     def counters(self) -> dict[str, int]:
         return {**self.station.device.counters(), **self.station.counts}
 
