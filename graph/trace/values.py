@@ -25,6 +25,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from ..guards.content import foreign
 from .sizes import Number
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
@@ -360,6 +361,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 _PADDED = "convert it to a padded tensor, or to values and offsets"
+_AS_PLAIN = 'capture="here", or take the plain tensor: x.as_subclass(torch.Tensor)'
 
 
 class Unknown(NotSupported):
@@ -431,6 +433,12 @@ def named(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return found
 
 
+def own_class(leaf: Any) -> str:
+    """The name of a tensor's class, if that is one of the user's or of a library beside torch; else nothing."""
+    kind = type(leaf)
+    return kind.__name__ if isinstance(leaf, torch.Tensor) and not foreign(kind.__module__) else ""
+
+
 def check_arguments(what: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``NotSupported``, with the name of the argument, for one that is made of more than tensors and constants."""
     for name, value in named(forward, args, kwargs).items():
@@ -443,6 +451,8 @@ def check_arguments(what: str, forward: Callable[..., Any], args: Sequence[Any],
                 raise NotSupported(f"{what} is given {name!r}: a {type(leaf).__name__}, a module, cannot cross between workers")
             if isinstance(leaf, torch.Tensor) and leaf.is_nested:
                 raise NotSupported(f"{what} is given {name!r}: a nested tensor cannot cross between workers", hint=_PADDED)
+            if kind := own_class(leaf):
+                raise NotSupported(f"{what} is given {name!r}: a {kind} would arrive as a plain tensor", hint=_AS_PLAIN)
 
 
 class After(NamedTuple):
@@ -523,6 +533,8 @@ def check_result(what: str, result: Any) -> None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_nested:
             raise NotSupported(f"{what} gives a nested tensor, which cannot cross between workers", hint=_PADDED)
+        if kind := own_class(leaf):
+            raise NotSupported(f"{what} gives a {kind}, which would arrive as a plain tensor", hint=_AS_PLAIN)
         if not isinstance(leaf, (torch.Tensor, *Number, *_CONSTANTS, range, type, type(...))) and leaf is not None:
             raise NotSupported(
                 f"{what} gives a {type(leaf).__name__}, which cannot cross between workers",

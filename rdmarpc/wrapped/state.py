@@ -104,6 +104,8 @@ class State:
     ) -> Plan:
         """The plan for inputs that ``flatten`` gave, ``tensors`` being those among the ``leaves``; captured and set up when
         it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
+        for kind in filter(None, map(values.own_class, tensors)):
+            raise self._uncaptured(f"an input is a {kind}, of which a graph would see the plain tensor")
         grads = torch.is_grad_enabled()
         world = self._world(training)
         with torch._C.DisableTorchFunctionSubclass():

@@ -32,6 +32,7 @@ class Part(nn.Module):
 
 class Net(nn.Module):
     part: Callable[[], nn.Module] = Part
+    given = torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +318,33 @@ class Prints(Net):
         return self.head(x)
 
 
+class Marked(torch.Tensor):
+    """Results of operations on one are such ones, too."""
+
+
+class MarkedInput(Net):
+    def forward(self, x):
+        return super().forward(x.as_subclass(Marked))
+
+
+class Marks(Part):
+    def forward(self, x):
+        return super().forward(x).as_subclass(Marked)
+
+
+class MarkedResult(Net):
+    part = Marks
+
+
+class GivenMarked(Net):
+    given = Marked
+
+
+class Unmarked(GivenMarked):
+    def forward(self, x):
+        return super().forward(x.as_subclass(torch.Tensor))
+
+
 EQUAL = "equal"
 CASES: dict[type[Net], str] = {
     OtherName: EQUAL,
@@ -342,21 +370,26 @@ CASES: dict[type[Net], str] = {
     Context: EQUAL,
     Thread: EQUAL,
     Prints: EQUAL,
+    MarkedInput: "part 'body' is given 'x': a Marked would arrive as a plain tensor",
+    MarkedResult: "part 'body' gives a Marked, which would arrive as a plain tensor",
+    GivenMarked: "part 'body' is given 'x': a Marked would arrive as a plain tensor",
+    Unmarked: EQUAL,
 }
 
 
-def trained(model: Any) -> list[Any]:
+def trained(model: Any, kind: type[torch.Tensor]) -> list[Any]:
     """All that one can see of three steps: inputs afterwards, results, gradients of inputs, text, and the state."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen: list[Any] = []
     for x, _ in batches(3, 4, 8):
+        x = x.as_subclass(kind)
         optimizer.zero_grad()
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             result = model(x)
         result.pow(2).mean().backward()
         optimizer.step()
-        seen += [x, result.detach(), said.getvalue(), getattr(model.body, "seen", 0), getattr(model, "calls", 0)]
+        seen += [x, type(result), result.detach(), said.getvalue(), getattr(model.body, "seen", 0), getattr(model, "calls", 0)]
     return [*seen, list(model.state_dict()), *model.state_dict().values()]
 
 
@@ -368,12 +401,12 @@ def outcome(kind: type[Net]) -> str:
     try:
         model = rpc.wrap(net, {"body": "worker1"})
         try:
-            ours = trained(model)
+            ours = trained(model, kind.given)
         finally:
             model.close()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    theirs = trained(twin)
+    theirs = trained(twin, kind.given)
     apart = [
         at for at, (a, b) in enumerate(zip(ours, theirs)) if not (torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b)
     ]
