@@ -26,7 +26,7 @@ from .observer import Recorder
 from .pending import Outstanding
 
 _LEAVE_TIMEOUT_S = 5.0
-_IDLE_POLL_S = 0.005
+_IDLE_POLL_S, _ROUND_PAUSE_S = 0.005, 0.05
 
 
 class Worker(here.Agent, Protocol):
@@ -157,7 +157,7 @@ class Termination:
         for number in itertools.count():
             # After a loss others may never let go of a function that runs here.
             while not agent.idle and self._error is None:
-                self._sleep(threading.Event(), deadline, 0.001)
+                self._sleep(threading.Event(), deadline, 0.001, own=number == 0)
             if self._error is not None:
                 raise fresh(self._error)
             arrived = threading.Event()
@@ -174,14 +174,25 @@ class Termination:
                 raise fresh(self._error)
             if future.wait():
                 return
+            time.sleep(min(_ROUND_PAUSE_S, number / 1e3))  # a call may stay unanswered for long
 
-    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float) -> None:
+    def _sleep(self, event: threading.Event, deadline: float | None, seconds: float, own: bool = False) -> None:
         event.wait(seconds)
         if deadline is not None and time.monotonic() > deadline:
-            raise TransferTimeout(
-                "not every worker came to shutdown in time",
-                hint="a worker may still be busy; shutdown(timeout=) sets the limit",
-            )
+            raise TransferTimeout(self._late(own), hint="shutdown(timeout=) sets the limit; rdmarpc.explain() says what runs")
+
+    def _late(self, own: bool) -> str:
+        """What shutdown still waits for, as far as is known here: rank 0 has all reports. ``own``: for this worker itself."""
+        agent = self._agent
+        with self._lock:
+            came, last = self._reports.get(self._round, {}), self._last
+        if last is not None:
+            return f"every worker came to shutdown, but of {last[0]} calls only {last[1]} are answered"
+        if own:
+            return "calls or functions of this worker are still under way"
+        if agent.me.id:
+            return "not every worker came to shutdown in time, or calls are still under way"
+        return f"{', '.join(info.name for info in agent.workers if info.id not in came)} did not come to shutdown in time"
 
 
 def _limit(deadline: float | None) -> float:

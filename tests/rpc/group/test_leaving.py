@@ -10,9 +10,10 @@ import pytest
 import torch
 from called import held
 from group import dismiss, on_every_device, results, until_dismissed
+from timing import eventually
 
 import rdmarpc as rpc
-from rdmarpc.calls import termination
+from rdmarpc.calls import agent, termination
 
 
 def by_way_of_another(seconds):
@@ -79,3 +80,35 @@ def held_by_a_function(rank):
 def test_shutdown_does_not_wait_for_functions_when_a_worker_is_lost():
     for outcomes in on_every_device(held_by_a_function, 3, rpc_timeout=50).values():
         results([outcomes[0], outcomes[2]])
+
+
+@rpc.functions.async_execution
+def never():
+    return torch.futures.Future()
+
+
+def comes_too_late(rank):
+    if rank == 0:
+        with pytest.raises(rpc.TransferTimeout, match="worker1 did not come to shutdown in time"):
+            rpc.shutdown(timeout=0.5)
+    else:
+        eventually(lambda: bool(agent.current().links.lost))
+        rpc.shutdown(graceful=False)
+
+
+def has_an_unanswered_call(rank):
+    if rank == 0:
+        with pytest.raises(rpc.TransferTimeout, match="RPC ran for more"):
+            rpc.rpc_sync("worker0", never, timeout=0.01)
+        eventually(lambda: 1 in agent.current().termination._reports.get(0, ()))  # worker 1 has come
+        with pytest.raises(rpc.TransferTimeout, match="every worker came to shutdown, but of 1 calls only 0 are answered"):
+            rpc.shutdown(timeout=5)
+        return
+    with pytest.raises(rpc.PeerLost):
+        rpc.shutdown()
+
+
+def test_shutdown_says_what_it_has_waited_for():
+    for scenario in (has_an_unanswered_call, comes_too_late):
+        for outcomes in on_every_device(scenario).values():
+            results(outcomes)
