@@ -1,7 +1,8 @@
-"""``monitored_barrier`` and ``split_group`` of ``torch.distributed`` for groups of this backend.
+"""``monitored_barrier``, ``split_group`` and the flight recorder of ``torch.distributed`` for groups of this backend.
 
-torch has no hook there: the first asks whether the backend is called gloo, the second for an accelerator. So both functions are
-replaced when the first group is made, and call torch's own for groups of other backends."""
+torch has no hook there: the first asks whether the backend is called gloo, the second for an accelerator, and the last (torch
+2.15) for what groups in C++ have, and groups in Python have not, which it does not record. So these functions are replaced
+when the first group is made, and call torch's own for groups of other backends."""
 
 from __future__ import annotations
 
@@ -69,14 +70,29 @@ def _split(parent: Any, parts: Sequence[Sequence[int]], timeout: timedelta | Non
     return dist.new_group(members, timeout, use_local_synchronization=True, group_desc=text, sort_ranks=False)
 
 
+def _maybe_attach_flight_recorder(theirs: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(theirs)
+    def maybe_attach_flight_recorder(pg: Any, *args: Any) -> None:
+        if _ours(pg) is None:
+            theirs(pg, *args)
+
+    return maybe_attach_flight_recorder
+
+
+_REPLACED = {
+    "monitored_barrier": _monitored_barrier,
+    "split_group": _split_group,
+    "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
+}
 _replaced: list[str] = []
 
 
 def replace() -> None:
     """Once a process; a second time does nothing."""
-    for name, made in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
+    for name, made in _REPLACED.items():
         if name not in _replaced and hasattr(c10d, name):
             _replaced.append(name)
             ours = made(getattr(c10d, name))
             for module in (c10d, dist):
-                setattr(module, name, ours)
+                if hasattr(module, name):
+                    setattr(module, name, ours)
