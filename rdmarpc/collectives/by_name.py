@@ -64,6 +64,7 @@ def _split(parent: Any, parts: Sequence[Sequence[int]], timeout: timedelta | Non
         raise ValueError(f"split_ranks has a rank twice, or one that is not among the {parent.size()} of the group: {parts}")
     mine = next((sorted(part) for part in parts if parent.rank() in part), None)
     if mine is None:
+        c10d._process_group_name([], True)  # from torch 2.15 on this counts the groups, by which all ranks name the next one
         return None
     members = [dist.get_global_rank(parent, rank) for rank in mine]
     text = description or f"{parent.group_desc}:split"
