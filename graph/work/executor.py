@@ -272,10 +272,10 @@ class Executor(threading.Thread):
 
     def _drop(self, sequence: int) -> None:
         # The rest of its batch never starts, and is dropped too. So are lower ones: the caller may have seen their end, and
-        # discards them no more, where second halves of their backwards are left.
-        ended = [b for first, b in self._batches.items() if first <= sequence < first + b.count]
-        self._batches = {first: b for first, b in self._batches.items() if b not in ended}
-        lower = [number for number, run in self._runs.items() if run.batch in ended and number < sequence]
+        # discards them no more, where second halves of their backwards are left. One that failed here took its batch along, so
+        # it is by the runs that a batch is known.
+        self._batches = {first: b for first, b in self._batches.items() if sequence not in b}
+        lower = [run.sequence for run in self._runs.values() if run.batch and sequence in run.batch and run.sequence < sequence]
         for number in (*lower, sequence):
             self._remember(self._dropped, number)
             run = self._runs.pop(number, None)

@@ -89,6 +89,9 @@ class Batch:
         """Second halves, those in whole backwards too."""
         self._stage_backwards = 0
 
+    def __contains__(self, sequence: int) -> bool:
+        return self.first <= sequence < self.first + self.count
+
     def allows(self, task: Task) -> bool:
         duty, index = task.duty, task.run.micro.number
         done = self.backwards[duty.at]
