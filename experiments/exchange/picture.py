@@ -9,17 +9,21 @@ from matplotlib.axes import Axes
 from ..harness.pictures import INK, QUIET, SKY, STYLE, VERMILLION
 from .report import WAYS
 
-COLUMNS, FEWEST = 4, 2
-"""Panels side by side: at most, and for whose width the title and the lines below have room."""
+COLUMNS = 4
+"""Panels side by side, at most."""
+NARROWEST = 8.5
+"""Inches; for this the title and the lines below have room."""
 
 
 def draw_minibatch(result: dict[str, Any], path: Path) -> None:
     """A panel a model, a bar a way: computation, then communication."""
     rows = result["rows"]
-    columns = min(COLUMNS, max(len(rows), FEWEST))
+    columns = min(COLUMNS, len(rows))
     lines = -(-len(rows) // columns)
     with plt.rc_context(STYLE | {"font.size": 11}):
-        figure, panels = plt.subplots(lines, columns, figsize=(4.25 * columns, 1.6 + 2.9 * lines), squeeze=False)
+        figure, panels = plt.subplots(
+            lines, columns, figsize=(max(NARROWEST, 4.25 * columns), 1.6 + 2.9 * lines), squeeze=False
+        )
         for axes, row in zip(panels.flat, rows):
             _panel(axes, row)
         for axes in list(panels.flat)[len(rows) :]:

@@ -20,9 +20,13 @@ from typing import Any
 
 import torch
 
+from .findings import available_gib
+
 PRELOADED = ("torch", "torch._dynamo", "hydra", "rdmarpc")
 """What is imported once for all workers of a program: it takes seconds of a core."""
 PR_SET_PDEATHSIG = 1
+WORKER_GIB = 0.08
+"""Memory that a worker has for itself before it computes anything."""
 TURN = "turn"
 
 
@@ -67,8 +71,13 @@ def run_job(groups: list[Group], job: dict[str, Any], on_event: OnEvent, timeout
     """Runs all groups in new processes and returns when every process has ended well.
 
     What a rank 0 tells arrives as `on_event(group name, event)`. Raises WorkerFailed when a worker fails or the job takes
-    longer than `timeout_s` seconds; whatever the way out, every process has ended when this returns.
+    longer than `timeout_s` seconds; whatever the way out, every process has ended when this returns. Ends the program with
+    one line where the processes alone would fill the memory.
     """
+    count = sum(group.count for group in groups)
+    if count * WORKER_GIB > (has := available_gib()):
+        needs = f"{count} worker processes need at least {count * WORKER_GIB:.1f} GiB of memory"
+        raise SystemExit(f"error: {needs}, {has:.1f} GiB are available")
     running: list[RunningGroup] = []
     deadline = time.monotonic() + timeout_s
     try:

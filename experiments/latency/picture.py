@@ -30,6 +30,7 @@ def draw_bench(bench: dict[str, Any], path: Path) -> None:
             _panel(axes, [row for row in bench["rows"] if row["case"] == case])
             axes.set_title(title, loc="left", fontsize=13.5, pad=12)
         both[0].set_ylabel("time (median)")
+        both[1].legend(frameon=False, loc="lower right", labelcolor="linecolor", prop={"weight": "bold", "size": 13})
         both[0].set_ylim(bottom=0.2 * min(row["floor_us"] for row in bench["rows"]))
         figure.suptitle(_finding(bench["rows"]), x=0.02, ha="left", fontsize=18, fontweight="bold")
         figure.text(0.02, 0.015, _how_measured(bench), fontsize=10, color=QUIET, ha="left", va="bottom")
@@ -44,17 +45,8 @@ def _panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.set_yscale("log")
     for name, title, colour, marker in LINES:
         times = [row[f"{name}_us"] for row in rows]
-        style, place = ("--", -9) if name == "floor" else ("-", 9)
-        axes.plot(sizes, times, style, color=colour, marker=marker, markersize=6, linewidth=2.2, clip_on=False)
-        axes.annotate(
-            title,
-            (sizes[0], times[0]),
-            xytext=(28, place),
-            textcoords="offset points",
-            color=colour,
-            fontweight="bold",
-            va="top" if name == "floor" else "bottom",
-        )
+        style = "--" if name == "floor" else "-"
+        axes.plot(sizes, times, style, color=colour, marker=marker, markersize=6, linewidth=2.2, clip_on=False, label=title)
     for row in rows:
         axes.plot([row["bytes"]] * 2, [row["rdmarpc_us"], row["torch_rpc_us"]], color="#c8ccd0", linewidth=1, zorder=0)
         axes.annotate(

@@ -31,6 +31,7 @@ RDMA = any(Path("/sys/class/infiniband").glob("*"))
         ("dlrm cluster=moon", "error: In 'dlrm': Could not find 'cluster/moon'"),
         ("convergence problems=[speech]", "error: problems=['speech'] must be some of images, sequences, sentences"),
         ("paper only=nothing", "error: only=nothing is none of mlsys, rdma, ddp, cuda"),
+        ("collectives ranks=[100000]", "error: 100000 worker processes need at least 8000.0 GiB of memory, "),
         ("paper minutes=soon", "error: minutes=soon must be more than 0"),
     ],
 )
