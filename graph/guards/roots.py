@@ -88,6 +88,17 @@ def globals_of(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Root]
             yield from _inside(found, [name] if name else [])
 
 
+@functools.lru_cache(maxsize=4096)
+def compares_identity(code: types.CodeType) -> bool:
+    """Whether a function may ask if two names are one object: ``is`` with something other than a constant, or ``id``."""
+    before = ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = step.opname
+    return ("id",) in _named(code)[0]
+
+
 def named_in(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Any]:
     """The values at the ends of the chains of names in a function's code, functions of modules for example."""
     chains, imports = _named(code)

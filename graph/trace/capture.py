@@ -48,7 +48,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, Changes, alone, check_tensors, undrawn, untouched
+from .watch import HOOKS, Changes, alone, check_tensors, compares, undrawn, untouched
 from .writes import (
     UNSEEN,
     Augmented,
@@ -60,6 +60,7 @@ from .writes import (
     calls_itself,
     check_writes,
     finish,
+    gives_back,
     sets_on_tensor,
     with_modules,
     writes_of,
@@ -242,6 +243,8 @@ def _symbolic(
     }
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
+    if compares() and (name := gives_back(graph, propagate(model, graph, inputs, constants).values)):
+        raise Untraceable(f"the forward compares by identity, and {name} gives back a tensor that it is given", hint=_HINT)
     effects = finish(graph, model)
     found = propagate(model, graph, inputs, constants, sizes, strict=True)
     found.effects = effects

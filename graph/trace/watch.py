@@ -31,6 +31,7 @@ from ..guards.roots import (
     ClassTable,
     Root,
     closed_over,
+    compares_identity,
     function_of,
     functions_of,
     globals_of,
@@ -75,7 +76,7 @@ class Watch:
         self._at = 0
         self._inside: set[int] = set()
         self._tensors = {id(module): _own(module) for _, module in modules}
-        self._inlined = False
+        self._inlined = self._keyed = False
         self._drawn_there: list[NotSupported] = []
         self._refused: list[NotSupported] = []
         self._beyond: list[str] = []
@@ -189,6 +190,16 @@ class Watch:
     def changed_there(self) -> str:
         """Something changed that parts at other workers name, if anything."""
         return next((label for label, _, away in self._changed if away), "")
+
+    def compares(self, parts: bool) -> bool:
+        """Whether the forward may compare tensors by identity, outside of whole parts or in ``parts``, too."""
+        tables = self._codes if parts else self._codes[:1]
+        codes = [code for codes in tables for code, table in list(codes.items()) if table is not None]
+        return self._keyed or any(map(compares_identity, codes))
+
+    def keyed(self) -> None:
+        """A tensor is a key, or in a set."""
+        self._keyed = True
 
     def drawn(self) -> str:
         """A generator that somebody has drawn from, if anybody has."""
@@ -332,6 +343,17 @@ def check_tensors(part: nn.Module) -> None:
     """For a trace that does not run parts: see ``Watch.check_tensors``, of the watch of this thread, if there is one."""
     if _current.watch is not None:
         _current.watch.check_tensors(part)
+
+
+def compares(parts: bool = False) -> bool:
+    """For a trace whose tensors are no tensors: see ``Watch.compares``."""
+    return _current.watch is not None and _current.watch.compares(parts)
+
+
+def keyed() -> None:
+    """For such a trace: see ``Watch.keyed``."""
+    if _current.watch is not None:
+        _current.watch.keyed()
 
 
 class Beyond(NotSupported):

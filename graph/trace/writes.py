@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.content import foreign
 from .values import leaves_of
+from .watch import keyed
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -316,6 +317,21 @@ class Augmented:
     __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_augmented, ("truediv", "floordiv", "mod", "pow"))
     __iand__, __ior__, __ixor__ = map(_augmented, ("and_", "or_", "xor"))
     __ilshift__, __irshift__ = map(_augmented, ("lshift", "rshift"))
+
+    def __hash__(self) -> int:
+        keyed()
+        return super().__hash__()
+
+
+def gives_back(graph: fx.Graph, values: dict[fx.Node, Any]) -> str:
+    """The name of an operation whose result on fake tensors is an object that it was given, if there is one: for proxies these
+    are two."""
+    for node in graph.nodes:
+        if node.op in ("call_module", "call_function", "call_method"):
+            given = {id(leaf) for used in node.all_input_nodes for leaf in leaves_of(values[used])}
+            if any(isinstance(leaf, torch.Tensor) and id(leaf) in given for leaf in leaves_of(values[node])):
+                return str(getattr(node.target, "__name__", node.target))
+    return ""
 
 
 class NoAssignments(TorchFunctionMode):
