@@ -37,8 +37,10 @@ def needed() -> str:
         return "it is called within a backward"
     if native._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "it is differentiated or mapped by torch.func, or in forward mode"
-    if native._len_torch_dispatch_stack() or (native._len_torch_function_stack() and _followed()):
+    if native._len_torch_dispatch_stack():
         return "a mode of torch follows its operations"
+    if native._len_torch_function_stack() and (why := _followed()):
+        return why
     if not torch.is_grad_enabled() and _checkpointed():
         return "torch.utils.checkpoint runs it once more in the backward"
     return ""
@@ -52,9 +54,15 @@ def _saved_by(pack: Any) -> str:
     return "" if module == "torch.autograd.graph" else "hooks see what it saves for the backward"  # of torch: ``save_on_cpu``
 
 
-def _followed() -> bool:
-    """Whether a mode for functions is one that does more than to choose a device for new tensors."""
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+def _followed() -> str:
+    """Why the modes for functions are to see all of it: any does that does more than to choose a device for new tensors, and no
+    other worker makes tensors without data because this process does."""
+    modes = _get_current_function_mode_stack()
+    if any(type(mode) is not DeviceContext for mode in modes):
+        return "a mode of torch follows its operations"
+    if any(mode.device.type == "meta" for mode in modes):
+        return "torch's default device is meta"
+    return ""
 
 
 def _checkpointed() -> bool:

@@ -123,6 +123,8 @@ AROUND: dict[str, Callable[[], Any]] = {
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "default device cpu": lambda: default_device("cpu"),
     "torch.device('cpu')": lambda: torch.device("cpu"),
+    "default device meta": lambda: default_device("meta"),
+    "torch.device('meta')": lambda: torch.device("meta"),
     "deterministic": deterministic,
     "matmul precision": rounded_matmul,
     "mkldnn off": lambda: torch.backends.mkldnn.flags(enabled=False),
@@ -304,6 +306,11 @@ LOOPS: dict[str, dict[str, Any]] = {
     "around: allow_mutation_on_saved_tensors": {
         "run": around(torch.autograd.graph.allow_mutation_on_saved_tensors, True),
         **AT,
+    },
+    "around: torch.device('meta'), nothing is made": {
+        "run": around(AROUND["torch.device('meta')"], True),
+        "make": inner_casts,
+        "places": {"2": "worker1", "3": "worker2"},
     },
     **{f"around: {name}": {"run": without_grad(make), **AT} for name, make in WITHIN.items()},
     "around: FakeTensorMode": {"run": on_fakes, **AT},
