@@ -24,6 +24,10 @@ _BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "DUP_TOP")
 """They leave what a chain has come to where it is. (Python 3.10 has ``DUP_TOP`` where later ones have ``COPY``.)"""
 
 
+_ENDS = ("RAISE_VARARGS", "RETURN_VALUE", "POP_TOP", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "YIELD_VALUE")
+"""What a statement ends with, or a question."""
+
+
 class Root(NamedTuple):
     """A value that a forward read: ``table[name]``, or what a cell (``table``) holds. ``by_path``: the plan looks up a tensor
     there in every step, so only its shape matters."""
@@ -97,6 +101,24 @@ def compares_identity(code: types.CodeType) -> bool:
             return True
         before = step.opname
     return ("id",) in _named(code)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_type(code: types.CodeType) -> bool:
+    """Whether a function may ask for the class of an argument or a variable, other than for the text of an error: by ``type``,
+    or ``__class__``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+    for at, step in enumerate(steps[:-1]):
+        by_type = step.opname == "LOAD_GLOBAL" and step.argval == "type"
+        if not by_type and not (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
+            continue
+        of = steps[at + 1 if by_type else at - 1]
+        if of.argval == "self" or (by_type and not of.opname.startswith("LOAD_")):
+            continue
+        end = next((s.opname for s in steps[at + 1 :] if s.opname in _ENDS or s.opname.startswith(("STORE", "POP_JUMP"))), "")
+        if end != "RAISE_VARARGS":
+            return True
+    return False
 
 
 def named_in(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Any]:

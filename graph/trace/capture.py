@@ -48,7 +48,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, Changes, alone, check_tensors, compares, undrawn, untouched
+from .watch import HOOKS, Changes, alone, check_tensors, undrawn, untouched
 from .writes import (
     UNSEEN,
     Augmented,
@@ -60,7 +60,6 @@ from .writes import (
     calls_itself,
     check_writes,
     finish,
-    gives_back,
     sets_on_tensor,
     with_modules,
     writes_of,
@@ -243,8 +242,6 @@ def _symbolic(
     }
     if any(isinstance(tensor, FakeTensor) for tensor in constants.values()):
         raise Untraceable("the forward computes with tensors of its modules before any input", hint=_HINT)
-    if compares() and (name := gives_back(graph, propagate(model, graph, inputs, constants).values)):
-        raise Untraceable(f"the forward compares by identity, and {name} gives back a tensor that it is given", hint=_HINT)
     effects = finish(graph, model)
     found = propagate(model, graph, inputs, constants, sizes, strict=True)
     found.effects = effects
@@ -276,7 +273,7 @@ def propagate(
         for fake, spec in zip(fakes, inputs):
             fake.requires_grad_(spec.requires_grad)
         fakes = [fake.clone() for fake in fakes] if made else fakes
-        propagator = _Propagator(model, graph, constants)
+        propagator = Propagator(model, graph, constants)
         values = propagator.propagate(fakes)
     if strict:
         check_writes(graph, values, {write.node for write in propagator.writes})
@@ -483,7 +480,9 @@ class _Tracer(fx.Tracer):
         return call, [self.root, *proxies]
 
 
-class _Propagator(fx.Interpreter):
+class Propagator(fx.Interpreter):
+    """Runs a graph on fake tensors."""
+
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False

@@ -71,7 +71,7 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         raise NotSupported(f"torch.export of {type(model).__name__} failed, not strict: {first_line(error)}") from error
     if assigned:
         raise sets_attribute(*assigned[0])
-    if compares(parts=True) and any("dropout" in str(node.target) for node in program.graph.nodes):
+    if compares() and any("dropout" in str(node.target) for node in program.graph.nodes):
         # One that drops nothing gives back what it is given, but not while it is exported.
         raise NotSupported("the forward compares by identity, which an export does otherwise for results of dropout")
     return program

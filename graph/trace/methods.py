@@ -20,7 +20,7 @@ from torch import nn
 
 from ...transport import NotSupported, plugins
 from .capture import Capture, Join, TensorSpec, capture, first_line
-from .record import record
+from .record import check_operations, record
 from .sizes import Sizes
 from .watch import Beyond, Busy, Changes, watched
 
@@ -71,10 +71,7 @@ def capture_by(
     again = False
     for name, method in methods.items():
         try:
-            if method is _METHODS["fx"]:
-                found = _by_fx(model, inputs, join, whole, away)
-            else:
-                found = watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
+            found = watched(functools.partial(method, model, inputs, join, whole), model, whole, away)
             use(found)
             return found, refused
         except (Beyond, Busy):
@@ -99,27 +96,15 @@ def symbolic(
     inputs: list[TensorSpec],
     join: Join,
     whole: Callable[[str], bool],
-    away: Callable[[str], bool] = lambda path: False,
-    sizes: Sizes | None = None,
+    away: Callable[[str], bool],
+    sizes: Sizes,
 ) -> Capture:
-    """``capture``, watched."""
-    return watched(lambda: capture(model, inputs, join, sizes, whole), model, whole, away)
+    """``capture``, watched, whose operations are those that the forward does for inputs of these sizes. What it asks of a proxy
+    (``isinstance``, ``hasattr``, ``is``) may have another answer for a tensor, and nothing else tells."""
 
-
-def _by_fx(
-    model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool], away: Callable[[str], bool]
-) -> Capture:
-    """Two traces, each watched for itself."""
-    try:
-        return symbolic(model, inputs, join, whole, away)
-    except (Beyond, Busy):
-        raise
-    except NotSupported:  # also writes: where shapes are known, it is known who reads afterwards
-        return watched(lambda: record(model, inputs, join, whole), model, whole, away)
-
-
-def _fx(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
-    return _by_fx(model, inputs, join, whole, lambda path: False)
+    found = watched(lambda: capture(model, inputs, join, sizes, whole), model, whole, away)
+    check_operations(model, inputs, found, watched(lambda: record(model, inputs, join, whole), model, whole, away))
+    return found
 
 
 def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
@@ -128,5 +113,5 @@ def _export(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
     return export(model, inputs, join, whole)
 
 
-_METHODS: dict[str, Method] = {"fx": _fx, "export": _export}
+_METHODS: dict[str, Method] = {"fx": record, "export": _export}
 _ORDERS = {"auto": ("fx", "export"), "fx": ("fx",), "export": ("export",), "eager": (), "here": ()}

@@ -1,4 +1,4 @@
-"""The forward run once on fake tensors, every operation written down: for forwards whose Python asks for shapes.
+"""The forward run once on fake tensors, every operation written down.
 
 Shapes are known, so ``if x.dim() == 3``, ``len(x)`` and ``for row in x`` are what they are in a step; only values are not.
 Modules that are not cut stay one operation, as in a symbolic trace, and the result is the same kind of graph.
@@ -24,7 +24,9 @@ from ...transport import NotSupported
 from .capture import (
     Capture,
     Join,
+    Propagator,
     TensorSpec,
+    Untraceable,
     annotate,
     changes_input,
     custom_functions,
@@ -34,6 +36,7 @@ from .capture import (
     static,
     unchanged,
 )
+from .sizes import Sizes
 from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
 from .watch import undrawn
 from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
@@ -47,7 +50,7 @@ def record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callab
 
 def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Callable[[str], bool]) -> Capture:
     recorder = _Recorder(model, whole)
-    with mode_of(model), quiet(), unchanged(model, whole):
+    with Sizes().under(mode_of(model)), quiet(), unchanged(model, whole):
         fakes = [spec.empty() for spec in inputs]
         for at, fake in enumerate(fakes):
             recorder.define(recorder.graph.placeholder(f"input{at}"), fake)
@@ -67,7 +70,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
         recorder.graph.output(recorder.arguments(result))
     effects = finish(recorder.graph, model)
     found = propagate(model, recorder.graph, inputs, recorder.constants)
-    found.effects, found.how = effects, "fx, recorded"
+    found.effects = effects
     return found
 
 
@@ -82,6 +85,40 @@ class _NoRealWrites(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def check_operations(model: nn.Module, inputs: list[TensorSpec], one: Capture, other: Capture) -> None:
+    """Raise ``Untraceable`` unless two captures of a forward do the same operations, in the same order, on the same tensors."""
+    first, second = (_operations(model, inputs, found) for found in (one, other))
+    for mine, theirs in itertools.zip_longest(first, second):
+        if mine != theirs:
+            name = (theirs or mine or ("",))[0]
+            raise Untraceable(f"the forward asks what a tensor is, and does otherwise without one: from {name} on")
+
+
+def _operations(model: nn.Module, inputs: list[TensorSpec], found: Capture) -> list[tuple[str, str]]:
+    seen = _Operations()
+    with Sizes().under(mode_of(model)), quiet(), seen:
+        Propagator(model, found.graph, found.constants).propagate([spec.empty() for spec in inputs])
+    return seen.seen
+
+
+class _Operations(TorchDispatchMode):
+    """``seen``: every operation and its arguments, where a tensor is the number of its first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+        self._kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = pytree.tree_map_only(torch.Tensor, self._number, (args, kwargs))
+        self.seen.append((str(func), repr(told)))
+        return func(*args, **kwargs or {})
+
+    def _number(self, tensor: torch.Tensor) -> str:
+        number, _ = self._kept.setdefault(id(tensor), (len(self._kept), tensor))
+        return f"tensor {number}"
+
+
 _constants = itertools.count()  # names are unique in a process: models keep the constants of all their captures
 
 
@@ -89,6 +126,9 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """``tensor[index] = value`` as an operation with a result."""
     tensor[index] = value
     return tensor
+
+
+_PLACES = frozenset(["data_ptr", "storage", "untyped_storage", "_typed_storage"])
 
 
 class _Recorder(TorchFunctionMode):
@@ -107,6 +147,7 @@ class _Recorder(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor):
                     self._attributes.setdefault(id(tensor), f"{name}.{key}" if name else key)
         self._nodes: dict[int, fx.Node] = {}
+        self._lengths: dict[str, tuple[torch.Tensor, int]] = {}
         self._kept: list[Any] = []
         self._given: Set[int] = frozenset()
         """Tensors that a call was given and gives back: they stay what they are."""
@@ -123,6 +164,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             if id(value) not in self._given:
                 self._nodes[id(value)] = node
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    self._lengths.setdefault(str(size), (value, dim))
         elif type(value) not in (tuple, list, dict):
             for at, leaf in enumerate(leaves_of(value)):
                 if isinstance(leaf, torch.Tensor):
@@ -137,7 +181,21 @@ class _Recorder(TorchFunctionMode):
                     self._define_leaves(picked, item)
 
     def arguments(self, arguments: Any) -> Any:
-        return encode(arguments, lambda leaf: self._node_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        return encode(arguments, self._argument)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return self._size(leaf)
+        return self._node_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _size(self, size: torch.SymInt) -> fx.Node:
+        """A size that depends on data: of which tensor it is."""
+        if str(size) not in self._lengths:
+            raise NotSupported("the forward computes with a size that depends on data")
+        tensor, dim = self._lengths[str(size)]
+        node = self.graph.call_method("size", (self._node_of(tensor), dim))
+        annotate(node, self._scope[-1])
+        return node
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
@@ -159,6 +217,8 @@ class _Recorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name in _PLACES:
+            raise NotSupported(f"the forward asks a tensor for its {name}, which another tensor has in every step")
         if name in UNSEEN or name == "__set__":
             raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}" if name == "__set__" else name)
         if name == "__setitem__":

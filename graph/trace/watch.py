@@ -30,6 +30,7 @@ from ..guards.generators import draw_again, generators
 from ..guards.roots import (
     ClassTable,
     Root,
+    asks_type,
     closed_over,
     compares_identity,
     function_of,
@@ -76,7 +77,7 @@ class Watch:
         self._at = 0
         self._inside: set[int] = set()
         self._tensors = {id(module): _own(module) for _, module in modules}
-        self._inlined = self._keyed = False
+        self._inlined = False
         self._drawn_there: list[NotSupported] = []
         self._refused: list[NotSupported] = []
         self._beyond: list[str] = []
@@ -168,6 +169,10 @@ class Watch:
             if read or self._inlined:
                 raise _changes(label)
         _check_leaves(graph)
+        for code in self._ran(*((0, 1, 2) if self._inlined else (0,))):
+            if asks_type(code):
+                what = f"{code.co_name} asks for the class of an object, which a trace has others for"
+                raise NotSupported(what, hint="use isinstance")
         content = Content()
         for root in self.roots(self._model):
             content.of(root.value(), root.label, root.by_path)
@@ -191,15 +196,13 @@ class Watch:
         """Something changed that parts at other workers name, if anything."""
         return next((label for label, _, away in self._changed if away), "")
 
-    def compares(self, parts: bool) -> bool:
-        """Whether the forward may compare tensors by identity, outside of whole parts or in ``parts``, too."""
-        tables = self._codes if parts else self._codes[:1]
-        codes = [code for codes in tables for code, table in list(codes.items()) if table is not None]
-        return self._keyed or any(map(compares_identity, codes))
+    def compares(self) -> bool:
+        """Whether the forward, or a part, may compare tensors by identity."""
+        return any(map(compares_identity, self._ran(0, 1, 2)))
 
-    def keyed(self) -> None:
-        """A tensor is a key, or in a set."""
-        self._keyed = True
+    def _ran(self, *where: int) -> list[types.CodeType]:
+        """The user's functions that have run."""
+        return [code for at in where for code, table in list(self._codes[at].items()) if table is not None]
 
     def drawn(self) -> str:
         """A generator that somebody has drawn from, if anybody has."""
@@ -345,15 +348,9 @@ def check_tensors(part: nn.Module) -> None:
         _current.watch.check_tensors(part)
 
 
-def compares(parts: bool = False) -> bool:
-    """For a trace whose tensors are no tensors: see ``Watch.compares``."""
-    return _current.watch is not None and _current.watch.compares(parts)
-
-
-def keyed() -> None:
-    """For such a trace: see ``Watch.keyed``."""
-    if _current.watch is not None:
-        _current.watch.keyed()
+def compares() -> bool:
+    """See ``Watch.compares``, of the watch of this thread, if there is one."""
+    return _current.watch is not None and _current.watch.compares()
 
 
 class Beyond(NotSupported):

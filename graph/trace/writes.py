@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.content import foreign
 from .values import leaves_of
-from .watch import keyed
 
 
 def finish(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
@@ -319,19 +318,7 @@ class Augmented:
     __ilshift__, __irshift__ = map(_augmented, ("lshift", "rshift"))
 
     def __hash__(self) -> int:
-        keyed()
-        return super().__hash__()
-
-
-def gives_back(graph: fx.Graph, values: dict[fx.Node, Any]) -> str:
-    """The name of an operation whose result on fake tensors is an object that it was given, if there is one: for proxies these
-    are two."""
-    for node in graph.nodes:
-        if node.op in ("call_module", "call_function", "call_method"):
-            given = {id(leaf) for used in node.all_input_nodes for leaf in leaves_of(values[used])}
-            if any(isinstance(leaf, torch.Tensor) and id(leaf) in given for leaf in leaves_of(values[node])):
-                return str(getattr(node.target, "__name__", node.target))
-    return ""
+        raise NotSupported("a tensor, or a number that is asked of one, is a key: it is another one in a trace")
 
 
 class NoAssignments(TorchFunctionMode):

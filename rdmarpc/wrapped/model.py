@@ -78,7 +78,7 @@ def wrap(
     * ``plans``: how many captures are kept set up.
     * ``staging``: ``"always"`` copies every tensor into a registered buffer before it is sent, to measure what ``"traced"``
       saves.
-    * ``capture``: ``"fx"`` traces the forward, on tensors without data where its Python looks at shapes. ``"export"`` takes the
+    * ``capture``: ``"fx"`` runs the forward once on tensors without data and writes its operations down. ``"export"`` takes the
       operations that ``torch.export`` finds, also inside of parts. ``"eager"`` runs the forward here in every step, so that its
       control flow may depend on values; every remote part that it calls is a set of prepared writes of its own. ``"here"``
       runs all of the forward in this process, over copies of the parts that are fetched when they may have changed: exact

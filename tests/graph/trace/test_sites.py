@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rdmarpc.graph.plan.analyze import analyze
-from rdmarpc.graph.trace.capture import TensorSpec, _Propagator, capture, skeleton
+from rdmarpc.graph.trace.capture import Propagator, TensorSpec, capture, skeleton
 from rdmarpc.graph.trace.sites import CONSTANT, INPUT, OPERATION, Allocations, Site, input_names, name_inputs, place_of
 
 X = TensorSpec((4, 6), torch.float32)
@@ -221,7 +221,7 @@ def test_real_tensors_alias_as_the_fake_ones_did(training):
     model = Layers().train(training)
     shape = TensorSpec((4, 8, 8), torch.float32)
     found = capture(skeleton(model), [shape], lambda x: ((x,), {}))
-    again = _Propagator(model, found.graph)
+    again = Propagator(model, found.graph)
     again.propagate([torch.randn(shape.shape)])
     assert again.sites() == found.sites
     tensors = [leaf for value in found.values.values() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -76,7 +76,7 @@ def transformers() -> None:
     model, twin = both(encoder, {"0.layers.0-1": "worker1", "0.layers.2-3": "worker2", "1": "worker2"})
     data = [(torch.randn(3, 5, 20), torch.randint(0, 4, (3, 5))) for _ in range(4)]
     train_both(model, twin, data, lambda p: torch.optim.SGD(p, 0.1))
-    assert "fx, recorded" in model.captured
+    assert model.captured.startswith("fx")
     for network in (model, twin):
         network.eval()
     with torch.no_grad():

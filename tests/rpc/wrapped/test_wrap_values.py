@@ -229,7 +229,7 @@ def caches() -> None:
     placement = {"cells.0-1": "worker1", "cells.3": "worker1"}
     for capture in ("auto", "eager"):
         model, twin = both(Remembering, placement, capture=capture)
-        trained(model, twin, [((x,), {}) for x, _ in batches(3, 6, 20)], "fx, recorded" if capture == "auto" else "eager")
+        trained(model, twin, [((x,), {}) for x, _ in batches(3, 6, 20)], "fx" if capture == "auto" else "eager")
         # Its own caller's object is changed: no trace does that.
         for x, _ in batches(2, 6, 20):
             ours, theirs = Plain([]), Plain([])
