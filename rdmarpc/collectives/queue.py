@@ -38,6 +38,8 @@ class Work(dist.Work):
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._ended: torch.futures.Future[None] | None = None
+        """What ``_future`` follows."""
 
     @property
     def describe(self) -> str:
@@ -48,11 +50,11 @@ class Work(dist.Work):
         with self._lock:
             self.error, self.over = error, True
             self.run = nothing  # what it holds may be large
-            event, future = self._event, self._future
+            event, ended = self._event, self._ended
         if event is not None:
             event.set()
-        if future is not None:
-            self._complete(future)
+        if ended is not None:
+            ended.set_result(None)
         if self._dropped:
             self._let_go()
 
@@ -71,11 +73,10 @@ class Work(dist.Work):
         if sum(each.nbytes for each in self._outputs if each.layout is torch.strided) > _SMALL:
             self._outputs = ()
 
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
+    def _outcome(self, _: object) -> list[torch.Tensor]:
         if self.error is not None:
-            future.set_exception(fresh(self.error) if isinstance(self.error, Exception) else RuntimeError(str(self.error)))
-        else:
-            future.set_result(list(self._outputs))
+            raise fresh(self.error)
+        return list(self._outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raises its error. ``TransferTimeout`` after ``timeout`` (none: that of the group):
@@ -115,14 +116,16 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """Of the outputs. It fails with a ``RuntimeError`` that has class and text of the error: a future keeps no other class
+        for C++, and DDP's reducer takes what ``set_exception`` leaves there for tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = future
-            over = self.over
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            self._future, self._ended = ended.then(self._outcome), ended
+            future, over = self._future, self.over
         if over:
-            self._complete(future)
+            ended.set_result(None)
         return future
 
     def _get_sequence_number(self) -> int:

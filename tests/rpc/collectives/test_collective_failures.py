@@ -234,3 +234,26 @@ def test_the_news_of_a_loss_goes_before_that_of_a_leaving(monkeypatch: pytest.Mo
     lanes[2].channel.error = None
     with pytest.raises(PeerLost, match="rank 1 has left"):
         engine._look(False)
+
+
+def _in_backward(meeting: Meeting) -> None:
+    join(meeting, 2, "backward")
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    model = torch.nn.parallel.DistributedDataParallel(network, bucket_cap_mb=0.25)
+    model(torch.ones(8, 256)).sum().backward()
+    if meeting.rank == 1:
+        network[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    name, _, text = caught(lambda: model(torch.ones(8, 256)).sum().backward())
+    assert name == "RuntimeError" and "PeerLost: rank 1 was lost during all_reduce" in text, (name, text)
+    future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+    name, _, text = caught(future.wait)
+    assert name == "RuntimeError" and "PeerLost: rank 1 was lost" in text, (name, text)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_is_lost_during_a_backward():
+    """DDP's reducer waits in C++, for the futures of its buckets."""
+    outcomes = run_group(_in_backward, 2, dynamic=True, timeout=60)
+    results(outcomes[:1])
+    assert outcomes[1].exit_code == -signal.SIGKILL
