@@ -13,16 +13,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ...transport import NotSupported
+from ...transport import NotSupported, RdmaError
 from ..guards.generators import torch_mark
 from ..guards.kept import Kept, plain
 from ..guards.side_effects import Globals, changes_there, code_in
+from ..plan.place import REPORT_BYTES
 from ..plan.replicas import Replica
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
 from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
 from ..trace.watch import untouched
 from ..trace.writes import Registered, aliases
+from .command import WorkerError
 from .remote_update import copied
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -240,10 +242,11 @@ class Access:
 
     def probe(
         self, path: str, mode: int, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], commands: int
-    ) -> tuple[Any, bool, list[tuple[int, int, bool]]]:
+    ) -> tuple[Any, bool, list[tuple[int, int, bool]]] | bytes:
         """Run a copy of a part, under these flags, on real inputs (which come in host memory, each for its device): what it
         gives, as ``encode`` has it, with a ``TensorSpec`` for every tensor, without its device; and whether it has drawn from
-        torch's generators; and its ``aliases``. The part, its buffers, globals and the generators stay as they are."""
+        torch's generators; and its ``aliases``; or what it raises, a ``WorkerError``. The part, its buffers, globals and the
+        generators stay as they are."""
 
         def spec(leaf: Any) -> Any:
             return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -273,4 +276,9 @@ class Access:
             check_result(f"part {path!r}", result)
             return encode(result, spec), drew, aliases(leaves_of((given, more)), leaves_of(result))
 
-        return self._submit(run, commands)
+        try:
+            return self._submit(run, commands)
+        except RdmaError:
+            raise
+        except Exception as error:
+            return WorkerError.of(error, "", f"part {path!r}").dump(REPORT_BYTES)

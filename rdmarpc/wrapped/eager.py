@@ -28,6 +28,7 @@ from ..graph.trace.devices import CPU, named
 from ..graph.trace.sites import INPUT, Site, input_names, name_inputs
 from ..graph.trace.sizes import Sizes
 from ..graph.trace.watch import Busy
+from ..graph.work.command import WorkerError
 from ..ground.advice import warn
 from ..parts.parameter import RemoteParameter
 from ..parts.remote_part import has_hooks, hooks_around, tables_inside
@@ -257,7 +258,10 @@ class Eager:
         own = self._session.devices.own(path)
         there = [named(given if given is not None and own in (None, device) else device) for device in taken]
         args, kwargs = values.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        found, drew, aliases = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
+        answer = self._session.ask_owner(worker, "probe", path, self._mode, there, args, kwargs)
+        if isinstance(answer, bytes):
+            raise WorkerError.load(answer).raised(worker)
+        found, drew, aliases = answer
         graph = fx.Graph()
         call = call_of(graph, self._shape(), path, self._specs(path, tensors), join)
         *nodes, _, output = graph.nodes

@@ -179,10 +179,10 @@ def test_errors_travel():
         blob = WorkerError.of(error, "w7").dump(4096)
     assert len(blob) <= 4096
     raised = WorkerError.load(blob).raised("w7")
-    assert isinstance(raised, KeyError)
-    assert "'w7'" in str(raised)
+    assert isinstance(raised, KeyError) and "'xxx" in str(raised) and "on worker 'w7'" in str(raised.__cause__)
     raised = WorkerError.load(WorkerError.of(Local("odd"), "w7").dump(4096)).raised("w7")
-    assert "odd" in str(raised)
+    assert type(raised) is Exception and str(raised) == "odd"
+    assert "on worker 'w7'" in str(raised.__cause__) and "Local: odd" in str(raised.__cause__)
 
 
 def test_optimizer_numbers():

@@ -447,12 +447,14 @@ def remote_errors() -> None:
     bad = good.clone()
     for _ in range(3):
         bad[0, 0] = 100
-        with pytest.raises(KeyError, match=r"worker2.*the forward of this part fails.*Traceback"):
+        with pytest.raises(KeyError, match=r"^'the forward of this part fails'$") as caught:
             model(bad)
+        assert "on worker 'worker2'" in str(caught.value.__cause__) and "Traceback" in str(caught.value.__cause__)
         bad[0, 0] = 200
         output = model(bad)
-        with pytest.raises(ZeroDivisionError, match=r"on worker 'worker2': the backward of this part fails\n(.|\n)*Traceback"):
+        with pytest.raises(ZeroDivisionError, match=r"^the backward of this part fails$") as failed:
             output.sum().backward()
+        assert "on worker 'worker2'" in str(failed.value.__cause__) and "in backward" in str(failed.value.__cause__)
         model.zero_grad()
         twin.zero_grad()
         # The first layer stays the identity: it is what tells the second to fail.
