@@ -515,8 +515,9 @@ def errors() -> None:
     model = wrap(net, places({"0": "worker1/0", "1": "worker2/1"}), timeout=10.0)
     x = torch.randn(8, 20, device=gpu.device())
     for scale, error in ((1e9, KeyError), (1e5, ZeroDivisionError)):
-        with pytest.raises(error, match="worker2"):
+        with pytest.raises(error) as caught:
             model(x * scale).sum().backward()
+        assert "worker2" in str(caught.value.__cause__)
         model.zero_grad()
         model(x).sum().backward()
     model.close()

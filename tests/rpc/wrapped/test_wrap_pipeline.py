@@ -359,7 +359,7 @@ def errors() -> None:
 
     model.forward_backward(F.cross_entropy, good, target=y, chunks=8)  # gradients for the first failure to clear
     for code, kind, text in (
-        (100, KeyError, "worker2.*forward of"),
+        (100, KeyError, "forward of"),
         (200, ZeroDivisionError, "backward of"),
         (0, Stop, "loss"),
     ):
@@ -367,8 +367,9 @@ def errors() -> None:
         bad[6, 0] = code  # the first sample of the fourth micro-batch
         model.zero_grad()
         twin.zero_grad()
-        with pytest.raises(kind, match=text):
+        with pytest.raises(kind, match=text) as caught:
             model.forward_backward(F.cross_entropy if code else failing_loss, bad, target=y, chunks=8)
+        assert not code or "on worker 'worker2'" in str(caught.value.__cause__)
         # Without another zero_grad: what the failed backward was to clear is cleared by the next one.
         model.forward_backward(F.cross_entropy, good, target=y, chunks=8)
         one_after_another(twin, F.cross_entropy, 8, good, y)
