@@ -59,7 +59,8 @@ STOREYS = [
         [
             [("caller/", "the process that called wrap"), ("servers/", "parameter servers")],
             [("work/", "the owner of a part: runs it when inputs have landed")],
-            [("edges/", "slots, credits, one poller"), ("schedules/", "micro-batches' order"), ("show/", "a plan for people")],
+            [("edges/", "slots, one poller"), ("schedules/", "micro-batches' order"), ("show/", "a plan for people")],
+            [("outlets/", "prepared writes into slots")],
             [("plan/", "segments, edges and slots, before the step")],
             [("trace/", "the forward as operations without data")],
             [("wire/", "the bytes in front of and inside a slot"), ("guards/", "what a forward reads from Python")],

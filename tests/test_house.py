@@ -32,6 +32,7 @@ ORDER = {
         ["wire", "guards"],
         ["trace"],
         ["plan"],
+        ["outlets"],
         ["show", "edges", "schedules"],
         ["work"],
         ["caller", "servers"],

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rdmarpc.graph.edges import observer
+from rdmarpc.graph.outlets import observer
 
 FORWARD, BACKWARD, SECOND = "forward", "backward", "weight gradients"
 PARTS = ("layers", "computing", "off_core", "between", "crossing", "ends")
@@ -38,7 +38,7 @@ class Span:
 
 
 class Recorder:
-    """The observer of one process (``graph/edges/observer``)."""
+    """The observer of one process (``graph/outlets/observer``)."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker

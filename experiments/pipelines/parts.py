@@ -21,8 +21,8 @@ PARTS = {
     "zeroing": ("parts/parameter", "parts/remote_", "caller/zeroing", "Optimizer.zero_grad"),
     "autograd functions": ("caller/stage", "torch/autograd/", "torch/_functorch/"),
     "schedule": ("caller/caller", "caller/exchange", "caller/ledger", "caller/control"),
-    "posts": ("edges/outlet", "transport/shm/", "transport/tcp/", "transport/verbs/", "transport/region", "wire/layout"),
-    "waits and credits": ("edges/station", "edges/ports", "transport/notify", "wire/tail"),
+    "posts": ("outlets/outlet", "transport/shm/", "transport/tcp/", "transport/verbs/", "transport/region", "wire/layout"),
+    "waits and credits": ("edges/station", "outlets/ports", "transport/notify", "wire/tail"),
     "landing": ("edges/slot", "wire/header"),
     "segments here": ("plan/program", "torch/nn/"),
 }

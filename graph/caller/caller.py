@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...transport import NotSupported, RdmaError
-from ..edges import observer
 from ..edges.slot import Inlet, Slot
 from ..edges.station import Arrived, Leased, Station
+from ..outlets import observer
 from ..plan.analyze import TransferGraph
 from ..plan.place import REPORT, Edge
 from ..plan.program import Machine, Segment, fill

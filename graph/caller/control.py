@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from ...transport import PeerLost, RdmaError, TransferTimeout
-from ..edges.outlet import Outlet
 from ..edges.station import Fittings, Station
+from ..outlets.outlet import Outlet
 from ..wire.header import Header
 from ..work.command import DISCARD, NOTHING, Command
 from .ledger import Ledger

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from ...transport import NotSupported, RdmaError
-from ..edges import observer
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Station
+from ..outlets import observer
 from ..wire.header import Header
 from .control import Control, names
 from .ledger import Ledger

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...transport import NotSupported
-from ..edges.outlet import Outlet
 from ..edges.slot import Inlet
 from ..edges.station import Fittings
+from ..outlets.outlet import Outlet
 from ..plan.analyze import TransferGraph
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment

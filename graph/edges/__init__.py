@@ -1,2 +1,2 @@
-"""The two halves of an edge (a tensor that crosses from one worker to another): outlets write, slots receive, credits return a
-slot to its sender. One poller at each worker serves the edges of a model."""
+"""The consumer's half of an edge: slots receive, and credits return a slot to its sender (``outlets``). Dynamic edges are here
+with both halves. One poller at each worker serves the edges of a model."""

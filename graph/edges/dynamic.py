@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...transport import NotSupported, RdmaError, RemoteRegion, TransferTimeout
+from ..outlets.outlet import Outlet
 from ..plan.place import Edge
 from ..trace.sizes import FREE
 from ..wire.header import HEADER_BYTES, Header
 from ..wire.layout import dense, strides
 from ..wire.metadata import Metadata
-from .outlet import Outlet
 from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Work
-    from .berth import Berth
+    from ..outlets.berth import Berth
 
 
 class DynamicSlot(Slot):

@@ -31,9 +31,9 @@ from .slot import Inlet, Slot
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device
+    from ..outlets.berth import Berth
     from ..plan.place import Placement
     from ..wire.header import Header
-    from .berth import Berth
 
 
 _log = logging.getLogger("rdmarpc")

@@ -19,16 +19,17 @@ import torch
 
 from ...transport import ArenaFull, RdmaError
 from ...transport.memory.arena import SLOTS
+from ..outlets import staging
 from ..plan.place import Edge
 from ..trace.devices import find
+from ..wire import strided
 from ..wire.header import GATHERED, HEADER_BYTES, NONE, SEEN, SHARED, STRIDED, Header
 from ..wire.layout import strides
 from ..wire.tail import Tail, tail_at, tail_bytes
-from . import staging, strided
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Transfer
-    from .berth import Berth
+    from ..outlets.berth import Berth
 
 
 class Slot:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...transport import GIVEN_UP, PeerLost, Poller, RdmaError, TransferTimeout
+from ..outlets.outlet import Outlet
+from ..outlets.ports import Ports
+from ..outlets.target import Target
 from ..plan.place import Edge, Placement
 from ..wire.header import Header
 from . import gpu_slot
 from .dynamic import DynamicInlet, DynamicOutlet
-from .outlet import Outlet, Target
-from .ports import Ports
 from .slot import Inlet, Slot
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ import torch
 
 from ...transport import ArenaFull, PeerLost, RdmaError, bare
 from ...transport.gpu.driver import driver
-from ..edges.outlet import Outlet
 from ..edges.slot import Inlet, Slot, shared, take
 from ..edges.station import Arrived, Station
+from ..outlets.outlet import Outlet
 from ..plan.place import ACTIVATION, COMMAND, GRADIENT, REPORT_BYTES, Edge, report_bytes
 from ..plan.program import Machine
 from ..wire.header import NONE, Header, MicroBatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..edges.outlet import Outlet
 from ..edges.station import Fittings
+from ..outlets.outlet import Outlet
 from ..plan.analyze import TransferGraph, Value
 from ..plan.place import ACTIVATION, GRADIENT
 from ..plan.program import Segment

@@ -13,7 +13,7 @@ copied as any other, the miss is counted, and the segment is traced again.
 Invariants:
 1. A slot is written here only between ``Outlet.reserve`` and ``Outlet.send`` or ``Outlet.cancel``, by the station's thread.
 2. The tensor may live on after it was sent (autograd keeps it for the backward): the slot is free again when its credit is back
-   and that tensor's storage has died (``outlet.Target``).
+   and that tensor's storage has died (``outlets.target``).
 3. Nobody writes into it after it was sent: values that are written after they were made are not produced (``Value.written``),
    the consumer watches (``header.SHARED``), and the model's outputs, which the user may write into, are not produced.
 """
@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..edges.outlet import Outlet
+from ..outlets.outlet import Outlet
 from ..plan.program import Machine
 
 MIN_BYTES = 2 << 20

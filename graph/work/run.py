@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
 from ...transport import NotSupported
-from ..edges.outlet import keep_apart
+from ..outlets.outlet import keep_apart
 from ..plan.program import Machine
 from ..schedules.halves import RAN_HOOKS, Halves, halves, hooks_made
 from ..wire.header import CLEAR, GRAD, LEAVE, Header, MicroBatch

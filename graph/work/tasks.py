@@ -30,7 +30,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..edges import observer
+from ..outlets import observer
 from ..schedules.rounds import Rounds
 from ..wire.header import MicroBatch
 from .flow import Duty, Flow

@@ -20,7 +20,7 @@ from ..transport import RdmaError
 from ..transport.peers.guard import Guard
 
 if TYPE_CHECKING:
-    from ..graph.edges.observer import Copy
+    from ..graph.outlets.observer import Copy
     from ..graph.plan.place import Edge
 
 _DRAIN_S = 5.0
@@ -87,14 +87,14 @@ class Row:
 
 def attach(line: Notes) -> Steps:
     """Record what wrapped models do from now on. One at a time."""
-    from ..graph.edges import observer  # a program that only calls does not load ``graph`` before it is recorded
+    from ..graph.outlets import observer  # a program that only calls does not load ``graph`` before it is recorded
 
     steps = observer.current = Steps(line)
     return steps
 
 
 class Steps:
-    """Observes the wrapped models of this process (``graph.edges.observer``) from ``attach`` to ``end``."""
+    """Observes the wrapped models of this process (``graph.outlets.observer``) from ``attach`` to ``end``."""
 
     def __init__(self, line: Notes) -> None:
         self._line = line
@@ -103,7 +103,7 @@ class Steps:
 
     def end(self) -> None:
         """Idempotent. Waits for the streams, some seconds at most."""
-        from ..graph.edges import observer
+        from ..graph.outlets import observer
 
         if observer.current is self:
             observer.current = None
@@ -114,7 +114,7 @@ class Steps:
 
     @contextmanager
     def span(self, name: str, about: dict[str, Any], gpus: Sequence[str] = ()) -> Iterator[None]:
-        """See ``graph.edges.observer.Observer``."""
+        """See ``graph.outlets.observer.Observer``."""
         there = [(gpu, self._row(gpu).add(Enqueued(name, gpu, about))) for gpu in gpus]
         begin = monotonic_ns()
         try:
@@ -126,8 +126,8 @@ class Steps:
 
     @contextmanager
     def copy(self, edge: Edge, gpu: str, sequence: int) -> Iterator[Copy]:
-        """See ``graph.edges.observer.Observer``."""
-        from ..graph.edges.observer import Copy
+        """See ``graph.outlets.observer.Observer``."""
+        from ..graph.outlets.observer import Copy
 
         row = self._row(f"{gpu} copies to {edge.target}")
         about = {"forward": sequence, "bytes": edge.nbytes}

@@ -21,9 +21,9 @@ import torch
 from cluster import TIMEOUT, connect
 from forks import forks
 
-from rdmarpc.graph.edges.outlet import Outlet
 from rdmarpc.graph.edges.slot import Inlet, Slot, take
 from rdmarpc.graph.edges.station import Arrived, Fittings, Offer, Station
+from rdmarpc.graph.outlets.outlet import Outlet
 from rdmarpc.graph.plan.place import Edge, Placement
 from rdmarpc.graph.wire.header import GATHERED, SEEN, SHARED, STRIDED, Header
 from rdmarpc.transport import RdmaError, open_device

@@ -9,8 +9,9 @@ import pytest
 from slow_net import SlowChannel, SlowPoller, World
 
 from rdmarpc.graph.edges.dynamic import DynamicTarget
-from rdmarpc.graph.edges.outlet import Outlet, Target
 from rdmarpc.graph.edges.slot import Inlet, Slot
+from rdmarpc.graph.outlets.outlet import Outlet
+from rdmarpc.graph.outlets.target import Target
 from rdmarpc.transport import RdmaError
 
 DYNAMIC = "dynamic, a circle of three"

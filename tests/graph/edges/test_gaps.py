@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdmarpc.graph.edges.gaps import MOST, runs
-from rdmarpc.graph.edges.strided import landing, span
+from rdmarpc.graph.outlets.gaps import MOST, runs
+from rdmarpc.graph.wire.strided import landing, span
 
 VIEWS = (
     lambda x: x,

@@ -2,7 +2,7 @@
 
 Either all from the first to the last element goes, gaps included, as one copy, or each run between two gaps does. Neither
 copies a payload aside. What is left over lies in short runs between wide gaps, and is laid out anew first
-(``Target._send_strided``).
+(``GapWrites``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...transport import RemoteRegion
-from .strided import span
+from ..wire.strided import span
 
 if TYPE_CHECKING:
     from ...transport import Channel, Device, Transfer, Work
