@@ -17,6 +17,7 @@ import torch
 from ...transport import NotSupported, RdmaError, RemoteRegion
 from ...transport.memory.sole import STORAGE_USES, storage_uses
 from ..plan.place import Edge
+from ..trace.values import cannot_cross, sparse
 from ..wire.header import HEADER_BYTES, NONE, STRIDED, Header
 from ..wire.layout import dense, strides
 from .target import Target
@@ -61,6 +62,8 @@ class Outlet:
         if payload is None:
             flags |= NONE
         else:
+            if payload.layout is not torch.strided:
+                raise cannot_cross(f"{self.edge.kind} {self.edge.value} is", sparse(payload))
             # Detached: the prepared write keeps its source, and must not keep an autograd graph with it.
             payload, order = self._prepare(payload.detach())
             if order < 0:
@@ -187,5 +190,6 @@ def keep_apart(outlets: Sequence[Outlet], parameters: Sequence[torch.Tensor]) ->
                 addresses.add(storage.data_ptr())
     if addresses:
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in addresses:
-                parameter.grad = parameter.grad.clone()
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in addresses:
+                parameter.grad = grad.clone()

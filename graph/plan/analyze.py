@@ -23,7 +23,7 @@ from ..trace.capture import Capture, TensorSpec
 from ..trace.devices import CPU, named
 from ..trace.sites import Site, label_of
 from ..trace.sizes import Number, plain
-from ..trace.values import After, Built, described, encode, flatten, key, leaves_of, mutable, pick
+from ..trace.values import After, Built, cannot_cross, described, encode, flatten, key, leaves_of, mutable, pick, sparse
 from ..trace.writes import check_seen, scattered
 from .draws import Draws
 from .graph import TransferGraph, Value
@@ -76,6 +76,7 @@ class _Analysis:
         self.taken: dict[fx.Node, dict[int, Any]] = {}  # what stands for the leaves of a value, by their id
         self.home: dict[str, tuple[str, int]] = {}  # tensor name -> (worker, level) of its maker
         self.specs: dict[str, TensorSpec] = {}
+        self.sparse: dict[str, str] = {}  # what is not strided -> what it is called
         self.numbers: dict[str, torch.dtype] = {}  # sizes that are only known in the step -> how they cross
         self.sites: dict[str, Site | None] = {}
         self.slot_of: dict[str, str] = {}
@@ -276,6 +277,8 @@ class _Analysis:
     def define(self, name: str, tensor: torch.Tensor, home: tuple[str, int], written: bool, constant: bool = False) -> None:
         self.home[name], self.uses[name] = home, {}
         self.readers.define(name, tensor)
+        if kind := sparse(tensor):
+            self.sparse[name] = kind
         if written:
             self.written.add(name)
         shape = tuple(tensor.shape) if constant else self.capture.sizes.shape(tensor)
@@ -403,6 +406,9 @@ class _Analysis:
         returned = set(names_in(output))
         for name, uses in self.uses.items():
             consumers = sorted(number[key] for key in uses if key != self.home[name])
+            away = [segments[at] for at in consumers if segments[at].worker != self.home[name][0]]
+            if away and name in self.sparse:
+                raise cannot_cross(f"{_reader(name, away[0])} {name!r}:", self.sparse[name])
             if consumers:
                 producer = number[self.home[name]]
                 values[name] = Value(
@@ -443,6 +449,12 @@ class _Analysis:
         values[name] = Value(name, TensorSpec((0,), torch.uint8), source.number, [segment.number], trigger=True)
         source.outputs.append(name)
         segment.inputs.append(name)
+
+
+def _reader(name: str, segment: Segment) -> str:
+    """Who uses a value in a segment, for people."""
+    reads = [step for step in segment.instructions if name in names_in((step.args, step.kwargs))]
+    return f"{'part' if reads[0].kind == 'module' else 'operation'} {reads[0].target!r} is given" if reads else "the result has"
 
 
 def _given(node: fx.Node, values: Mapping[fx.Node, Any], expression: Mapping[fx.Node, Any]) -> dict[int, Ref]:

@@ -35,7 +35,7 @@ from .capture import (
     sets_attribute,
     unchanged,
 )
-from .values import encode
+from .values import check_question, encode
 from .watch import compares, undrawn
 from .writes import finish, sets_on_tensor, writes_beyond
 
@@ -85,6 +85,7 @@ class _NoForgotten(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
         what = func.__self__.__name__ if name == "__set__" else ""
+        check_question(name, args)
         # An export itself sets flags of tensors that are no parameters.
         if what and (what != "requires_grad" or isinstance(first, nn.Parameter)):
             raise sets_on_tensor(f"an assignment of {what!r}")

@@ -37,7 +37,7 @@ from .capture import (
     unchanged,
 )
 from .sizes import Sizes
-from .values import After, Before, check_arguments, check_result, encode, leaves_of, pick
+from .values import After, Before, check_arguments, check_question, check_result, encode, leaves_of, pick
 from .watch import undrawn
 from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
 
@@ -219,6 +219,7 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _PLACES:
             raise NotSupported(f"the forward asks a tensor for its {name}, which another tensor has in every step")
+        check_question(name, args)
         if name in UNSEEN or name == "__set__":
             raise sets_on_tensor(f"an assignment of {func.__self__.__name__!r}" if name == "__set__" else name)
         if name == "__setitem__":

@@ -361,6 +361,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 _PADDED = "convert it to a padded tensor, or to values and offsets"
+_DENSE = "convert it (x.to_dense()), or have one worker make and use it"
 _AS_PLAIN = 'capture="here", or take the plain tensor: x.as_subclass(torch.Tensor)'
 
 
@@ -437,6 +438,36 @@ def own_class(leaf: Any) -> str:
     """The name of a tensor's class, if that is one of the user's or of a library beside torch; else nothing."""
     kind = type(leaf)
     return kind.__name__ if isinstance(leaf, torch.Tensor) and not foreign(kind.__module__) else ""
+
+
+def sparse(tensor: torch.Tensor) -> str:
+    """What a tensor that is not strided is called; nothing for any other."""
+    return "" if tensor.layout is torch.strided else f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+
+
+_COUNTS = frozenset(
+    ["_nnz", "is_coalesced", "values", "indices", "_values", "_indices"]
+    + ["crow_indices", "col_indices", "ccol_indices", "row_indices"]
+)
+
+
+def check_question(name: str, args: Sequence[Any]) -> None:
+    """``NotSupported`` for what a trace asks a sparse tensor that has no data: it has no values either."""
+    if name in _COUNTS and args and isinstance(args[0], torch.Tensor) and (kind := sparse(args[0])):
+        raise NotSupported(f"the forward asks {kind} for its {name}, which depends on data")
+
+
+def cannot_cross(what: str, kind: str) -> NotSupported:
+    """For a tensor (``sparse``) that another worker is to get."""
+    return NotSupported(f"{what} {kind}, which cannot cross between workers", hint=_DENSE)
+
+
+def check_dense(what: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """``NotSupported``, with the name of the argument, for a tensor that cannot go to another worker as it is."""
+    for name, value in named(forward, args, kwargs).items():
+        for kind in (sparse(leaf) for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)):
+            if kind:
+                raise cannot_cross(f"{what} is given {name!r}:", kind)
 
 
 def check_arguments(what: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

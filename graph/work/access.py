@@ -21,7 +21,7 @@ from ..plan.place import REPORT_BYTES
 from ..plan.replicas import Replica
 from ..trace.capture import TensorSpec, writes_input
 from ..trace.devices import find, forked_generators
-from ..trace.values import Before, changes_argument, check_result, encode, leaves_of, map_leaves
+from ..trace.values import Before, cannot_cross, changes_argument, check_result, encode, leaves_of, map_leaves, sparse
 from ..trace.watch import untouched
 from ..trace.writes import Registered, aliases
 from .command import WorkerError
@@ -274,6 +274,9 @@ class Access:
             if before.changed():
                 raise changes_argument(path, before.names(part.forward))
             check_result(f"part {path!r}", result)
+            for kind in (sparse(leaf) for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)):
+                if kind:
+                    raise cannot_cross(f"part {path!r} gives", kind)
             return encode(result, spec), drew, aliases(leaves_of((given, more)), leaves_of(result))
 
         try:

@@ -120,7 +120,9 @@ class Eager:
 
     def _call(self, path: str, args: Any, kwargs: Any) -> Any:
         self._mode = self._session.mode()  # the forward may have switched to eval()
-        values.check_arguments(f"part {path!r}", self._session.shape.get_submodule(path).forward, args, kwargs)
+        what, forward = f"part {path!r}", self._session.shape.get_submodule(path).forward
+        values.check_arguments(what, forward, args, kwargs)
+        values.check_dense(what, forward, args, kwargs)
         leaves, tree = values.flatten((args, kwargs))
         leaves = [self.fetch(leaf.path) if isinstance(leaf, RemoteParameter) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -106,6 +106,8 @@ class State:
         it is new. ``recurring``: these shapes will come again. Raises ``Uncaptured``."""
         for kind in filter(None, map(values.own_class, tensors)):
             raise self._uncaptured(f"an input is a {kind}, of which a graph would see the plain tensor")
+        for kind in filter(None, map(values.sparse, tensors)):
+            raise self._uncaptured(f"an input is {kind}, of which a trace would see no values")
         grads = torch.is_grad_enabled()
         world = self._world(training)
         with torch._C.DisableTorchFunctionSubclass():
