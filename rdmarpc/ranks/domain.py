@@ -45,8 +45,9 @@ class Domain:
             self._changed.notify_all()
         return self.token.encode()
 
-    def channel(self, token: str, address: bytes, name: str, timeout: float) -> Channel:
-        """The channel to a member. ``timeout`` in seconds. Raises ``PeerLost``, ``TransferTimeout``."""
+    def channel(self, token: str, address: bytes, name: str, timeout: float, check: Callable[[], None]) -> Channel:
+        """The channel to a member. ``timeout`` in seconds. ``check`` is called while the member is waited for, and may raise.
+        Raises ``PeerLost``, ``TransferTimeout``."""
         deadline = time.monotonic() + timeout
         with self._changed:
             found = self._channels.get(token)
@@ -60,16 +61,22 @@ class Domain:
                 if other is None or other.error is not None:
                     self._channels[token] = made
                 return self._channels[token]
-        with self._changed:
-            while (found := self._channels.get(token)) is None:
-                if time.monotonic() > deadline:
-                    raise TransferTimeout(f"{name} did not connect within {timeout:g} s", peer=name, device=self.device.name)
-                self._changed.wait(_LOOK_S)
+        while (found := self._come(token)) is None:
+            check()
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"{name} did not connect within {timeout:g} s", peer=name, device=self.device.name)
         if found.error is not None:
             raise PeerLost(f"the connection of {name} has ended", peer=name, device=self.device.name)
         if name not in found.peer:
             found.peer = f"{name} ({found.peer})"
         return found
+
+    def _come(self, token: str) -> Channel | None:
+        """The channel that this member opens, if it comes within a moment."""
+        with self._changed:
+            if token not in self._channels:
+                self._changed.wait(_LOOK_S)
+            return self._channels.get(token)
 
     def close(self) -> None:
         self.device.memory.return_bell(self.bell)

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -29,8 +29,19 @@ _SLOTS, _FEWEST, _DEEPEST = 8 << 20, 4, 32
 while holds up nobody."""
 ERROR, LEFT = "E", "L"
 """The first letter of a notice: the group has failed, or its sender has left it."""
+_FAILED = "failed"
+"""The key of what a rank tells that cannot join."""
 _GRACE_S = 0.05
 _LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+
+
+@contextlib.contextmanager
+def _naming_its_end() -> Iterator[None]:
+    """``PeerLost`` if the store ends."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerLost("the group's store ended before every rank had joined", hint=str(error).partition("\n")[0]) from None
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class Meeting:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, options: RpcBackendOptions) -> None:
         self.rank, self.size, self.timeout, self.options = rank, size, timeout, options
         self._store = store
+        self._ours = not restarted_by_launcher()
+        """Whether the store has nothing of earlier lives (``Lives``)."""
 
     def all(self, kind: str, mine: str) -> list[bytes]:
         """What every member tells as ``kind``, in rank order. Raises ``TransferTimeout`` that names who is missing."""
@@ -71,14 +84,26 @@ class Meeting:
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
         deadline, pause = time.monotonic() + self.timeout, _LOOK_S
-        try:
+        with _naming_its_end():
             while not ready():
+                self.check()
                 if time.monotonic() > deadline:
                     raise TransferTimeout(f"no sign of {', '.join(missing())} within {self.timeout:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK_S)
-        except dist.DistError as error:
-            raise PeerLost("the group's store ended before every rank had joined", hint=str(error).partition("\n")[0]) from None
+
+    def check(self) -> None:
+        """Raise ``PeerLost`` if another rank has told that it could not join."""
+        with _naming_its_end():
+            if self._ours and self._store.check([_FAILED]):
+                raise PeerLost(bytes(self._store.get(_FAILED)).decode())
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one why it does not join, unless one has told already."""
+        text = error.message if isinstance(error, RdmaError) else str(error)
+        with contextlib.suppress(dist.DistError):
+            if self._ours and not self._store.check([_FAILED]):
+                self._store.set(_FAILED, f"rank {self.rank} could not join the group: {type(error).__name__}: {text}")
 
     def domain(self) -> Domain:
         """The domain of this process. Ranks agree on what they prove themselves with. Raises ``AuthenticationError``."""
@@ -87,11 +112,13 @@ class Meeting:
             lives = Lives(self._store, self.size, mine)
             self._until(lives.agreed, lambda: lives.missing)
             self._store = dist.PrefixStore(str(lives.number), self._store)
+            self._ours = True
         claims = [Claim.load(text) for text in self.all("claim", mine.dump())]
         agreed = agree(claims)
         if agreed == INSECURE:
             if self.rank == 0:
                 self._store.set("secret", secrets.token_hex(32))
+            self._until(lambda: self._store.check(["secret"]), lambda: ["rank 0"])
             secret = bytes(self._store.get("secret"))
         kind = self.options.transport
         if kind == "auto" and len({each.host for each in claims}) == 1:
@@ -109,7 +136,7 @@ class Meeting:
         for rank, member in enumerate(members):
             if rank == self.rank:
                 continue
-            channel = domain.channel(member.token, member.address, f"rank {rank}", self.timeout)
+            channel = domain.channel(member.token, member.address, f"rank {rank}", self.timeout, self.check)
             for lanes in made:
                 lanes[rank] = Lane(domain.device, channel, piece, depth, domain.bell)
         offers = {rank: [lanes[rank].offer() for lanes in made] for rank in made[0]}
@@ -160,13 +187,18 @@ class Ranks:
         if size == 1:
             return
         meeting = Meeting(store, rank, size, timeout, options or RpcBackendOptions())
-        self.domain = meeting.domain()
         try:
+            self.domain = meeting.domain()
             self.lanes = meeting.lanes(self.domain, 2)
             self.streams = streams(self.domain.device, rank, self.lanes[0], self.domain.bell)
             meeting.all("open", "")  # nobody's memory is given back before all have opened it
-        except BaseException:
-            self.close("")
+        except BaseException as error:
+            try:
+                if isinstance(error, PeerLost):
+                    meeting.check()  # the peer may have told why it ended
+                meeting.tell_failure(error)
+            finally:
+                self.close("")
             raise
 
     def tell(self, text: str) -> None:

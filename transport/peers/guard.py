@@ -63,6 +63,8 @@ def hint_for(error: BaseException) -> str:
         return "this host has too many files open (sysctl fs.file-max)"
     if number == errno.ENOMEM:
         return "this process cannot map more memory: see ulimit -v, vm.max_map_count and the limit of its container"
+    if number == errno.EFBIG:
+        return "this process may not make a file of that size, and shared memory is one: raise the limit (ulimit -f)"
     return ""
 
 

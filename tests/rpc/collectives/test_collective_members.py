@@ -1,0 +1,112 @@
+"""Ranks that cannot join a group, that are stopped for a while, and that end between two calls or in a step of FSDP2."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from group import Meeting, results, run_group
+from timing import eventually
+
+LONG = timedelta(seconds=600)
+"""The timeout of groups that have to end much sooner than by it."""
+
+
+def join(meeting: Meeting, size: int, what: str) -> None:
+    import rdmarpc
+
+    options = rdmarpc.RpcBackendOptions(peer_timeout=60.0)
+    store = dist.FileStore(f"{meeting._place}-{what}", -1)
+    dist.init_process_group("rdmarpc", store=store, rank=meeting.rank, world_size=size, timeout=LONG, pg_options=options)
+
+
+def _without_memory(meeting: Meeting) -> None:
+    from rdmarpc.transport import ArenaFull, PeerLost
+
+    if meeting.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+        with pytest.raises(ArenaFull, match="ulimit -f"):
+            join(meeting, 3, "memory")
+        return
+    with pytest.raises(PeerLost, match="rank 1 could not join the group: ArenaFull: "):
+        join(meeting, 3, "memory")
+
+
+def test_a_rank_that_cannot_join_is_named_at_once():
+    """The others waited for it as long as the group's timeout."""
+    results(run_group(_without_memory, 3, dynamic=True, timeout=100))
+
+
+def _stopped_shortly(meeting: Meeting) -> None:
+    join(meeting, 3, "shortly")
+    dist.barrier()
+    if meeting.rank == 2:
+        meeting.say("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        process = psutil.Process(int(meeting.said("pid")))
+        eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+    x = torch.arange(1 << 20, dtype=torch.float32) * (meeting.rank + 1)
+    work = dist.all_reduce(x, async_op=True)
+    if meeting.rank == 0:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGCONT)
+    work.wait()
+    assert torch.equal(x, torch.arange(1 << 20, dtype=torch.float32) * 6)
+    dist.destroy_process_group()
+
+
+def _leaves(meeting: Meeting) -> None:
+    from rdmarpc.transport import PeerLost
+
+    join(meeting, 3, "leaves")
+    found: list[object] = [None] * 3
+    dist.all_gather_object(found, {"rank": meeting.rank})
+    assert found == [{"rank": rank} for rank in range(3)]
+    if meeting.rank == 2:
+        sys.exit(3)
+    with pytest.raises(PeerLost, match="rank 2"):
+        dist.all_gather_object(found, {})
+    meeting.step("named", 2)  # who is named after one has left may be that one
+    dist.destroy_process_group()
+
+
+def _in_step(meeting: Meeting) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    join(meeting, 3, "sharded")
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
+    for layer in network:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    network(torch.ones(2, 64)).sum().backward()
+    x = torch.ones(2, 64, requires_grad=True)
+    if meeting.rank == 2:
+        middle = network[1]
+        middle.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="rank 2 was lost"):
+        network(x).sum().backward()
+    meeting.step("sharded", 2)
+    dist.destroy_process_group()
+
+
+def _ends(meeting: Meeting) -> None:
+    _stopped_shortly(meeting)
+    _leaves(meeting) if os.environ["TEST_END"] == "leaves" else _in_step(meeting)
+
+
+@pytest.mark.parametrize("end", ["leaves", "in a step of FSDP2"])
+def test_ranks_that_are_stopped_shortly_and_then_end(end: str):
+    outcomes = run_group(_ends, 3, dynamic=True, environment={"TEST_END": end}, timeout=110)
+    results(outcomes[:2])
+    assert (outcomes[2].error, outcomes[2].exit_code) == (("SystemExit", 0) if end == "leaves" else ("", -signal.SIGKILL))
