@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..harness.findings import print_findings
 from ..harness.targets import Target, of_times, summary_lines
 from .models import MODELS
 
@@ -59,14 +60,15 @@ def _targets(name: str, samples: dict[tuple[str, str], list[float]], asked: dict
     return found
 
 
-def print_tables(result: dict[str, Any]) -> None:
-    """Everything on standard output."""
+def print_tables(result: dict[str, Any], more: dict[str, Any]) -> None:
+    """Everything on standard output. ``more``: what was found end to end (``Findings.as_dict``)."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200
-    for table, note in tables(result):
+    for table, note in tables(result) if result["rows"] else ():
         console.print(table)
         console.print(f" {note}\n", soft_wrap=True)
+    print_findings(more | {"targets": []})
     console.print("\n".join(summary_lines(result["targets"])), soft_wrap=True, markup=False)
 
 

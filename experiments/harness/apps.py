@@ -42,10 +42,15 @@ def start(app: Callable[[], None]) -> None:
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values. Ends the program where one of its switches is neither true nor false."""
     job: Any = OmegaConf.to_container(cfg, resolve=True)
-    for name in SWITCHES:
-        if not isinstance(job.get(name, False), bool):
-            raise SystemExit(f"error: {name}={job[name]} must be true or false")
+    yes_or_no(job, *(name for name in SWITCHES if name in job))
     return job
+
+
+def yes_or_no(job: dict[str, Any], *names: str) -> None:
+    """Ends the program unless each of these is true or false."""
+    for name in names:
+        if not isinstance(job[name], bool):
+            raise SystemExit(f"error: {name}={job[name]} must be true or false")
 
 
 def some_of(job: dict[str, Any], **known: Collection[str]) -> None:
@@ -68,6 +73,15 @@ def numbers(job: dict[str, Any], least: float, *names: str) -> None:
         values = job[name]
         if not isinstance(values, list) or not values or any(not isinstance(v, (int, float)) or v < least for v in values):
             raise SystemExit(f"error: {name}={values} must be a list of numbers from {least:g} on")
+
+
+def counts(job: dict[str, Any], *names: str) -> None:
+    """Ends the program unless each of these is a list of whole numbers from 1 on, each once."""
+    for name in names:
+        values = job[name]
+        known = isinstance(values, list) and values and all(type(value) is int and value > 0 for value in values)
+        if not known or len(set(values)) < len(values):
+            raise SystemExit(f"error: {name}={values} must be a list of whole numbers from 1 on, each once")
 
 
 def device(job: dict[str, Any]) -> None:

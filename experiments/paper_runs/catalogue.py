@@ -84,7 +84,7 @@ EXPERIMENTS = (
     Experiment(
         "schedules", "mlsys", "Pipelines",
         "Micro-batches over stages, by several schedules.",
-        minutes=4.5, quick_minutes=0.5, overrides=("rounds=3",),
+        minutes=3, quick_minutes=0.5, overrides=("rounds=2",),
         quick=("workers=[2]", "rounds=1", "watched=1", "cases.wide=null"),
     ),
     Experiment(
@@ -105,9 +105,11 @@ EXPERIMENTS = (
     ),
     Experiment(
         "minibatch", "rdma", "Mini-batches of the paper's models",
-        "All gradients to a parameter server and all weights back; average tensor sizes.",
-        minutes=4, quick_minutes=0.25, overrides=("rounds=2",),
-        quick=("models=[GRU]", "rounds=2", "batch.GRU=4"), gib=8.0, packages=("grpc",),
+        "All gradients to a parameter server and all weights back; average tensor sizes; and whole mini-batches of several"
+        " workers with several servers.",
+        minutes=6.5, quick_minutes=0.25,
+        overrides=("rounds=2", "end_to_end_rounds=1", "steps=2", "workers=[2]", "servers=[2]", "placements=[balanced]"),
+        gib=8.0, packages=("grpc",),
     ),
     Experiment(
         "mixture", "rdma", "A mixture of experts",
@@ -142,7 +144,7 @@ EXPERIMENTS = (
     Experiment(
         "collectives", "ddp", "Collectives",
         "Each collective beside gloo and beside its floor.",
-        minutes=3, quick_minutes=0.25, overrides=("rounds=3",),
+        minutes=2.2, quick_minutes=0.25, overrides=("rounds=2",),
     ),
     Experiment(
         "cuda", "cuda", "CUDA tensors",

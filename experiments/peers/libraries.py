@@ -7,10 +7,11 @@ looked at in place, over one connection for each call under way; a Unix socket i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -148,11 +149,22 @@ def tensor(received: bytes | bytearray) -> Tensor:
 def _grpc(drive: Drive, rank: int, job: dict[str, Any]) -> Any:
     clients, place = job["clients"], Path(job["meeting_place"])
     if rank >= clients:
-        _serve_grpc(place, rank - clients, job)
+
+        def answer(name: str, request: bytes) -> bytes:
+            return message(function(name)(tensor(bytearray(request) if name in WRITES else request)))
+
+        serve_grpc({name: partial(answer, name) for name in job["functions"]}, place, rank - clients, job)
         return None
+    with grpc_channels(place, rank, job) as channels:
+        return drive(GrpcClient(channels), job | {"rank": rank})
+
+
+@contextlib.contextmanager
+def grpc_channels(place: Path, rank: int, job: dict[str, Any]) -> Iterator[list[list[Any]]]:
+    """``job["calls"]`` connections of client ``rank`` to each server; afterwards the client has ended."""
     grpc = importlib.import_module("grpc")
     deadline = time.monotonic() + job["timeout_s"]
-    channels = []
+    channels: list[list[Any]] = []
     for server in range(job["servers"]):
         address = place / f"server{server}"
         while not address.exists():
@@ -162,21 +174,21 @@ def _grpc(drive: Drive, rank: int, job: dict[str, Any]) -> Any:
         target = address.read_text()
         channels.append([grpc.insecure_channel(target, options=GRPC_OPTIONS) for _ in range(job["calls"])])
     try:
-        return drive(GrpcClient(channels), job | {"rank": rank})
+        yield channels
     finally:
         (place / f"ended{rank}").touch()
         for channel in (channel for each in channels for channel in each):
             channel.close()
 
 
-def _serve_grpc(place: Path, number: int, job: dict[str, Any]) -> None:
-    """Until all clients have ended."""
+def serve_grpc(methods: Mapping[str, Callable[[bytes], bytes]], place: Path, number: int, job: dict[str, Any]) -> None:
+    """Server ``number`` with ``job["threads"]``, until all clients have ended."""
     import grpc
 
-    def answer(name: str, request: bytes, context: Any) -> bytes:
-        return message(function(name)(tensor(bytearray(request) if name in WRITES else request)))
+    def handler(method: Callable[[bytes], bytes]) -> Any:
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: method(request))
 
-    handlers = {name: grpc.unary_unary_rpc_method_handler(partial(answer, name)) for name in job["functions"]}
+    handlers = {name: handler(method) for name, method in methods.items()}
     server = grpc.server(futures.ThreadPoolExecutor(job["threads"]), options=GRPC_OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     if job["device"] == "shm":
