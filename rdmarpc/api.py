@@ -30,7 +30,7 @@ from .message import script as _script  # noqa: F401 (says how TorchScript trave
 from .observe import debug
 from .options import BackendType, RpcBackendOptions
 from .references.handle import RRef, over
-from .transport import PeerLost, RdmaError
+from .transport import PeerLost, RdmaError, timeouts
 from .transport.peers.guard import hint_for, need_descriptors
 
 _DESCRIPTORS = 32
@@ -108,6 +108,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     ``timeout`` seconds (0: no limit). Raises ``PeerLost``, ``TransferTimeout``; RPC is shut down here in any case. A worker
     that was interrupted (Ctrl-C) is not waited for. That is logged as a warning and raises nothing.
     """
+    timeout = timeouts.limit(timeout, "the timeout of shutdown")
     agent = _agent.current()
     try:
         agent.shutdown(graceful, timeout)
@@ -223,7 +224,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    _agent.require(_NO_AGENT).rpc_timeout = float(seconds)
+    _agent.require(_NO_AGENT).rpc_timeout = timeouts.limit(seconds, "rpc_timeout")
 
 
 # Names that libraries written for torch take from it.

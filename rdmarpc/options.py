@@ -14,7 +14,7 @@ import torch
 from . import constants
 from .ground.device_maps import DeviceLike, DeviceMap, merge, to_devices, to_map
 from .message.permits import Permits
-from .transport import TlsOptions, check_require, check_secret, check_tls
+from .transport import TlsOptions, check_require, check_secret, check_tls, timeouts
 
 
 class BackendType(Enum):
@@ -103,13 +103,11 @@ class RpcBackendOptions:
 
     def validate(self) -> None:
         """Raise ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError`` for invalid values."""
-        if not isinstance(self.rpc_timeout, Real):
-            raise TypeError(
-                f"incompatible constructor arguments: rpc_timeout is a number of seconds, got {type(self.rpc_timeout).__name__}"
-            )
-        if not self.rpc_timeout >= 0:
+        if isinstance(self.rpc_timeout, Real) and not self.rpc_timeout >= 0:
             raise RuntimeError("RPC Timeout must be non-negative")
-        if self.peer_timeout and not self.peer_timeout >= 1.0:
+        self.rpc_timeout = timeouts.seconds(self.rpc_timeout, "incompatible constructor arguments: rpc_timeout")
+        self.peer_timeout = timeouts.seconds(self.peer_timeout, "peer_timeout")
+        if self.peer_timeout and self.peer_timeout < 1.0:
             raise RuntimeError(f"peer_timeout must be at least 1 s, or 0 for none, got {self.peer_timeout}")
         if self.num_worker_threads <= 0:
             raise RuntimeError(f"num_worker_threads must be positive, got {self.num_worker_threads}")

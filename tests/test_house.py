@@ -16,7 +16,7 @@ STOREYS = {"transport": "rdmarpc.transport", "graph": "rdmarpc.graph", "rdmarpc"
 ORDER = {
     "transport": [
         ["words"],
-        ["errors.py", "interrupts.py", "plugins.py", "region.py"],
+        ["errors.py", "interrupts.py", "plugins.py", "region.py", "timeouts.py"],
         ["peers"],
         ["memory"],
         ["tls"],

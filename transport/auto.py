@@ -38,6 +38,7 @@ from .peers.guard import hint_for
 from .region import Region, RemoteRegion
 from .shm.device import ShmDevice
 from .tcp.device import TcpDevice
+from .timeouts import of_socket
 
 if TYPE_CHECKING:
     from .cuda.device import CudaDevice
@@ -188,7 +189,7 @@ class AutoDevice(Device):
 
     def connect(self, peer: bytes, *, hello: bytes = b"", timeout: float = 5.0, pool: Pool | None = None) -> Channel:
         self.check()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + of_socket(timeout)
         parts, weighed = _split(peer), self.weigh(peer)
         for kind in [kind for kind in KINDS if weighed[kind] is None]:
             left = max(deadline - time.monotonic(), 0.001)

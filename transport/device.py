@@ -30,6 +30,7 @@ from .peers.heartbeat import MIN_TIMEOUT_S, Looks
 from .peers.identity import uid_of
 from .peers.user_secret import user_secret
 from .region import Region, RemoteRegion, local_bytes
+from .timeouts import limit, seconds
 from .tls.options import TlsOptions
 from .tls.options import check as check_tls
 
@@ -72,7 +73,7 @@ class DeviceOptions:
     def __post_init__(self) -> None:
         check_require(self.require)
         check_tls(self.tls)
-        if self.peer_timeout and self.peer_timeout < MIN_TIMEOUT_S:
+        if seconds(self.peer_timeout, "peer_timeout") and self.peer_timeout < MIN_TIMEOUT_S:
             raise ValueError(f"peer_timeout must be at least {MIN_TIMEOUT_S} s, or 0 for none, got {self.peer_timeout}")
         if self.secret:
             check_secret(self.secret)
@@ -127,7 +128,7 @@ class Door:
     def accept(self, timeout: float | None) -> Channel:
         """See ``Device.accept``."""
         try:
-            return self._accepted.get(timeout=timeout)
+            return self._accepted.get(timeout=None if timeout is None else limit(timeout, "the timeout of accept"))
         except queue.Empty:
             raise TransferTimeout(f"no peer connected within {timeout} s", device=self._device) from None
 

@@ -18,6 +18,7 @@ from .errors import RdmaError, TransferTimeout, fresh
 from .interrupts import interruptible
 from .memory.memory import Memory
 from .peers.questions import Asking
+from .timeouts import seconds
 from .words import kernels, signals
 from .words.signals import BELL_BYTES, RECORD_BYTES
 
@@ -73,7 +74,7 @@ class Expectation:
         """
         state = self._count
         target = state.consumed + self.count
-        limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(timeout * 1e9))
+        limit = kernels.SLICE_NS if timeout is None else min(kernels.SLICE_NS, int(seconds(timeout) * 1e9))
         if kernels.wait_count(self._record, target, kernels.SPIN, limit, self._channel.port) != kernels.OK:
             self._wait_on(target, timeout, time.monotonic() - kernels.SLICE_NS / 1e9)
         state.consumed = target
@@ -81,7 +82,7 @@ class Expectation:
     @interruptible()
     def _wait_on(self, target: int, timeout: float | None, begin: float) -> None:
         """Go on with a wait that has begun then (``time.monotonic``), without consuming anything."""
-        deadline = None if timeout is None else begin + timeout
+        deadline = None if timeout is None else begin + seconds(timeout)
         limit = kernels.SLICE_NS
         while True:
             if kernels.load(self._record) >= target:
@@ -108,7 +109,7 @@ def wait_done(
 ) -> None:
     """Block until a count of finished copies has reached ``target``: of ``word``, a record's address. ``begin``: when the wait
     began (``time.monotonic``), if that was not now. ``TransferTimeout``."""
-    deadline = None if timeout is None else (time.monotonic() if begin is None else begin) + timeout
+    deadline = None if timeout is None else (time.monotonic() if begin is None else begin) + seconds(timeout)
     while kernels.load(word) < target:
         left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
         if left <= 0:
@@ -192,7 +193,7 @@ class Poller:
 
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
         """The next row with news and how many notifications came, or ``None`` after ``timeout`` seconds. They are consumed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + seconds(timeout)
         while True:
             left = kernels.SLICE_NS if deadline is None else int((deadline - time.monotonic()) * 1e9)
             limit = max(0, min(kernels.SLICE_NS, left))

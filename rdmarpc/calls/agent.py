@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ from ..references.carrier import Carrier
 from ..references.context import RRefContext
 from ..references.forks import Fork
 from ..references.store import LOCAL_BITS
-from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device
+from ..transport import Channel, Device, NotSupported, PeerLost, Poller, RdmaError, TransferTimeout, open_device, timeouts
 from ..transport.gpu import driver
 from ..transport.peers.guard import Guard
 from . import profiled
@@ -514,9 +513,8 @@ def _known(workers: Members, worker: int) -> bool:
 
 def _seconds(timeout: float) -> float:
     """A call's own limit: 0 for none, and what is negative has passed already."""
-    if not isinstance(timeout, Real):
-        raise TypeError(f"a timeout is a number of seconds, got {type(timeout).__name__}")
-    return float(timeout) if timeout >= 0 else _PASSED_S
+    found = timeouts.seconds(timeout)
+    return found if found >= 0 else _PASSED_S
 
 
 # Typed for the rooms above, which may know all of the agent.

@@ -17,7 +17,7 @@ from ..ground import reports
 from ..options import RpcBackendOptions
 from ..ranks.engine import Engine
 from ..ranks.meeting import Ranks
-from ..transport import PeerLost, RdmaError, TransferTimeout
+from ..transport import PeerLost, RdmaError, TransferTimeout, timeouts
 from . import calls, sparse
 from .pairs import Pairs
 from .queue import Queue, Work, nothing
@@ -29,10 +29,18 @@ Tensors = Sequence[torch.Tensor]
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
+_OF_GROUP = "the timeout of a process group"
+_UNSET = timedelta(milliseconds=-1)
+"""What torch has for no timeout in the options of a call."""
+
+
 def _limit(options: Any) -> float:
-    """The timeout of a call's options in seconds; 0: that of the group."""
+    """The timeout of a call's options in seconds; 0: that of the group. Raises ``ValueError`` unless it is longer than 0, or
+    unset."""
     found = getattr(options, "timeout", None)
-    return max(found.total_seconds(), 0.0) if isinstance(found, timedelta) else 0.0
+    if not isinstance(found, timedelta) or found == _UNSET:
+        return 0.0
+    return timeouts.above_zero(found.total_seconds(), "the timeout of a collective")
 
 
 def _one(tensors: Any) -> torch.Tensor:
@@ -62,9 +70,10 @@ class Collectives(_Group):
         """``options``: how the device of this process is opened, if no group has opened it yet."""
         super().__init__(rank, size)
         self.store, self.me, self.members_count = store, rank, size
-        self.members = Ranks(store, rank, size, timeout.total_seconds(), options)
-        self.engine = Engine(self.members, timeout.total_seconds())
-        self.pairs = Pairs(self.members, timeout.total_seconds())
+        limit = timeouts.above_zero(timeout.total_seconds(), _OF_GROUP)
+        self.members = Ranks(store, rank, size, limit, options)
+        self.engine = Engine(self.members, limit)
+        self.pairs = Pairs(self.members, limit)
         self.queue = Queue(f"rdmarpc-group-{rank}")
         self._collected = _Collected()
         self._group_name = self._group_desc = ""
@@ -487,7 +496,7 @@ class ProcessGroup(Pairwise):
         return self.engine.sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.engine.timeout = self.pairs.timeout = timeout.total_seconds()
+        self.engine.timeout = self.pairs.timeout = timeouts.above_zero(timeout.total_seconds(), _OF_GROUP)
 
     _set_default_timeout = set_timeout
 

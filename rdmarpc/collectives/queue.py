@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.engine import aside
-from ..transport import TransferTimeout, fresh
+from ..transport import TransferTimeout, fresh, timeouts
 
 _IDLE_S = 5.0
 Run = Callable[[], Any]
@@ -88,8 +88,8 @@ class Work(dist.Work):
                     self._event = threading.Event()
                     if self.over:
                         self._event.set()
-            limit = timeout.total_seconds() if timeout else None
-            if not self._event.wait(limit or None):
+            limit = timeouts.seconds(timeout.total_seconds()) if timeout else None
+            if not self._event.wait(limit):
                 raise TransferTimeout(f"{self.describe} was not done within {limit:g} s")
         if self.error is not None:
             raise fresh(self.error)

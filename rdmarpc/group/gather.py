@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from .. import constants
 from ..ground import here
+from ..transport import timeouts
 
 _Key = tuple[tuple[str, ...], int]
 
@@ -89,7 +90,7 @@ def _all_gather(value: Any, worker_names: Iterable[str] | None = None, timeout: 
     agent = _current()
     names = tuple(sorted(set(worker_names or ()) or set(agent.worker_names())))
     unset = timeout == constants.UNSET_RPC_TIMEOUT
-    limit = agent.rpc_timeout if unset else timeout
+    limit = agent.rpc_timeout if unset else timeouts.limit(timeout, "the timeout of _all_gather")
     meetings = _meetings(agent)
     key = meetings.next_key(names)
     meeting = meetings.meeting(key)

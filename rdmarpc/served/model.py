@@ -16,7 +16,7 @@ from ..calls import agent as _agent
 from ..calls.agent import Agent
 from ..graph.servers.bundle import ALWAYS, TRACED
 from ..graph.show.describe import Transfers, describe
-from ..transport import NotSupported
+from ..transport import NotSupported, timeouts
 from . import optimizer as served_optimizer
 from .servers import Servers
 
@@ -64,7 +64,8 @@ def serve(
         raise ValueError(f"{', '.join(defaults)} given without an optimizer")
     model = f"{name} of {', '.join(everybody)}" if workers is not None else f"{name} {uuid.uuid4().hex}"
     home = place(net, servers, placement)
-    there = Servers(net, home, agent, model, everybody, timeout, staging)
+    limit = timeouts.limit(timeout, "the timeout of serve")
+    there = Servers(net, home, agent, model, everybody, limit, staging)
     served = ServedModel(net, there)
     if optimizer is not None:
         try:

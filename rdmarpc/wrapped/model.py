@@ -22,7 +22,7 @@ from ..parts.compiled import is_compiled
 from ..parts.placing import resolve
 from ..parts.remote_part import RemotePart, given
 from ..parts.stand_in import Shell
-from ..transport import NotSupported
+from ..transport import NotSupported, timeouts
 from . import batches, replacing
 from . import optimizer as remote_optimizer
 from .eager import Eager
@@ -131,7 +131,7 @@ def wrap(
         raise NotSupported(f"parts with replicas need a forward that is captured, not capture={capture!r}")
     batches.checked(chunks)
     remote_optimizer.install()
-    options = (depth, timeout, plans, staging == "always")
+    options = (depth, timeouts.limit(timeout, "the timeout of wrap"), plans, staging == "always")
     return WrappedModel._made(State(net, Session(net, places, agent, *options), capture, chunks, options))
 
 

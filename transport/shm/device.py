@@ -34,6 +34,7 @@ from ..peers.handshakes import EXPECTED, HANDSHAKE_S, reach
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import LENT, RemoteRegion, local_bytes
+from ..timeouts import of_socket
 from ..words import kernels
 from ..words.signals import BELL_BYTES, BELLS
 from .channel import BROKEN, LANDING, REGION, SEGMENT, SILENT, ShmChannel
@@ -160,7 +161,7 @@ class ShmDevice(Device):
         self.check()
         if why := self.why_not(peer):
             raise NotSupported(f"shm cannot reach {peer!r}: {why}", device="shm", hint="use auto, verbs or tcp")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + of_socket(timeout)
         uid = peer.decode("ascii", "replace").split(":")[2]
         try:
             sock, key = reach(partial(_dial, uid), partial(self._prove, uid=uid, deadline=deadline), deadline)

@@ -28,6 +28,7 @@ from ..peers.guard import Guard, broken_by
 from ..peers.handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from ..peers.heartbeat import Heart
 from ..region import RemoteRegion, local_bytes
+from ..timeouts import of_socket
 from ..tls.stream import authenticated, prepare
 from ..words import kernels
 from .channel import TcpChannel
@@ -139,7 +140,7 @@ class TcpDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"tcp cannot reach {peer!r}: {why}", device="tcp")
         where, _, uid = peer.decode("ascii", "replace").removeprefix("tcp:").rpartition(":")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + of_socket(timeout)
         try:
             sock, key = reach(partial(dial, where, device="tcp"), partial(self._prove, uid=uid, deadline=deadline), deadline)
             try:

@@ -37,6 +37,7 @@ from ..peers.handshakes import EXPECTED, HANDSHAKE_S, dial, reach
 from ..peers.heartbeat import Heart
 from ..peers.service import Service
 from ..region import Region, local_bytes
+from ..timeouts import of_socket
 from ..tls.options import permit_rdma
 from ..tls.stream import authenticated, prepare
 from ..words import kernels
@@ -221,7 +222,7 @@ class VerbsDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         where, uid, _ = peer.decode("ascii", "replace").removeprefix("verbs:").rsplit(":", 2)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + of_socket(timeout)
 
         def prove(sock: socket.socket) -> tuple[socket.socket, bytes]:
             ours = self.memory.identity

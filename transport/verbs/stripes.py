@@ -28,6 +28,7 @@ from ..device import Device, DeviceOptions
 from ..errors import AuthenticationError, NotSupported, PeerLost, RdmaError, TransferTimeout, fresh, kept
 from ..memory.arena import Pool
 from ..region import RemoteRegion, local_bytes
+from ..timeouts import of_socket
 from .channel import VerbsChannel
 from .device import VerbsDevice
 
@@ -91,7 +92,7 @@ class StripedDevice(Device):
         if why := self.why_not(peer):
             raise NotSupported(f"verbs cannot reach {peer!r}: {why}", device="verbs")
         parts, token = peer.removeprefix(_SCHEME).split(b","), secrets.randbits(64)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + of_socket(timeout)
         made: list[VerbsChannel] = []
         try:
             for index in [*range(1, len(parts)), 0]:

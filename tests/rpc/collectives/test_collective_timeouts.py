@@ -1,0 +1,78 @@
+"""Timeouts of groups, collectives and waits; and those of RPC."""
+
+from __future__ import annotations
+
+import math
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rdmarpc as rpc
+
+
+def _join(path: Path, timeout: timedelta) -> None:
+    dist.init_process_group("rdmarpc", store=dist.FileStore(str(path), 1), rank=0, world_size=1, timeout=timeout)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0])
+def test_a_group_needs_time(tmp_path: Path, seconds: float):
+    wrong = timedelta(seconds=seconds)
+    with pytest.raises(ValueError, match="the timeout of a process group must be longer than 0 s"):
+        _join(tmp_path / "refused", wrong)
+    assert not dist.is_initialized()
+    _join(tmp_path / "store", timedelta(seconds=20))
+    try:
+        with pytest.raises(ValueError, match="the timeout of a process group"):
+            dist.new_group(timeout=wrong)
+        group = dist.group.WORLD
+        with pytest.raises(ValueError, match="the timeout of a process group"):
+            group.set_timeout(wrong)
+        options = dist.BarrierOptions()
+        options.timeout = wrong
+        with pytest.raises(ValueError, match="the timeout of a collective"):
+            group.barrier(options)
+        with pytest.raises(RuntimeError, match="timed out in monitoredBarrier"):
+            dist.monitored_barrier(timeout=wrong)
+        dist.barrier()
+        assert dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1e12))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_waits_of_any_length():
+    from rdmarpc.collectives.queue import Work, nothing
+    from rdmarpc.transport import TransferTimeout
+
+    work = Work(nothing, [], "a call")
+    with pytest.raises(TransferTimeout, match="a call was not done within -1 s"):
+        work.wait(timedelta(seconds=-1))
+    end = threading.Timer(0.05, work.finish, (None,))
+    end.start()
+    assert work.wait(timedelta(seconds=1e12))
+    end.join()
+
+
+def test_timeouts_of_rpc(tmp_path: Path):
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=math.inf)
+    rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert rpc.rpc_sync("only", torch.add, (1, 2), timeout=math.inf) == 3
+        assert rpc.remote("only", torch.add, (1, 2)).to_here(timeout=1e300) == 3
+        for call in (
+            lambda: rpc.rpc_sync("only", torch.add, (1, 2), timeout=math.nan),
+            lambda: rpc.rpc_async("only", torch.add, (1, 2), timeout=math.nan),
+            lambda: rpc.remote("only", torch.add, (1, 2), timeout=math.nan),
+            lambda: rpc.shutdown(timeout=math.nan),
+        ):
+            with pytest.raises(ValueError, match="got nan"):
+                call()
+        with pytest.raises(ValueError, match="the timeout of shutdown must not be negative"):
+            rpc.shutdown(timeout=-1)
+        with pytest.raises(TypeError, match="the timeout of shutdown is a number of seconds, got timedelta"):
+            rpc.shutdown(timeout=timedelta(seconds=1))
+    finally:
+        rpc.shutdown(timeout=math.inf)
