@@ -147,7 +147,7 @@ class Content:
         if isinstance(value, contextvars.ContextVar):
             self.rows.append((_Held(value), (value.get(MISSING),)))
             return kind, inside(value.get(MISSING))
-        if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
+        if hasattr(kind, "tobytes") and hasattr(kind, "nbytes"):  # not of the value: it may have an answer to every name
             return self._array(value, kind, what)
         if isinstance(value, _STATEFUL) or kind.__module__.startswith("numpy.random"):
             raise Unguardable(f"{what}, a {kind.__module__}.{kind.__qualname__}, which changes when it is used")

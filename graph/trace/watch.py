@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
@@ -173,6 +174,10 @@ class Watch:
             if asks_type(code):
                 what = f"{code.co_name} asks for the class of an object, which a trace has others for"
                 raise NotSupported(what, hint="use isinstance")
+            for asked in named_in(code, self._codes[0].get(code) or {}):
+                name = _asked_of_torch(asked, exported)
+                if name:
+                    raise NotSupported(f"{code.co_name} asks torch for {name}(), which has another answer in a trace")
         content = Content()
         for root in self.roots(self._model):
             content.of(root.value(), root.label, root.by_path)
@@ -214,7 +219,7 @@ class Watch:
     def _patched(self) -> Iterator[None]:
         # No hook or protocol tells of reads, and types must stay what they are: a forward may look at them.
         thread, call, assign = threading.get_ident(), nn.Module.__call__, nn.Module.__setattr__
-        trace, say = sys.gettrace(), builtins.print
+        trace = sys.gettrace()
 
         def read(module: nn.Module, name: str) -> Any:
             seen = threading.get_ident() == thread and (name[:2] != "__" or name == "__dict__")
@@ -248,28 +253,46 @@ class Watch:
                 self._outside.append(Changes(what, hint=_HINT))
             assign(module, name, value)
 
-        def printed(*args: Any, **kwargs: Any) -> None:
-            if threading.get_ident() != thread or foreign(sys._getframe(1).f_globals.get("__name__")):
-                say(*args, **kwargs)
-            elif not self._at:
-                self._refuse("prints, which a trace would do once")
-
-        builtins.print = printed
         nn.Module.__call__, nn.Module.__setattr__ = called, assigned  # type: ignore[method-assign, assignment]
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         _current.watch = self
         sys.settrace(self._called)
         try:
-            yield
+            with self._builtins(thread):
+                yield
         finally:
             sys.settrace(trace)
-            builtins.print = say
             if sys.getprofile() == self._asked:
                 sys.setprofile(None)
             _current.watch = None
             with contextlib.suppress(AttributeError):
                 del nn.Module.__getattribute__
             nn.Module.__call__, nn.Module.__setattr__ = call, assign  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _builtins(self, thread: int) -> Iterator[None]:
+        """Functions of Python that a forward may call and a trace has no operation for."""
+        say, variables = builtins.print, builtins.vars
+
+        def outside() -> bool:
+            return threading.get_ident() != thread or foreign(sys._getframe(2).f_globals.get("__name__"))
+
+        def printed(*args: Any, **kwargs: Any) -> None:
+            if outside():
+                say(*args, **kwargs)
+            elif not self._at:
+                self._refuse("prints, which a trace would do once")
+
+        def listed(*given: Any) -> Any:
+            if given and isinstance(given[0], torch.Tensor) and not self._at and not outside():
+                self._refuse("asks for vars() of a tensor, which has others in a trace")
+            return variables(*given) if given else sys._getframe(1).f_locals
+
+        builtins.print, builtins.vars = printed, listed
+        try:
+            yield
+        finally:
+            builtins.print, builtins.vars = say, variables
 
     def check_tensors(self, part: nn.Module) -> None:
         """Raise ``NotSupported`` for a whole part that is called while it has other tensors than its own, or while parametrized
@@ -524,6 +547,26 @@ def _rebind(root: Root, value: Any) -> None:
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS, *GRADIENT_HOOKS)
 _TIMES = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns")
 _DATES = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
+_OF_MODES = {
+    id(function): name
+    for place, names in (
+        (torch.overrides, "has_torch_function has_torch_function_unary has_torch_function_variadic"),
+        (torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _len_torch_function_stack"),
+        (_python_dispatch, "_get_current_dispatch_mode _get_current_dispatch_mode_stack is_in_torch_dispatch_mode"),
+        (torch._C, "_len_torch_dispatch_stack _len_torch_function_stack _has_torch_function"),
+    )
+    for name in names.split()
+    if (function := getattr(place, name, None)) is not None
+}
+"""Of torch: what tells that operations are followed."""
+_OF_EXPORTS = {id(getattr(torch.compiler, name)): name for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")}
+
+
+def _asked_of_torch(function: object, exported: bool) -> str:
+    """The name of a function of torch that has another answer in this kind of trace."""
+    return _OF_MODES.get(id(function), "") or (_OF_EXPORTS.get(id(function), "") if exported else "")
+
+
 _CLOCKS = frozenset([*(getattr(time, name) for name in _TIMES), os.urandom, os.times, *_DATES])
 _BUILTIN = types.BuiltinFunctionType
 _CLOCK_NAMES = frozenset(clock.__name__ for clock in _CLOCKS)

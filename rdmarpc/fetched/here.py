@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 
 from ..ground.advice import warn
 from ..parts.parameter import Owners, RemoteParameter
+from .originals import Originals
 from .replica import Replica
 
 
@@ -81,12 +82,12 @@ def _checkpointed() -> bool:
 class Here:
     """The forward of one model, a ``parts.parameter.EagerForward``. One thread at a time."""
 
-    def __init__(self, owners: Owners, top: nn.Module) -> None:
+    def __init__(self, owners: Owners, top: nn.Module, originals: Originals) -> None:
         self.steps = 0
         self.calls = 0
         """Of single parts, in a forward that else runs elsewhere or outside of any."""
         self.replica = Replica(owners, top)
-        self._owners, self._top = owners, top
+        self._owners, self._top, self._originals = owners, top, originals
         self._said: set[str] = set()
 
     def forward(self, args: Any, kwargs: Any, why: str) -> Any:
@@ -98,6 +99,7 @@ class Here:
         self._owners.eager = self
         try:
             result = self._top.forward(*args, **kwargs)
+            self._originals.check_graph(result, (args, kwargs))
         finally:
             self._owners.eager = None
             self.replica.give_back()  # also of a recomputation that ends early

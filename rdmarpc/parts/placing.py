@@ -308,3 +308,16 @@ def join(path: str, name: str) -> str:
 
 def _listed(names: object) -> str:
     return ", ".join(map(repr, names))  # type: ignore[call-overload]
+
+
+def check_copied(net: nn.Module) -> None:
+    """``NotSupported`` for a module with attributes that a copy of it would not have."""
+    for path, module in net.named_modules():
+        for cls in type(module).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            names = {slots} if isinstance(slots, str) else set(slots)
+            if lost := sorted(names - {"__dict__", "__weakref__"}):
+                raise NotSupported(
+                    f"{path or 'the model'!r}, a {cls.__name__}, keeps {lost[0]!r} in __slots__, which copies of modules lose",
+                    hint="keep it as an attribute: leave it out of __slots__",
+                )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..graph.guards.kept import plain
 from ..graph.trace.watch import GRADIENT_HOOKS, HOOKS
@@ -20,6 +23,7 @@ from .parameter import Owners
 from .tables import Table
 
 _BEFORE_WRAP = "do that before wrap()"
+_COPY = "do that before wrap(); torch.func.functional_call takes copy.deepcopy(model), which is all here"
 _ABOUT_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 TABLES_OF_HOOKS = (*HOOKS, *GRADIENT_HOOKS, *_ABOUT_HOOKS)
 _OURS = ("training", "_is_full_backward_hook")
@@ -75,6 +79,8 @@ class RemotePart(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         tables = vars(self)
+        if name == "parametrizations" and _parametrizes(sys._getframe(1)):
+            raise tables["_place"].refusal("it cannot be parametrized from here", _PARAMETRIZE)
         for table in ("_parameters", "_buffers", "_modules"):
             if name in tables.get(table, ()):
                 return tables[table][name]
@@ -212,6 +218,21 @@ class RemotePart(nn.Module):
         return f"on {self._place.worker!r}"
 
 
+_PARAMETRIZE = "register or remove parametrizations (weight_norm, spectral_norm, orthogonal and the like) before wrap()"
+_PARAMETRIZING = frozenset(
+    function.__code__ for function in (parametrize.register_parametrization, parametrize.remove_parametrizations)
+)
+
+
+def _parametrizes(frame: types.FrameType | None) -> bool:
+    """Whether torch asks because it is to change the parametrizations of a module, and not to read them."""
+    while frame is not None and frame.f_globals.get("__name__") == parametrize.__name__:
+        if frame.f_code in _PARAMETRIZING:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def hooks_around(part: RemotePart) -> bool:
     """Whether hooks on a stand-in run here, around a call of the original. Else they have a place among those of the original,
     which runs here then."""
@@ -286,7 +307,7 @@ def new_part(original: nn.Module, owners: Owners, worker: str, path: str, top: b
     place = Place(original, owners, worker, path, top)
 
     def refuse(name: str, value: Any) -> None:
-        raise place.refusal(f"{name!r} cannot be added, replaced or deleted from here")
+        raise place.refusal(f"{name!r} cannot be added, replaced or deleted from here", _COPY)
 
     own = {name: Table({}, refuse) for name in ("_parameters", "_buffers", "_modules")}
     vars(part).update(own, training=original.training, _place=place, _version=original._version)

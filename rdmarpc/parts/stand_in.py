@@ -293,11 +293,21 @@ def fill_memo(net: nn.Module, parts: Mapping[str, Any], memo: dict[int, Any]) ->
 
     for module in net.modules():
         if isinstance(module, RemotePart) and module._place.top:
-            pair(module, parts[module._place.path])
+            pair(module, _fetched(parts, module._place.path))
         elif isinstance(module, Shell):
             away = module._away
-            own = {name: parts[join(away.path, name)] for name in away.names}
+            own = {name: _fetched(parts, join(away.path, name)) for name in away.names}
             for name, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None:
                     memo[id(tensor)] = own.pop(name).requires_grad_(tensor.requires_grad)
             memo[id(away)] = own
+
+
+def _fetched(parts: Mapping[str, Any], path: str) -> Any:
+    """What has this path in fetched parts. A list of modules travels as one part, and its items are parts of their own here."""
+    above = path
+    inside: list[str] = []
+    while above not in parts:
+        above, _, name = above.rpartition(".")
+        inside.insert(0, name)
+    return functools.reduce(getattr, inside, parts[above])

@@ -122,6 +122,7 @@ def forward_backward(
         else:
             parts = [Part(plan, tensors, weighted(at)) for at, (plan, tensors) in enumerate(zip(plans, split.inputs))]
             session.caller.forward_backward(parts, mode, schedule == "interleaved", schedule == "zero_bubble")
+        split.return_writes()
         split.return_gradients()
     total = losses[0]
     for loss in losses[1:]:
@@ -134,6 +135,10 @@ def _aligned(piece: torch.Tensor) -> torch.Tensor:
     if piece.layout != torch.strided or piece.data_ptr() % _ALIGNMENT == 0:
         return piece
     return piece.clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Split:
@@ -159,6 +164,7 @@ class _Split:
         each = -(-self.batch // chunks)
         self.sizes = [each] * (self.batch // each) + ([self.batch % each] if self.batch % each else [])
         # Gradients of inputs are collected in leaves, and go on into the graph that they come from at the end.
+        self._versions: dict[int, int] = {}
         self._whole = [self._leaf(t) for t in self._tensors]
         columns = [self._pieces(t, whole) for t, whole in zip(self._tensors, self._whole)]
         self.inputs = [list(row) for row in zip(*columns)] if columns else [[] for _ in self.sizes]
@@ -173,7 +179,10 @@ class _Split:
     def _pieces(self, tensor: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
         if tensor.shape[:1] != (self.batch,) or len(self.sizes) == 1:
             return [whole] * len(self.sizes)
-        return [self._leaf(_aligned(piece)) for piece in tensor.split(self.sizes)]
+        # Each with a version of its own: what the forward writes into one was not saved for the backward of another.
+        pieces = [_aligned(piece.data).requires_grad_(tensor.requires_grad) for piece in tensor.split(self.sizes)]
+        self._versions.update((id(piece), _version(piece)) for piece in pieces)
+        return pieces
 
     def target(self, at: int) -> Any:
         leaves = [column[at] for column in self._targets]
@@ -205,6 +214,17 @@ class _Split:
     def arguments(self, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the forward of one micro-batch."""
         return joined(self._leaves, self._tree)(*self.inputs[at])
+
+    def return_writes(self) -> None:
+        """What the forward has written into its inputs is in the caller's tensors."""
+        with torch.no_grad():
+            for at, whole in enumerate(self._tensors):
+                pieces = [row[at] for row in self.inputs]
+                if all(piece is self._whole[at] for piece in pieces):
+                    continue
+                for piece, place in zip(pieces, whole.detach().split(self.sizes)):
+                    if _version(piece) != self._versions[id(piece)]:
+                        place.copy_(piece)  # perhaps onto itself: the version counts
 
     def return_gradients(self) -> None:
         for at, tensor in enumerate(self._tensors):

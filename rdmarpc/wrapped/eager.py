@@ -70,6 +70,7 @@ class Eager:
         try:
             result = self._top.forward(*args, **kwargs)
             self._check_fetched()
+            session.originals.check_graph(result, (args, kwargs))
             self.steps += 1
             return result
         finally:

@@ -19,7 +19,7 @@ from ..graph.trace import values
 from ..graph.trace.devices import find, named
 from ..graph.trace.methods import Uncaptured, methods_of
 from ..parts.compiled import is_compiled
-from ..parts.placing import resolve
+from ..parts.placing import check_copied, resolve
 from ..parts.remote_part import RemotePart, given
 from ..parts.stand_in import Shell
 from ..transport import NotSupported, timeouts
@@ -122,6 +122,7 @@ def wrap(
     if is_compiled(net):
         warnings.warn("wrap() takes torch.compile off the model as a whole; compile its parts instead", stacklevel=2)
     places = resolve(net, placement, agent.name, agent.worker_names(), lambda rank: agent.resolve(rank).name)
+    check_copied(net)
     for device in {device for path, device in places.devices.items() if places.homes[path] == agent.name}:
         find(named(device))
     if staging not in ("traced", "always"):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..calls.agent import Agent
 from ..fetched.here import Here, needed
+from ..fetched.originals import Originals
 from ..graph.caller.caller import Caller
 from ..graph.caller.stage import Plan
 from ..graph.edges.gpu_slot import reaches
@@ -65,6 +66,7 @@ class Session:
         self._uncounted = 0
         self.values = RemoteValues(lambda: self.caller.control, self._operate)
         remote = divide(net, places)
+        self.originals = Originals(remote)
         parts = {path: part for found in remote.values() for path, part in found.items() if isinstance(part, nn.Module)}
         homes = {path: worker for worker, found in remote.items() for path in found if path in parts}
         self.globals = Elsewhere(homes, lambda worker, values: self.ask_owner(worker, "other_globals", values))
@@ -94,7 +96,7 @@ class Session:
         agent, places = self.agent, self.places
         place_here(net, places)
         self.stand_in, made = stand_ins(net, self, places)
-        self.here = Here(self, self.stand_in)
+        self.here = Here(self, self.stand_in, self.originals)
         self.settings.copies = self.here.replica.part
         self._modules: dict[str, list[nn.Module]] = {}
         self._parameters: dict[str, list[nn.Parameter]] = {}

@@ -51,7 +51,10 @@ def refreshed(live: nn.Module, known: nn.Module, places: Places, original: nn.Mo
     with FakeCopyMode(mode_of(known)):
         for module in reversed(here):  # the innermost first
             copy_attributes(module, memo)
-            copy.deepcopy(module, memo)
+            try:
+                copy.deepcopy(module, memo)
+            except Exception as error:  # of its own methods
+                raise NotSupported(f"a {type(module).__name__} cannot be copied without its data: {error}") from error
         for module, before in reversed(cut.values()):
             _copy_cut(module, before, memo)
     return without_hooks(memo[id(live)])

@@ -212,6 +212,7 @@ class State:
                 if shards[-1] != shards[0]:
                     last, _ = capture_by(self._methods, shape, shards[-1], join, whole, away=self._away)
                 found = replicate([found] * (count - 1) + [last], shape, specs, session.places.replicated)
+            session.originals.check(list(found.constants.values()))
             found.sites = name_inputs(found.sites, names)
             located = session.located(tensors, taken)
             graph = analyze(found, session.places.owner, session.agent.name, session.places.scope, located)

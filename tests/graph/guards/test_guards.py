@@ -217,3 +217,18 @@ def test_what_a_trace_has_changed_is_put_back_when_looking_at_it_fails(monkeypat
     with pytest.raises(RuntimeError, match="changed size"), Watch(net, lambda path: True).running():
         net.seen.append(random.random())  # type: ignore[operator]
     assert net.seen == [] and random.getstate() == state
+
+
+class Answers:
+    """Has an attribute of every name, as the stand-ins of libraries for others that are not installed."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args: None
+
+
+def test_an_object_that_answers_to_every_name_is_no_array() -> None:
+    one, other = Answers(), Answers()
+    one.size, other.size = 1, 2
+    assert Content().of(one, "one") != Content().of(other, "other")
