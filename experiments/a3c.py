@@ -65,6 +65,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         rows,
         "Medians of the turns; fetch and update are those of actor 0. published: Super Mario, other machines, another network;"
         " the plots of PyTorch RPC's first author.",
+        better="ms, s: lower is better; reached, and moves of a game: higher is better; games that were played: neither.",
     )
     for other in (each for each in job["libraries"] if each != "rdmarpc" and "rdmarpc" in job["libraries"]):
         both = [[findings.median(case, actors, each) for case in ("fetch", "update")] for each in (other, "rdmarpc")]

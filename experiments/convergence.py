@@ -75,9 +75,13 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         "Medians. computation: gradients of a batch, one thread. at servers: from the arrival of worker 0's gradients until"
         " the step is made, so with the wait for other workers. communication: what is left of the calls; share: of a step."
         " All turns of a model must have the same losses and weights, bit for bit, so they take the same number of steps.",
+        better="ms, s, share: lower is better; times (torch RPC's by that library's): higher is better.",
     )
     findings.table(
-        "The models", ["model", "is", "learned until", "parameters", "tensors", "average tensor"], models(findings, job)
+        "The models",
+        ["model", "is", "learned until", "parameters", "tensors", "average tensor"],
+        models(findings, job),
+        better="Sizes: neither lower nor higher is better.",
     )
     for problem in job["problems"] if {"rdmarpc", "torch_rpc"} <= set(job["libraries"]) else ():
         judge_one(findings, problem)

@@ -87,6 +87,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         rows,
         "FedSGD exchanges after every step, FedAvg after the last. A local step is a sleep. least: the sleeps, and the time"
         " that all models of an exchange need through the server's link in one direction. All processes share this machine.",
+        better="ms: lower is better; times: higher is better.",
     )
 
 

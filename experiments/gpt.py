@@ -95,6 +95,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         " micro-batches one after the other. rdmarpc and torch pipelining run 1F1B (torch's needs as many"
         " micro-batches as stages and is GPipe below that), torch RPC all forwards at once, then one distributed backward."
         " Every library's losses, before and after a step of SGD, are those of one process.",
+        better="ms: lower is better; times: higher is better.",
     )
     draw_gpt(findings, job, TITLES, cells, folder / "gpt.png")
 

@@ -219,7 +219,7 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
         of_time = ["first, ms", "its processor time", "later, ms", "best, ms", "best for each one, ms"]
         note = "first: one sample; later: the median. Processor time: worker 0. MiB: resident, workers 0 and 1 (workers: 0)."
         columns = [case, *of_time, "MiB of the first", "MiB of later ones"]
-        findings.table(f"{case}: time and memory", columns, rows, note)
+        findings.table(f"{case}: time and memory", columns, rows, note, better="Lower is better.")
         for what, times in least.items():
             known = [(size, ms) for size, ms in zip(sizes, times) if ms is not None]
             # The two smallest sizes of a quick run cost what does not depend on them.

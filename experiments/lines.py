@@ -71,7 +71,9 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         " no generated code. results: beside one process. The paper counts 52 lines of communication for gRPC (270 generated"
         " beside) and 10 for torch RPC in its example of reinforcement learning."
     )
-    findings.table("Lines and tokens of the same programs", ["program", *columns], rows, note)
+    findings.table(
+        "Lines and tokens of the same programs", ["program", *columns], rows, note, better="Fewer lines and tokens are better."
+    )
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
         rows,
         "speed-up: mini-batches a second of all workers, by those of one that computes alone and exchanges nothing. The"
         " computation is a sleep; the communication of all workers shares this machine's cores and memory.",
+        better="ms: lower is better; speed-up: higher is better.",
     )
     found: dict[str, dict[int, float]] = {}
     for library in libraries:
@@ -75,7 +76,13 @@ def judge(findings: Findings, job: dict[str, Any], folder: Path) -> None:
             "Arithmetic, not a measurement: one worker and one server a host, tensors dealt out round-robin, links that do not"
             " disturb each other, with the latency and bandwidth that were measured between one worker and one server here."
         )
-        findings.table("Simulated: speed-up of more hosts", ["hosts", *(TITLES[each] for each in found)], rows, note)
+        findings.table(
+            "Simulated: speed-up of more hosts",
+            ["hosts", *(TITLES[each] for each in found)],
+            rows,
+            note,
+            better="Higher is better.",
+        )
     if "rdmarpc" in libraries and "torch_rpc" in libraries:
         for count in job["workers"]:
             name = f"{count} worker{'s' * (count > 1)}: a mini-batch, times faster than torch RPC"

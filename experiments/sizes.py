@@ -100,7 +100,13 @@ def judge_device(findings: Findings, job: dict[str, Any], device: str) -> None:
             " zero-copy write's. The paper, as it is remembered and not verified: 1.7 to 61 times faster than gRPC, 1.3 to 14"
             " times than an RPC over RDMA, 1.2 to 1.8 times than with a copy at the sender, on another machine."
         )
-        findings.table(f"A step over {device}, microseconds", columns, rows, note)
+        findings.table(
+            f"A step over {device}, microseconds",
+            columns,
+            rows,
+            note,
+            better="Microseconds: lower is better; times: higher is better.",
+        )
 
 
 def checked(cfg: DictConfig) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def _granularity(findings: Findings, job: dict[str, Any]) -> None:
         rows,
         "Median (tenth to ninetieth percentile). All pieces are started, then waited for. One number alone, ms: "
         + ", ".join(f"{group} {cell}" for group, cell in zip(GROUPS, single)),
+        better="ms: lower is better; gloo / rdmarpc: higher is better.",
     )
 
 
@@ -112,7 +113,9 @@ def _buckets(findings: Findings, job: dict[str, Any]) -> None:
             size = int(cap * (1 << 20))
             rows.append([f"{cap:g}", *(_spread(findings, f"buckets, {model}", size, way) for way in ways)])
         note = "Median (tenth to ninetieth percentile). 0: a bucket for each parameter."
-        findings.table(f"A step of {model} by MiB of a bucket, 2 ranks, ms", ["MiB", *ways], rows, note)
+        findings.table(
+            f"A step of {model} by MiB of a bucket, 2 ranks, ms", ["MiB", *ways], rows, note, better="Lower is better."
+        )
 
 
 def _breakdowns(findings: Findings, job: dict[str, Any]) -> None:
@@ -133,7 +136,8 @@ def _breakdowns(findings: Findings, job: dict[str, Any]) -> None:
         " with NCCL, 27 and 22 % with gloo."
     )
     columns = ["model", "forward", "backward", "exposed", "hidden", "speed-up by overlap"]
-    findings.table("A step in parts, 2 ranks, ms", columns, rows, note)
+    better = "forward, backward, exposed: lower is better; hidden, speed-up: higher is better."
+    findings.table("A step in parts, 2 ranks, ms", columns, rows, note, better=better)
 
 
 def _skipping(findings: Findings, job: dict[str, Any]) -> None:
@@ -148,7 +152,8 @@ def _skipping(findings: Findings, job: dict[str, Any]) -> None:
             rows.append([f"{model}, every {every}", *cells])
     columns = ["synchronised", *(cell for group in GROUPS for cell in (group, f"{group}: less time"))]
     note = "A mean step of a cycle: median (tenth to ninetieth percentile). less time: than the first row of the model."
-    findings.table("A step where every n-th one alone is synchronised, 2 ranks, ms", columns, rows, note)
+    title = "A step where every n-th one alone is synchronised, 2 ranks, ms"
+    findings.table(title, columns, rows, note, better="ms: lower is better; less time: higher is better.")
 
 
 def _convergence(findings: Findings, job: dict[str, Any]) -> None:
@@ -166,6 +171,7 @@ def _convergence(findings: Findings, job: dict[str, Any]) -> None:
         ["synchronised", "loss", "held-out digits recognised", "losses beside gloo's"],
         rows,
         "loss: the mean of the last twentieth of the batches. The gradients of n batches add up before the optimizer steps.",
+        better="loss: lower is better; digits recognised: higher is better.",
     )
 
 
@@ -183,6 +189,7 @@ def _scaling(findings: Findings, job: dict[str, Any]) -> None:
         "The computation is a sleep in every layer, because two cores cannot compute for eight ranks. The gradients and their"
         " sums are real. They share this machine's cores and memory, so a step of more ranks than cores takes as long as the"
         " cores need for all of them: it says how much work communication is, not how long it takes on hosts of their own.",
+        better="ms, and by how much longer: lower is better.",
     )
 
 
@@ -217,4 +224,4 @@ def _simulated(findings: Findings, job: dict[str, Any]) -> None:
         f" all_reduce between two processes here ({'; '.join(measured)}): those of this machine's memory, not of a network."
         " n: every n-th step alone is synchronised."
     )
-    findings.table("Simulated: a step of the same model on more hosts, ms", columns, rows, note)
+    findings.table("Simulated: a step of the same model on more hosts, ms", columns, rows, note, better="Lower is better.")

@@ -63,7 +63,10 @@ class TrainingDisplay:
 def training_table(result: dict[str, Any]) -> Table:
     """One row for each way to train, and underneath what the steady state of ours did."""
     caption = f"rdmarpc, a step from the second on: {counted(result['counters'])}"
-    table = Table(title="one training step, less is better: median (p10 to p90)", caption=caption)
+    table = Table(
+        title="one training step, ms, lower is better: median (p10 to p90); accuracy, less by: higher is better",
+        caption=caption,
+    )
     table.add_column("trained by")
     spreads = {each["what"]: spread(each["samples"]) for each in result["samples"] if each["samples"]}
     for column in ("n", "step, ms", "communication, ms", "less by", "accuracy", "losses"):

@@ -77,11 +77,15 @@ def tables(result: dict[str, Any]) -> list[tuple[Table, str]]:
     return [(models_table(result["rows"]), MODELS_NOTE), (ways_table(result), WAYS_NOTE)]
 
 
-MODELS_NOTE = "computation: forward and backward of a mini-batch of so many samples, one thread"
+MODELS_NOTE = (
+    "sizes: neither lower nor higher is better; ms: lower is better; computation: forward and backward of a mini-batch of so"
+    " many samples, one thread"
+)
 WAYS_NOTE = (
-    "all gradients to one parameter server, all weights back, no step; floor: as many bytes by two warm memcpys; past: the same"
-    " by stores past the caches; staging: rdmarpc copies every payload aside once; torch RPC, gRPC: one call with all"
-    " gradients, answered with all weights; × floor: rdmarpc's time by the floor's; other ×: that way's time by rdmarpc's"
+    "ms, × floor: lower is better; other ×: higher is better; all gradients to one parameter server, all weights back, no step;"
+    " floor: as many bytes by two warm memcpys; past: the same by stores past the caches; staging: rdmarpc copies every payload"
+    " aside once; torch RPC, gRPC: one call with all gradients, answered with all weights; × floor: rdmarpc's time by the"
+    " floor's; other ×: that way's time by rdmarpc's"
 )
 
 
@@ -101,7 +105,7 @@ def ways_table(result: dict[str, Any]) -> Table:
     """One line for each model."""
     config = result["config"]
     spreads = {(record["case"], record["what"]): record for record in result["records"]}
-    title = f"communication of a mini-batch over {config['device']}, ms, less is better: median (p10 to p90) of n ="
+    title = f"communication of a mini-batch over {config['device']}, ms, lower is better: median (p10 to p90) of n ="
     table = Table(title=f"{title} {config['rounds']} rounds", box=SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
     for column in ("floor", "past", *WAYS.values(), "× floor", "× staging", "× torch RPC", "× gRPC"):

@@ -116,12 +116,13 @@ def _table(findings: Findings, model: str, rows: list[list[str]], job: dict[str,
     heads += [f"times faster than {name}" for name in names[1:]]
     n = job["end_to_end_rounds"]
     findings.table(
-        f"{model} end to end over {job['device']}: a mini-batch of {job['batch'][model]} samples of each worker (ms: lower is"
-        f" better; times: higher is better; n = {n} turn{'s' * (n > 1)})",
+        f"{model} end to end over {job['device']}: a mini-batch of {job['batch'][model]} samples of each worker, n = {n}"
+        f" turn{'s' * (n > 1)}",
         ["workers", "servers", "placement", *heads],
         rows,
         "Forward, backward, all gradients to the servers, a step of SGD there, all weights back. Medians. computation: forward"
         " and backward of worker 0 with rdmarpc; what is beyond it is communication, the servers' work and the wait for slower"
         " workers. one process: the batches of all workers one after the other, and the step. All workers and servers share"
         " this machine's cores. Losses and weights of every worker are those of one process, bit for bit, or the run fails.",
+        better="ms: lower is better; times: higher is better.",
     )

@@ -127,7 +127,7 @@ def table_of(title: str, *columns: str) -> Table:
 def recipe_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each order and state."""
     columns = ("rdmarpc\ncpu", "\ncuda", "cpu /\ncuda", "torch\ncpu", "\ncuda", "cpu /\ncuda", "× torch\ncpu", "\ncuda")
-    table = table_of("recipe, ms, less is better: medians of the rounds", "", "\nfirst", *columns)
+    table = table_of("recipe, ms, lower is better: medians of the rounds", "", "\nfirst", *columns)
     for row in rows:
         values = [
             row[f"{what}_{value}"] for what in ("rdmarpc", "torch_rpc") for value in ("cpu_ms", "cuda_ms", "cpu_over_cuda")
@@ -140,7 +140,7 @@ def recipe_table(rows: list[dict[str, Any]]) -> Table:
 def grid_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each function and size."""
     columns = ("\ncopies", "rdmarpc\nall", "\na call", "×\ncopies", "torch\nall", "\na call", "×\ncopies", "×\ntorch")
-    table = table_of("calls all at once, ms, less is better: medians of the rounds", "", "\nbytes", *columns)
+    table = table_of("calls all at once, ms, lower is better: medians of the rounds", "", "\nbytes", *columns)
     for row in rows:
         values = [row["copies_ms"]]
         for what in ("rdmarpc", "torch_rpc"):
@@ -152,7 +152,7 @@ def grid_table(rows: list[dict[str, Any]]) -> Table:
 def small_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
     table = table_of(
-        "one identity call at a time, µs, less is better: medians of the rounds", "bytes", "rdmarpc", "torch RPC", "of torch"
+        "one identity call at a time, µs, lower is better: medians of the rounds", "bytes", "rdmarpc", "torch RPC", "of torch"
     )
     for row in rows:
         table.add_row(size_text(row["bytes"]), *(number(row[name]) for name in ("rdmarpc_us", "torch_rpc_us", "of_torch_rpc")))

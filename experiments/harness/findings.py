@@ -73,9 +73,10 @@ class Findings:
     def measured(self) -> list[Key]:
         return list(self._samples)
 
-    def table(self, title: str, columns: list[str], rows: list[list[str]], note: str = "") -> None:
-        """The cells are text. ``note`` stands below and says what the columns mean."""
-        self.tables.append({"title": title, "columns": columns, "rows": rows, "note": note})
+    def table(self, title: str, columns: list[str], rows: list[list[str]], note: str = "", *, better: str) -> None:
+        """The cells are text. ``note`` stands below and says what the columns mean; in front of it, ``better``: sentences that
+        say of which columns lower is better, of which higher, or that the figures are neither."""
+        self.tables.append({"title": title, "columns": columns, "rows": rows, "note": f"{better} {note}".strip()})
 
     def target(self, name: str, measured: float | None, relation: str, asked: float, goal: str = "") -> None:
         """Of a number without a spread. ``met`` is `None` where nothing was measured. ``goal``: a key of ``targets.GOALS``."""

@@ -19,7 +19,7 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
     for device in job["devices"]:
         cells = cells_of(findings, job, device)
         if cells:
-            findings.table(*delays(findings, job, device, cells))
+            findings.table(*delays(findings, job, device, cells), better="ms: lower is better; times: higher is better.")
             targets(findings, job, device, cells)
     rows = [
         [title(size, name, job), *(text(findings.median(f"{name} total", size, what)) for what in ("local", *columns(job)))]
@@ -30,6 +30,7 @@ def judge(findings: Findings, job: dict[str, Any]) -> None:
         ["size and function", "local process", *(f"{TITLES[each.split()[0]]} {each.split()[1]}" for each in columns(job))],
         rows,
         "local process: the same functions as often, one after the other, in one thread and without a call.",
+        better="Lower is better.",
     )
 
 

@@ -42,22 +42,22 @@ def tables(bench: dict[str, Any]) -> list[tuple[Table, str]]:
     rounds = f"medians of n = {config['rounds']} rounds"
     found: list[tuple[Table, str]] = []
     if bench["rows"]:
-        title = f"a call or a write over {config['device']}, less is better: {rounds}"
+        title = f"a call or a write over {config['device']}, lower is better: {rounds}"
         found.append((time_table(bench["rows"], title), LEGEND.format(flag_us=bench["flag_us"])))
     if bench["first"]:
         found.append((first_table(bench["first"]), ""))
     if bench["calls"]:
-        title = f"calls a second without tensors, more is better: {rounds}"
+        title = f"calls a second without tensors, higher is better: {rounds}"
         found.append((rate_table(bench["calls"], title, "in flight"), ""))
     if bench["all_to_all"]:
-        title = f"calls a second, all to all, more is better: {rounds}"
+        title = f"calls a second, all to all, higher is better: {rounds}"
         torch_rpc = f"torch RPC ({config['all_to_all_torch']})"
         found.append((rate_table([bench["all_to_all"]], title, "workers", torch_rpc), ""))
     if bench["start"]:
-        found.append((start_table(bench["start"], f"starting, less is better: medians of n = {config['start']}"), ""))
+        found.append((start_table(bench["start"], f"starting, lower is better: medians of n = {config['start']}"), ""))
     if bench["autograd"]:
         above = "alone: the same in one process; above: what the calls add to it"
-        found.append((autograd_table(bench["autograd"], f"distributed autograd, less is better: {rounds}"), above))
+        found.append((autograd_table(bench["autograd"], f"distributed autograd, lower is better: {rounds}"), above))
     if bench["idle"]:
         found.append((idle_table(bench["idle"]), ""))
     return found
@@ -76,7 +76,7 @@ def print_tables(bench: dict[str, Any]) -> None:
 
 
 LEGEND = """\
- p10 to p90: tenth to ninetieth percentile of rdmarpc's rounds;
+ × torch: higher is better; p10 to p90: tenth to ninetieth percentile of rdmarpc's rounds;
  one way: a prepared write, seen by the waiting peer;
  identity: a tensor there and back by rpc_sync; arena: from registered memory; 8 tensors: in one call;
  stream: one of many writes in a row (torch RPC: two pushes in flight);
@@ -126,7 +126,7 @@ def beside_text(row: dict[str, Any]) -> str:
 
 def first_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each size."""
-    title = "the first call of a signature, the second, and later ones, less is better: medians"
+    title = "the first call of a signature, the second, and later ones, lower is better: medians"
     table = Table(title=title, box=SIMPLE_HEAD)
     others = ("second", "later", "× later")
     for column in ("size", "rdmarpc", "p10 to p90", *others, "torch RPC", *others, "× torch"):
@@ -202,7 +202,7 @@ def autograd_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def idle_table(row: dict[str, Any]) -> Table:
     """One line."""
-    table = Table(title="processor time of an idle worker, % of a core, less is better: medians", box=SIMPLE_HEAD)
+    table = Table(title="processor time of an idle worker, % of a core, lower is better: medians", box=SIMPLE_HEAD)
     for column in ("", "rdmarpc", "p10 to p90", "torch RPC"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     ours = judged(row, "percent", f"{row['rdmarpc_percent']:.2f}")

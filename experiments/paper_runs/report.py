@@ -96,7 +96,7 @@ def _lines(whole: dict[str, Any]) -> list[str]:
         "Every figure is a median; `results.json` has n, the tenth and ninetieth percentile and all samples beside it."
         " A target is met or missed where the tenth and the ninetieth percentile say so as well; it is open where they do not,"
         " or where there is one sample alone. (Of counts, and of numbers that a run has once, it is what the number says.)"
-        " Of times less is better; of numbers a second, speed-ups and *times faster* more is.",
+        " Each table says of what lower is better and of what higher is.",
         "",
         *goals.lines(results),
         "",
@@ -145,6 +145,9 @@ def _minutes(results: list[dict[str, Any]], name: str) -> str:
 def _section(result: dict[str, Any]) -> list[str]:
     lines = ["", f"### {goals.heading(result)}", "", result["about"]]
     lines += ["", f"`{' '.join(['python', *result['command'][1:]])}`, ended {result['ended']}"]
+    if counts := [each["n"] for each in result["samples"] if "n" in each]:
+        low, high = min(counts), max(counts)
+        lines[-1] += f"; samples of a figure: n = {low}" + (f" to {high}" if high > low else "")
     for table in result["tables"]:
         lines += ["", f"**{table['title']}**", "", "| " + " | ".join(map(_cell, table["columns"])) + " |"]
         lines += ["|" + "---|" * len(table["columns"])]

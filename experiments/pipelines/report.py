@@ -90,10 +90,13 @@ def tables_of(rows: list[dict[str, Any]], ways: list[dict[str, Any]]) -> list[tu
         "bubble": lambda row: "-" if row["bubble"] is None else f"{row['bubble']:.1%}",
     }
     texts = {"workers": "workers", "layers": "case", "library": "library", "schedule": "schedule"}
-    batches = _table("a batch in micro-batches, forward and backward: ms, less is better", texts, numbers, rows)
+    batches = _table("a batch in micro-batches, forward and backward: ms and bubble, lower is better", texts, numbers, rows)
     parts = {name.replace("_", " "): _number(name) for name in ("batch", *PARTS)}
     del texts["library"]
-    return [(batches, NOTE), (_table("where the time of one batch of ours goes: ms", texts, parts, ways), NOTE_OF_PARTS)]
+    return [
+        (batches, NOTE),
+        (_table("where the time of one batch of ours goes: ms, lower is better", texts, parts, ways), NOTE_OF_PARTS),
+    ]
 
 
 def _table(title: str, texts: dict[str, str], numbers: dict[str, Any], rows: list[dict[str, Any]]) -> Table:

@@ -36,8 +36,9 @@ def table(findings: Findings, job: dict[str, Any], title: str, name: str, larger
         faster = ratio(ours, theirs) if larger_is_better else ratio(theirs, ours)
         rows.append([case.partition(":")[0], str(size), text(ours), text(theirs), times(faster)])
     columns = ["case", "processes", *(TITLES[each] for each in LIBRARIES), "times better"]
+    better = f"{'Higher' if larger_is_better else 'Lower'} is better; times better: rdmarpc beside torch RPC, higher is better."
     note += ". All turns of a case must leave the same bits, over both libraries"
-    findings.table(f"{title}, {job['device']}", columns, rows, note)
+    findings.table(f"{title}, {job['device']}", columns, rows, f"{note[0].upper()}{note[1:]}", better=better)
 
 
 def ahead(findings: Findings, job: dict[str, Any], title: str, name: str) -> None:

@@ -36,5 +36,6 @@ def judge(findings: Findings, job: dict[str, Any], path: Path, sent: str, note: 
     servers = f"workers: {job['workers']}, servers: {job['servers']}, {job['device']}"
     always = " communication is what is left of the calls; share: of a step. All turns must have the"
     always += " same losses and weights, bit for bit"
-    findings.table(servers, columns, rows, f"Medians, of worker 0. {note}{always}.")
+    better = "ms, share: lower is better; times ours (that library's time by ours): higher is better. Sizes: neither."
+    findings.table(servers, columns, rows, f"Medians, of worker 0. {note}{always}.", better=better)
     draw_parts(bars, "milliseconds a step (medians)", path)

@@ -100,7 +100,7 @@ def print_table(found: dict[str, Any]) -> None:
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """One line for each number of ranks, case and size."""
-    title = "a collective, less is better: medians (p10 to p90)"
+    title = "a collective, times, lower is better: medians (p10 to p90); × gloo: higher is better"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("ranks", "case", "size", "n", "rdmarpc", "gloo", "floor", "× gloo", "× floor"):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)

@@ -93,6 +93,7 @@ def test_two_workers_and_two_servers_come_to_what_one_process_computes(tmp_path:
     assert all(each["median"] > 0 and each["unit"] == "ms" for each in found["records"])
     assert {each["what"] for each in found["records"] if each["case"] == "GRU, workers: 2: step"} == {"one_process"}
     [table] = found["tables"]
+    assert table["note"].startswith("ms: lower is better; times: higher is better.")
     assert [row[:3] for row in table["rows"]] == [["2", "2", "balanced"]] and not found["left_out"]
     assert [target["goal"] for target in found["targets"]] == ["end_to_end"]
     assert (tmp_path / "minibatch_workers.png").read_bytes().startswith(b"\x89PNG")
