@@ -540,7 +540,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "masks by hand": {"run": masks_by_hand},
     "parametrized later": {
         "run": parametrized_later,
-        "refused": "Creating a Parameter from an instance of type RemoteParameter",
+        "refused": "it cannot be parametrized from here",
         "unserved": "Creating a Parameter from an instance of type ServedParameter",
     },
     "compiled loss": {"run": compiled_loss},
