@@ -79,7 +79,7 @@ EXPERIMENTS = (
     Experiment(
         "gpt", "mlsys", "A GPT in stages",
         "A transformer by micro-batches over stages, beside torch RPC, torch.distributed.pipelining and one process.",
-        minutes=3.5, quick_minutes=0.25, overrides=("rounds=2",),
+        minutes=3.5, quick_minutes=0.25, overrides=("rounds=2",), quick=("quick=true", "micro_batches=[8]"),
     ),
     Experiment(
         "schedules", "mlsys", "Pipelines",
@@ -144,7 +144,7 @@ EXPERIMENTS = (
     Experiment(
         "collectives", "ddp", "Collectives",
         "Each collective beside gloo and beside its floor.",
-        minutes=2.2, quick_minutes=0.25, overrides=("rounds=2",),
+        minutes=2.2, quick_minutes=0.25, overrides=("rounds=2",), quick=("quick=true", "round_s=0.1"),
     ),
     Experiment(
         "cuda", "cuda", "CUDA tensors",
