@@ -13,7 +13,7 @@ import gc
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .content import MISSING, foreign, is_data
@@ -104,21 +104,47 @@ def compares_identity(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def asks_type(code: types.CodeType) -> bool:
-    """Whether a function may ask for the class of an argument or a variable, other than for the text of an error: by ``type``,
-    or ``__class__``."""
+def asks_type(code: types.CodeType) -> dict[int, tuple[str, ...]]:
+    """Where a function asks for the class of something, other than for the text of an error, by ``type`` or ``__class__``: by
+    the offset of the instruction, the name of the variable and those of attributes; none for what has no name."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+    found: dict[int, tuple[str, ...]] = {}
     for at, step in enumerate(steps[:-1]):
         by_type = step.opname == "LOAD_GLOBAL" and step.argval == "type"
         if not by_type and not (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
             continue
-        of = steps[at + 1 if by_type else at - 1]
-        if of.argval == "self" or (by_type and not of.opname.startswith("LOAD_")):
+        if by_type and not steps[at + 1].opname.startswith("LOAD_"):
             continue
+        of = _name_from(steps[at + 1 :]) if by_type else _name_to(steps[:at])
         end = next((s.opname for s in steps[at + 1 :] if s.opname in _ENDS or s.opname.startswith(("STORE", "POP_JUMP"))), "")
-        if end != "RAISE_VARARGS":
-            return True
-    return False
+        if of != ("self",) and end != "RAISE_VARARGS":
+            found[step.offset] = of
+    return found
+
+
+def _name_from(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """The name that the only argument of a call has, which these begin with."""
+    names = [steps[0].argval] if steps[0].opname in _VARIABLES else []
+    for step in steps[1:]:
+        if step.opname != "LOAD_ATTR" or not names:
+            return tuple(names) if step.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and step.arg == 1 else ()
+        names.append(step.argval)
+    return ()
+
+
+def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """The name that these load last."""
+    names: list[str] = []
+    for step in reversed(steps):
+        if step.opname in _VARIABLES:
+            return (step.argval, *reversed(names))
+        if step.opname != "LOAD_ATTR":
+            return ()
+        names.append(step.argval)
+    return ()
+
+
+_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
 def named_in(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Any]:

@@ -48,7 +48,7 @@ from .values import (
     encode,
     leaves_of,
 )
-from .watch import HOOKS, Changes, alone, check_tensors, undrawn, untouched
+from .watch import HOOKS, Changes, Unwatched, alone, check_tensors, undrawn, untouched
 from .writes import (
     UNSEEN,
     Augmented,
@@ -496,7 +496,7 @@ class Propagator(fx.Interpreter):
         return self._constants[target] if target in self._constants else super().fetch_attr(target)
 
     def propagate(self, inputs: list[torch.Tensor]) -> dict[fx.Node, Any]:
-        with self.allocations:
+        with self.allocations, Unwatched():
             self.run(*inputs)
         return dict(self.env) | self._outputs
 

@@ -38,7 +38,7 @@ from .capture import (
 )
 from .sizes import Sizes
 from .values import After, Before, check_arguments, check_question, check_result, encode, leaves_of, pick
-from .watch import undrawn
+from .watch import Unwatched, undrawn
 from .writes import UNSEEN, Registered, calls_itself, finish, mutated, sets_on_tensor, writes_beyond
 
 
@@ -61,6 +61,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
             recorder.calls(),
             custom_functions(recorder.apply),
             _NoRealWrites(),
+            Unwatched(),
             recorder,
         ):
             result = model.forward(*args, **kwargs)
@@ -96,7 +97,7 @@ def check_operations(model: nn.Module, inputs: list[TensorSpec], one: Capture, o
 
 def _operations(model: nn.Module, inputs: list[TensorSpec], found: Capture) -> list[tuple[str, str]]:
     seen = _Operations()
-    with Sizes().under(mode_of(model)), quiet(), seen:
+    with torch.inference_mode(False), torch.enable_grad(), Sizes().under(mode_of(model)), quiet(), seen:
         Propagator(model, found.graph, found.constants).propagate([spec.empty() for spec in inputs])
     return seen.seen
 

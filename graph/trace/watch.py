@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import datetime
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
@@ -87,6 +89,8 @@ class Watch:
         self._reads: tuple[set[tuple[int, str]], ...] = set(), set(), set()
         self._codes: tuple[dict[Any, Any], ...] = {}, {}, {}
         self._roots: tuple[dict[tuple[int, str], tuple[Root, Any]], ...] = {}, {}, {}
+        self._asked_types: tuple[list[str], ...] = [], [], []
+        """Functions that have asked for the class of something that is of another one in a trace."""
         self._before = Snapshot()
         for path, module in self._modules.values():
             self._before.keep(vars(module), "")
@@ -170,13 +174,12 @@ class Watch:
             if read or self._inlined:
                 raise _changes(label)
         _check_leaves(graph)
-        for code in self._ran(*((0, 1, 2) if self._inlined else (0,))):
-            if asks_type(code):
-                what = f"{code.co_name} asks for the class of an object, which a trace has others for"
-                raise NotSupported(what, hint="use isinstance")
+        both = (0, 1, 2) if self._inlined else (0,)
+        for name in (name for at in both for name in self._asked_types[at]):
+            raise NotSupported(f"{name} asks for the class of an object, which a trace has others for", hint="use isinstance")
+        for code in self._ran(*both):
             for asked in named_in(code, self._codes[0].get(code) or {}):
-                name = _asked_of_torch(asked, exported)
-                if name:
+                if name := _asked_of_torch(asked, exported):
                     raise NotSupported(f"{code.co_name} asks torch for {name}(), which has another answer in a trace")
         content = Content()
         for root in self.roots(self._model):
@@ -312,10 +315,23 @@ class Watch:
             path = self._modules[id(module)][0] or self._name
             self._beyond.append(f"a part, or a hook of it, calls {path!r}, which is not in that part and not as a whole here")
 
-    def _called(self, frame: types.FrameType, event: str, arg: Any) -> None:
+    def _called(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         codes = self._codes[self._at]
-        if event == "call" and frame.f_code not in codes:
+        if event != "call":
+            return None
+        if frame.f_code not in codes:
             self._first(frame, frame.f_code, codes)
+        if codes[frame.f_code] is None or not asks_type(frame.f_code):
+            return None
+        frame.f_trace_opcodes = True
+        return self._runs
+
+    def _runs(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        """An instruction of a function that asks for the class of something is next."""
+        names = asks_type(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
+        if names is not None and (not names or _is_traced(frame, names)):
+            self._asked_types[self._at].append(frame.f_code.co_name)
+        return self._runs
 
     def _asked(self, frame: types.FrameType, event: str, arg: Any) -> None:
         """A function of C is called; watched from where a function has the name of a clock on."""
@@ -374,6 +390,27 @@ def check_tensors(part: nn.Module) -> None:
 def compares() -> bool:
     """See ``Watch.compares``, of the watch of this thread, if there is one."""
     return _current.watch is not None and _current.watch.compares()
+
+
+class Unwatched(TorchDispatchMode):
+    """To be entered after a fake mode and modes of ours. What these run for an operation of ATen is torch's and our Python
+    alone, and of all that a capture runs the most: while that is watched, the interpreter is several times slower."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trace = sys.gettrace()
+        if _current.watch is None or trace != _current.watch._called or func.namespace != "aten" or _SETTING_IS_SLOW:
+            return func(*args, **kwargs or {})
+        sys.settrace(None)
+        try:
+            return func(*args, **kwargs or {})
+        finally:
+            sys.settrace(trace)
+
+
+_SETTING_IS_SLOW = sys.version_info >= (3, 12)
+"""A change of the trace function there changes the instructions of all functions that run afterwards."""
 
 
 class Beyond(NotSupported):
@@ -509,6 +546,16 @@ def _reads(frame: types.FrameType) -> bool:
     """Whether this code is part of a forward: the user's, or that of a module of torch's."""
     name = frame.f_globals.get("__name__", "")
     return not foreign(name) or (name.startswith("torch.nn.") and name != "torch.nn.modules.module")
+
+
+def _is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
+    """Whether a value of this name may be of another class than in a step."""
+    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
+    for name in names[1:]:
+        if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):
+            return True
+        value = getattr(value, name, None)
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, fx.Proxy))
 
 
 def _collects(frame: types.FrameType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +91,21 @@ def _attribute(h: Any) -> bool:
     return False
 
 
+def _type_of_a_variable(h: torch.Tensor) -> bool:
+    same = h
+    return type(same) is torch.Tensor
+
+
+def _type_of_a_list(h: torch.Tensor) -> bool:
+    rows = [h]
+    return type(rows) is list and rows.__class__.__name__ == "list"
+
+
+def _class_of_an_attribute(h: torch.Tensor) -> bool:
+    box = types.SimpleNamespace(inner=(1,))
+    return box.inner.__class__ is tuple and type(box.inner) is tuple
+
+
 ASKED: dict[str, Callable[[Any], bool]] = {
     "isinstance": lambda h: isinstance(h, torch.Tensor),
     "is_tensor": lambda h: torch.is_tensor(h),
@@ -119,10 +135,21 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     "type": lambda h: type(h) is torch.Tensor,
     "type of a size": lambda h: type(h.shape[0]) is int,
     "class": lambda h: h.__class__.__name__ == "Tensor",
+    "type of a variable": _type_of_a_variable,
+    "type of a list": _type_of_a_list,
+    "class of an attribute": _class_of_an_attribute,
+    "class of a tensor attribute": lambda h: types.SimpleNamespace(inner=h).inner.__class__ is torch.Tensor,
     "address": lambda h: h.data_ptr() != 0,
 }
 CLASS = "asks for the class of an object"
-UNCAPTURED = {"type": CLASS, "type of a size": CLASS, "class": CLASS, "address": "asks a tensor for its data_ptr"}
+UNCAPTURED = {
+    "type": CLASS,
+    "type of a size": CLASS,
+    "class": CLASS,
+    "type of a variable": CLASS,
+    "class of a tensor attribute": CLASS,
+    "address": "asks a tensor for its data_ptr",
+}
 
 
 class Asks(Net):
@@ -182,8 +209,13 @@ def varying(name: str) -> str:
     net = Asks(name)
     twin = copy.deepcopy(net)
     model = rpc.wrap(net, {"body": "worker1"})
+    apart = []
     try:
-        apart = [rows for rows in (3, 5, 2, 4) if not torch.equal(model(x := torch.randn(rows, 8)), twin(x))]
+        for rows in (3, 5, 2, 4):
+            with torch.inference_mode(rows == 5):  # what holds for several sizes is found there
+                x = torch.randn(rows, 8)
+                if not torch.equal(model(x), twin(x)):
+                    apart.append(rows)
     finally:
         model.close()
     return f"differs with {apart} rows" if apart else "equal"
