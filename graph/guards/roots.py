@@ -13,19 +13,15 @@ import gc
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .content import MISSING, foreign, is_data
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _CHAINS = (*_LOADS, "STORE_ATTR", "DELETE_ATTR")
-_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "DUP_TOP")
+BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "DUP_TOP")
 """They leave what a chain has come to where it is. (Python 3.10 has ``DUP_TOP`` where later ones have ``COPY``.)"""
-
-
-_ENDS = ("RAISE_VARARGS", "RETURN_VALUE", "POP_TOP", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "YIELD_VALUE")
-"""What a statement ends with, or a question."""
 
 
 class Root(NamedTuple):
@@ -67,7 +63,7 @@ def _named(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tup
             imports.append((module, level, ""))
         elif step.opname == "IMPORT_FROM":
             imports.append((module, level, step.argval))
-        elif step.opname not in _BETWEEN:
+        elif step.opname not in BETWEEN:
             chain = []
         if step.opname == "LOAD_CONST":
             before = (before[1], step.argval)
@@ -101,50 +97,6 @@ def compares_identity(code: types.CodeType) -> bool:
             return True
         before = step.opname
     return ("id",) in _named(code)[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def asks_type(code: types.CodeType) -> dict[int, tuple[str, ...]]:
-    """Where a function asks for the class of something, other than for the text of an error, by ``type`` or ``__class__``: by
-    the offset of the instruction, the name of the variable and those of attributes; none for what has no name."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
-    found: dict[int, tuple[str, ...]] = {}
-    for at, step in enumerate(steps[:-1]):
-        by_type = step.opname == "LOAD_GLOBAL" and step.argval == "type"
-        if not by_type and not (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
-            continue
-        if by_type and not steps[at + 1].opname.startswith("LOAD_"):
-            continue
-        of = _name_from(steps[at + 1 :]) if by_type else _name_to(steps[:at])
-        end = next((s.opname for s in steps[at + 1 :] if s.opname in _ENDS or s.opname.startswith(("STORE", "POP_JUMP"))), "")
-        if of != ("self",) and end != "RAISE_VARARGS":
-            found[step.offset] = of
-    return found
-
-
-def _name_from(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """The name that the only argument of a call has, which these begin with."""
-    names = [steps[0].argval] if steps[0].opname in _VARIABLES else []
-    for step in steps[1:]:
-        if step.opname != "LOAD_ATTR" or not names:
-            return tuple(names) if step.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and step.arg == 1 else ()
-        names.append(step.argval)
-    return ()
-
-
-def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """The name that these load last."""
-    names: list[str] = []
-    for step in reversed(steps):
-        if step.opname in _VARIABLES:
-            return (step.argval, *reversed(names))
-        if step.opname != "LOAD_ATTR":
-            return ()
-        names.append(step.argval)
-    return ()
-
-
-_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
 def named_in(code: types.CodeType, table: Mapping[str, Any]) -> Iterator[Any]:

@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import datetime
 import gc
-import inspect
 import os
 import sys
 import threading
@@ -23,17 +22,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
-from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
 from ..guards.generators import draw_again, generators
+from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
     ClassTable,
     Root,
-    asks_type,
     closed_over,
     compares_identity,
     function_of,
@@ -179,7 +177,7 @@ class Watch:
             raise NotSupported(f"{name} asks for the class of an object, which a trace has others for", hint="use isinstance")
         for code in self._ran(*both):
             for asked in named_in(code, self._codes[0].get(code) or {}):
-                if name := _asked_of_torch(asked, exported):
+                if name := asked_of_torch(asked, exported):
                     raise NotSupported(f"{code.co_name} asks torch for {name}(), which has another answer in a trace")
         content = Content()
         for root in self.roots(self._model):
@@ -329,7 +327,7 @@ class Watch:
     def _runs(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         """An instruction of a function that asks for the class of something is next."""
         names = asks_type(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
-        if names is not None and (not names or _is_traced(frame, names)):
+        if names is not None and (not names or is_traced(frame, names)):
             self._asked_types[self._at].append(frame.f_code.co_name)
         return self._runs
 
@@ -548,16 +546,6 @@ def _reads(frame: types.FrameType) -> bool:
     return not foreign(name) or (name.startswith("torch.nn.") and name != "torch.nn.modules.module")
 
 
-def _is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
-    """Whether a value of this name may be of another class than in a step."""
-    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
-    for name in names[1:]:
-        if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):
-            return True
-        value = getattr(value, name, None)
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, fx.Proxy))
-
-
 def _collects(frame: types.FrameType) -> bool:
     """Whether the garbage collector has called this, not the forward."""
     return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
@@ -594,26 +582,6 @@ def _rebind(root: Root, value: Any) -> None:
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS, *GRADIENT_HOOKS)
 _TIMES = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns")
 _DATES = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
-_OF_MODES = {
-    id(function): name
-    for place, names in (
-        (torch.overrides, "has_torch_function has_torch_function_unary has_torch_function_variadic"),
-        (torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _len_torch_function_stack"),
-        (_python_dispatch, "_get_current_dispatch_mode _get_current_dispatch_mode_stack is_in_torch_dispatch_mode"),
-        (torch._C, "_len_torch_dispatch_stack _len_torch_function_stack _has_torch_function"),
-    )
-    for name in names.split()
-    if (function := getattr(place, name, None)) is not None
-}
-"""Of torch: what tells that operations are followed."""
-_OF_EXPORTS = {id(getattr(torch.compiler, name)): name for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")}
-
-
-def _asked_of_torch(function: object, exported: bool) -> str:
-    """The name of a function of torch that has another answer in this kind of trace."""
-    return _OF_MODES.get(id(function), "") or (_OF_EXPORTS.get(id(function), "") if exported else "")
-
-
 _CLOCKS = frozenset([*(getattr(time, name) for name in _TIMES), os.urandom, os.times, *_DATES])
 _BUILTIN = types.BuiltinFunctionType
 _CLOCK_NAMES = frozenset(clock.__name__ for clock in _CLOCKS)

@@ -1,0 +1,92 @@
+"""What a forward asks Python about its tensors, which has another answer in a trace."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils import _python_dispatch
+
+from .roots import BETWEEN
+
+_ENDS = ("RAISE_VARARGS", "RETURN_VALUE", "POP_TOP", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "YIELD_VALUE")
+"""What a statement ends with, or a question."""
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_type(code: types.CodeType) -> dict[int, tuple[str, ...]]:
+    """Where a function asks for the class of something, other than for the text of an error, by ``type`` or ``__class__``: by
+    the offset of the instruction, the name of the variable and those of attributes; none for what has no name."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in BETWEEN]
+    found: dict[int, tuple[str, ...]] = {}
+    for at, step in enumerate(steps[:-1]):
+        by_type = step.opname == "LOAD_GLOBAL" and step.argval == "type"
+        if not by_type and not (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
+            continue
+        if by_type and not steps[at + 1].opname.startswith("LOAD_"):
+            continue
+        of = _name_from(steps[at + 1 :]) if by_type else _name_to(steps[:at])
+        end = next((s.opname for s in steps[at + 1 :] if s.opname in _ENDS or s.opname.startswith(("STORE", "POP_JUMP"))), "")
+        if of != ("self",) and end != "RAISE_VARARGS":
+            found[step.offset] = of
+    return found
+
+
+def _name_from(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """The name that the only argument of a call has, which these begin with."""
+    names = [steps[0].argval] if steps[0].opname in _VARIABLES else []
+    for step in steps[1:]:
+        if step.opname != "LOAD_ATTR" or not names:
+            return tuple(names) if step.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and step.arg == 1 else ()
+        names.append(step.argval)
+    return ()
+
+
+def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """The name that these load last."""
+    names: list[str] = []
+    for step in reversed(steps):
+        if step.opname in _VARIABLES:
+            return (step.argval, *reversed(names))
+        if step.opname != "LOAD_ATTR":
+            return ()
+        names.append(step.argval)
+    return ()
+
+
+_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
+
+
+def is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
+    """Whether a value of this name may be of another class than in a step."""
+    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
+    for name in names[1:]:
+        if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):
+            return True
+        value = getattr(value, name, None)
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, fx.Proxy))
+
+
+_OF_MODES = {
+    id(function): name
+    for place, names in (
+        (torch.overrides, "has_torch_function has_torch_function_unary has_torch_function_variadic"),
+        (torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _len_torch_function_stack"),
+        (_python_dispatch, "_get_current_dispatch_mode _get_current_dispatch_mode_stack is_in_torch_dispatch_mode"),
+        (torch._C, "_len_torch_dispatch_stack _len_torch_function_stack _has_torch_function"),
+    )
+    for name in names.split()
+    if (function := getattr(place, name, None)) is not None
+}
+"""Of torch: what tells that operations are followed."""
+_OF_EXPORTS = {id(getattr(torch.compiler, name)): name for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")}
+
+
+def asked_of_torch(function: object, exported: bool) -> str:
+    """The name of a function of torch that has another answer in this kind of trace."""
+    return _OF_MODES.get(id(function), "") or (_OF_EXPORTS.get(id(function), "") if exported else "")
