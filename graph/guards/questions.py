@@ -62,8 +62,14 @@ def _name_to(steps: Sequence[dis.Instruction]) -> tuple[str, ...]:
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
+_OF_THE_LIBRARY = {("transformers.utils.generic", "infer_framework_from_repr"), ("einops._backends", "get_backend")}
+"""They find out whose class it is: torch's in a trace, too."""
+
+
 def is_traced(frame: types.FrameType, names: tuple[str, ...]) -> bool:
-    """Whether a value of this name may be of another class than in a step."""
+    """Whether a value of this name may be of another class than in a step, and that matters."""
+    if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _OF_THE_LIBRARY:
+        return False
     value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
     for name in names[1:]:
         if isinstance(value, torch.Tensor) or isinstance(inspect.getattr_static(type(value), name, None), property):

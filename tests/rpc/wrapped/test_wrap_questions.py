@@ -106,6 +106,10 @@ def _class_of_an_attribute(h: torch.Tensor) -> bool:
     return box.inner.__class__ is tuple and type(box.inner) is tuple
 
 
+_LIBRARY: dict[str, Any] = {"__name__": "transformers.utils.generic"}
+exec('def infer_framework_from_repr(x): return str(type(x)).startswith("<class \'torch.")', _LIBRARY)
+
+
 ASKED: dict[str, Callable[[Any], bool]] = {
     "isinstance": lambda h: isinstance(h, torch.Tensor),
     "is_tensor": lambda h: torch.is_tensor(h),
@@ -137,6 +141,7 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     "class": lambda h: h.__class__.__name__ == "Tensor",
     "type of a variable": _type_of_a_variable,
     "type of a list": _type_of_a_list,
+    "library": lambda h: _LIBRARY["infer_framework_from_repr"](h),
     "class of an attribute": _class_of_an_attribute,
     "class of a tensor attribute": lambda h: types.SimpleNamespace(inner=h).inner.__class__ is torch.Tensor,
     "address": lambda h: h.data_ptr() != 0,
