@@ -13,6 +13,7 @@ import warnings
 
 def main(module: str, rank: int, meeting_file: str) -> None:
     rpc = importlib.import_module(module)
+    rpc.init_rpc  # noqa: B018 (ours is loaded when a name is first used)
     print("ready", flush=True)
     if not sys.stdin.readline():  # the process that started us is gone
         sys.exit(1)

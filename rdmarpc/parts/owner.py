@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -172,8 +173,21 @@ def open_model(
     it does not have the devices of the parts."""
     agent = _agent.current()
     parts = unpack(blob, tensors, specs)
+    _note_classes(parts)
     _table(agent)[model] = (caller, Host(agent.name, agent.device, agent.channel, parts, timeout))
     return reaches(agent.device)
+
+
+def _note_classes(parts: Mapping[str, nn.Module | torch.Tensor]) -> None:
+    """Note what constructors of transformers (5) note of their class in their process: which outputs it can record. Models that
+    are unpickled were constructed elsewhere."""
+    noted = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
+    if noted is None:
+        return
+    modules = (module for part in parts.values() if isinstance(part, nn.Module) for module in part.modules())
+    for module in modules:
+        if hasattr(module, "_can_record_outputs"):
+            noted[module] = module._can_record_outputs
 
 
 def ask_model(model: str, method: str, args: tuple[Any, ...]) -> Any:

@@ -185,7 +185,7 @@ ENTRIES: dict[str, Entry] = {
     "BERT, hidden states, attentions": Entry(
         _model("BertForSequenceClassification", "BertConfig", **SMALL, attn_implementation="eager"),
         lambda n: ((), {**_classes(n)[1], "output_hidden_states": True, "output_attentions": True}),
-        places=BERT_PLACES,
+        places=(*BERT_PLACES, {"bert": "worker1"}),
     ),
     "RoBERTa": Entry(
         _model("RobertaForSequenceClassification", "RobertaConfig", **SMALL),
