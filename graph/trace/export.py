@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
+from ..guards.scripts import no_scripts
 from .capture import (
     Capture,
     Join,
@@ -60,6 +61,7 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         with (
             unchanged(model, lambda path: False),
             custom_functions(_refuse),
+            no_scripts(),
             _silent(),
             _assignments(model) as assigned,
             _NoForgotten(),

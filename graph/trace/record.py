@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
+from ..guards.scripts import no_scripts
 from .capture import (
     Capture,
     Join,
@@ -60,6 +61,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
             static(f"{type(model).__name__}.forward"),
             recorder.calls(),
             custom_functions(recorder.apply),
+            no_scripts(lambda: recorder.in_part),
             _NoRealWrites(),
             Unwatched(),
             recorder,
@@ -154,6 +156,11 @@ class _Recorder(TorchFunctionMode):
         """Tensors that a call was given and gives back: they stay what they are."""
         self._scope = [""]
         self._inside = False
+
+    @property
+    def in_part(self) -> bool:
+        """Whether something runs that is one operation."""
+        return self._inside
 
     def define(self, node: fx.Node, value: Any) -> None:
         """What this node gives, and all tensors in it."""

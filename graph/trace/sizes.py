@@ -16,6 +16,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..guards.scripts import uncounted
 from .recurrent import RecurrentShapes
 
 # ``sympy`` and what needs it take half a second to import: where something is traced, not at every worker.
@@ -65,7 +66,7 @@ class Sizes:
             # Some kernels that call others can be traced with symbols only as the dispatcher in Python knows them. Without
             # symbols they are better left as they will run: who allocates what is learnt from them too.
             dispatcher = enable_python_dispatcher() if self.varying else contextlib.nullcontext()
-            with mode, dispatcher, RecurrentShapes(self._env):
+            with mode, dispatcher, RecurrentShapes(self._env), uncounted():
                 yield
         finally:
             mode.shape_env, mode.static_shapes = before

@@ -40,6 +40,7 @@ from ..guards.roots import (
     named_in,
     needs_search,
 )
+from ..guards.scripts import uncounted
 from ..guards.side_effects import changes_there, draws_there
 from ..guards.snapshot import Snapshot
 
@@ -456,7 +457,7 @@ def untouched(part: nn.Module) -> Iterator[None]:
     with alone():
         watch = Watch(part, lambda path: True, lambda path: True)
         watch._at = 2
-        with watch.running():
+        with watch.running(), uncounted():
             yield
     if drawn := watch.drawn():
         raise draws_there("the part", drawn)
