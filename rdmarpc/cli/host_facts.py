@@ -117,14 +117,13 @@ def attach(root: Path) -> Finding:
 
 
 def huge_pages(root: Path) -> Finding:
-    """Whether the arena's pages may be large: those that peers of this host map, and those that they do not."""
+    """Whether the arena's pages may be large, of memory that peers of this host map; of other memory the system decides."""
     folder = root / "sys/kernel/mm/transparent_hugepage"
     modes = {name: (re.findall(r"\[(\w+)\]", _read(folder / name)) or ["unknown"])[0] for name in ("shmem_enabled", "enabled")}
-    good = modes["shmem_enabled"] in ("advise", "always", "within_size", "force"), modes["enabled"] in ("madvise", "always")
     text = f"shared memory {modes['shmem_enabled']}, private memory {modes['enabled']}"
-    wanted = zip(good, ("shmem_enabled", "enabled"), ("advise", "madvise"), strict=True)
-    hints = [f"echo {mode} > {Path('/', folder.relative_to(root))}/{name}" for is_good, name, mode in wanted if not is_good]
-    return Finding("huge pages", OK if all(good) else LIMITS, text, hints[0] if hints else "")
+    if modes["shmem_enabled"] in ("advise", "always", "within_size", "force"):
+        return Finding("huge pages", OK, text)
+    return Finding("huge pages", LIMITS, text, f"echo advise > {Path('/', folder.relative_to(root))}/shmem_enabled")
 
 
 def shared_memory(root: Path) -> Finding:

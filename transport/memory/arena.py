@@ -53,8 +53,9 @@ class Segment:
         self.apart = False
         """Made by ``Pool.set_apart``: it does not count."""
         self._reserved = 0
-        # Refused where the system does not allow huge pages for this kind of memory; the pages are then small ones.
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Refused where the system does not allow huge pages for shared memory; the pages are then small ones. For private
+        # memory the system decides: where its memory is in small pieces, asking has each page wait until others have moved.
+        if fd >= 0 and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:

@@ -76,8 +76,7 @@ class Memory:
     """The arena and what else is registered. Thread-safe. ``close`` it after the devices on it.
 
     ``limit``: bytes of the arena (default: see ``arena.default_limit``). ``shared``: segments and bells are memfds, which peers
-    of this host can map (the ``shm`` device needs that); else private memory, for which systems give out huge pages more
-    readily.
+    of this host can map (the ``shm`` device needs that); else private memory.
     """
 
     def __init__(self, limit: int | None = None, *, shared: bool) -> None:
@@ -250,7 +249,7 @@ class Memory:
                 mode = file.read().split("[")[1].split("]")[0]
         except (OSError, IndexError):
             mode = "unknown"
-        huge = mode in (("advise", "always", "within_size", "force") if self.shared else ("madvise", "always"))
+        huge = mode in (("advise", "always", "within_size", "force") if self.shared else ("always",))
         pages = "2 MiB where possible" if huge else "4 KiB only"
         return [
             f"  pages          {pages} (transparent_hugepage/{setting} is {mode})",
