@@ -63,12 +63,17 @@ class Access:
 
     # -- state
 
-    def state(self, path: str, commands: int) -> dict[str, Any]:
-        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory."""
+    def state(self, path: str, keep_vars: bool, commands: int) -> dict[str, Any]:
+        """A copy of the state of a part, or of a module inside one, after so many commands; in host memory. With ``keep_vars``,
+        ``None`` for an entry that is the parameter or buffer of that name."""
 
         def copy() -> dict[str, Any]:
-            state = self._root.get_submodule(path).state_dict()
-            return {key: copied(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            module = self._root.get_submodule(path)
+            state = module.state_dict(keep_vars=keep_vars)
+            own = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            if keep_vars:
+                state.update({name: None for name, tensor in own if state.get(name) is tensor})
+            return {key: copied(value.detach()) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
         return self._submit(copy, commands)
 

@@ -104,4 +104,5 @@ def load_entries(
             if key.startswith(prefix) and key[len(prefix) :].split(".")[0] not in known:
                 unexpected_keys.append(key)
     if entries and not error_msgs:
+        home.owners.state_copies.settle({prefix + name for name in entries})
         home.owners.ask_owner(home.worker, "load", home.path, entries)

@@ -19,7 +19,7 @@ from ..graph.work.remote_values import ASSIGN, DATA, GRAD, VALUE, Operation, Pla
 from ..graph.work.stored import Piece
 from ..transport import NotSupported
 from .remote_tensor import Home, RemoteTensor
-from .remote_values import RemoteValues
+from .remote_values import RemoteValues, StateCopies
 
 
 class EagerForward(Protocol):
@@ -79,6 +79,9 @@ class Owners(Protocol):
 
     apart: list[tuple[str, Piece]] | None
     """While it is a list, ``state_dict`` adds to it what lies at which worker, instead of the values."""
+
+    state_copies: StateCopies
+    """What ``state_dict`` has given out."""
 
     frozen: bool
     """Whether a parameter may have been frozen since the last forward."""

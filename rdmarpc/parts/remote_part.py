@@ -126,7 +126,8 @@ class RemotePart(nn.Module):
     # -- state
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The owner's values, as of all the steps before, on the CPU."""
+        """The owner's values, as of all the steps before, on the CPU: copies (``StateCopies``). ``keep_vars``: what stands here
+        for parameters and buffers."""
         if destination is None:
             destination = OrderedDict()
             destination._metadata = OrderedDict()
@@ -134,8 +135,14 @@ class RemotePart(nn.Module):
         if place.owners.apart is not None:
             place.owners.apart.append((place.worker, (place.path, prefix, None)))
             return destination
-        for key, value in place.owners.ask_owner(place.worker, "state", place.path).items():
-            destination[prefix + key] = value
+        own = dict((*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)))
+        copies = {}
+        for name, value in place.owners.ask_owner(place.worker, "state", place.path, keep_vars).items():
+            if value is None and name in own:
+                destination[prefix + name] = own[name]
+            else:
+                destination[prefix + name] = copies[prefix + name] = value
+        place.owners.state_copies.add(place.worker, copies)
         if hasattr(destination, "_metadata"):
             for name, module in self.named_modules(remove_duplicate=False):
                 destination._metadata[(prefix + name).rstrip(".")] = {"version": module._version}
@@ -155,6 +162,7 @@ class RemotePart(nn.Module):
         if loading.called(prefix, local_metadata):
             loading.part._set_loading(None)
             given = loading.path, loading.prefix, loading.state, loading.metadata
+            place.owners.state_copies.settle(loading.state.keys())
             for found, answer in zip(lists, place.owners.ask_owner(place.worker, "load_all", *given)):
                 found += answer
 

@@ -13,13 +13,15 @@ Invariants:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ..graph.work.remote_values import GRAD, VALUE, WHOLE, Operation, Place
+from ..transport import NotSupported
 
 Target = tuple[str, int, bool]
 """Worker, position of a parameter, whether it is the gradient."""
@@ -181,6 +183,44 @@ class RemoteValues:
         self._epoch = order.epoch()
         for worker, requests in wanted.items():
             self._known.update((request, value) for request, value in zip(requests, found[worker]) if value is not None)
+
+
+class StateCopies:
+    """The copies of tensors of owners that ``state_dict`` has given out. In one process these are the model's own tensors: what
+    is written into one of them changes the model. Here it would be lost, so it is an error of the next forward."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[weakref.ref[torch.Tensor], int, str, str]] = []
+
+    def add(self, worker: str, entries: Mapping[str, Any]) -> None:
+        """These were fetched from a worker, by their names in the model."""
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and not value.is_inference():
+                self._given.append((weakref.ref(value), value._version, worker, name))
+
+    def check(self) -> None:
+        """Raise ``NotSupported`` if one of them was written."""
+        alive = []
+        for each in self._given:
+            reference, version, worker, name = each
+            if (copy := reference()) is None:
+                continue
+            if copy._version != version:
+                raise NotSupported(
+                    f"what state_dict() gave for {name!r} was written, but is a copy: the tensor itself is on {worker!r}",
+                    hint="load_state_dict() takes it there; state_dict(keep_vars=True) has parameters that can be written",
+                )
+            alive.append(each)
+        self._given = alive
+
+    def settle(self, names: Collection[str]) -> None:
+        """These were loaded: what had been written into their copies before does not matter any more."""
+        settled = [(given, given[0]()) for given in self._given]
+        self._given = [
+            (given[0], copy._version if given[3] in names else given[1], *given[2:])
+            for given, copy in settled
+            if copy is not None
+        ]
 
 
 def _seen_elsewhere(tensor: torch.Tensor) -> bool:

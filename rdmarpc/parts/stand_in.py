@@ -239,9 +239,14 @@ class Shell(nn.Module):
         if away.owners.apart is not None:
             away.owners.apart.append((away.worker, (away.path, prefix, tuple(away.entries))))
             return
-        values = away.owners.ask_owner(away.worker, "own_state", away.path)
-        for name in away.entries:
-            destination[prefix + name] = values[name]
+        if keep_vars:
+            own = {**self._parameters, **self._buffers}
+            destination.update({prefix + name: own[name] for name in away.entries})
+        else:
+            values = away.owners.ask_owner(away.worker, "own_state", away.path)
+            entries = {prefix + name: values[name] for name in away.entries}
+            destination.update(entries)
+            away.owners.state_copies.add(away.worker, entries)
         if away.kind.get_extra_state is not nn.Module.get_extra_state:
             destination[f"{prefix}{_EXTRA}"] = self.get_extra_state()
 

@@ -88,6 +88,7 @@ def forward_backward(
     state = state_of(model)
     session, chunks = state.session, state.chunks if chunks is None else chunks
     session.in_step = False
+    session.state_copies.check()
     check_schedule(schedule)
     with torch.enable_grad():
         split = _Split(model, args, kwargs, target, checked(chunks))

@@ -219,6 +219,7 @@ class WrappedModel(nn.Module):
         state = state_of(self)
         session = state.session
         session.in_step = False
+        session.state_copies.check()
         if why := state.only_here():
             return state.here(args, kwargs, self.training, why)
         if state.eager:

@@ -32,7 +32,7 @@ from ..parts.compiled import uncompiled
 from ..parts.parameter import EagerForward, RemoteParameter
 from ..parts.placing import Places, divide, place_here, replicas_here
 from ..parts.remote_part import RemotePart, copy_hooks
-from ..parts.remote_values import RemoteValues
+from ..parts.remote_values import RemoteValues, StateCopies
 from ..parts.seeds import Seeds
 from ..parts.stand_in import fill_memo, stand_ins
 from ..transport import NotSupported, RdmaError, TransferTimeout
@@ -53,6 +53,7 @@ class Session:
         self.in_step = self.frozen = False
         self._mode = 0
         self.apart: list[tuple[str, Piece]] | None = None
+        self.state_copies = StateCopies()
         self.eager: EagerForward | None = None
         self._outside: EagerForward | None = None
         self.closed = False

@@ -81,7 +81,7 @@ class Trainer:
     def check(self) -> None:
         self.caller.control.sync()
         for at, worker in ((0, "w1"), (2, "w2")):
-            [state] = self.split.cluster.ask("state", {worker: (str(at), self.caller.ledger.commands)}).values()
+            [state] = self.split.cluster.ask("state", {worker: (str(at), False, self.caller.ledger.commands)}).values()
             assert torch.equal(state["weight"], self.twin[at].weight)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -298,3 +299,57 @@ def frozen_late() -> None:
 
 def test_a_parameter_that_is_frozen_before_the_backward():
     drive(frozen_late)
+
+
+class Normed(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(20)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def written_state() -> None:
+    model, twin = both(functools.partial(Net, Normed), {"part": "worker1", "body": "worker1"})
+    with torch.no_grad():
+        for net in (model, twin):  # parameters and buffers themselves, wherever they are
+            for tensor in net.state_dict(keep_vars=True).values():
+                if tensor.is_floating_point():
+                    tensor.mul_(0.9)
+    train_both(model, twin, DATA)
+    kept = {**model.state_dict()}
+    train_both(model, twin, DATA)  # looked at only
+    ours, theirs = model.state_dict(), twin.state_dict()
+    for state in (ours, theirs):
+        state["part.a.weight"].mul_(0.5)
+    for forward in (model, lambda x: model.forward_backward(torch.sum, x, chunks=1)):
+        with pytest.raises(rpc.NotSupported, match=r"'part.a.weight' was written, but is a copy: .* on 'worker1'"):
+            forward(torch.randn(6, 20))
+    model.load_state_dict(ours)
+    train_both(model, twin, DATA)
+    kept["body.weight"].zero_()
+    with pytest.raises(rpc.NotSupported, match=r"'body.weight' was written"):
+        model(torch.randn(6, 20))
+    del kept
+    train_both(model, twin, DATA)
+    assert_same_state(model, twin)
+    model.close()
+
+
+def test_what_is_written_into_a_state_dict_is_not_lost_silently():
+    drive(written_state, 2)
+
+
+def renamed_state() -> None:
+    # What a hook has made of a parameter is a copy, also with keep_vars.
+    model, twin = both(functools.partial(Net, Renamed), {"part": "worker1"})
+    ours, theirs = model.state_dict(keep_vars=True), twin.state_dict(keep_vars=True)
+    assert list(ours) == list(theirs)
+    assert torch.equal(ours["part.first.bias"], theirs["part.first.bias"].detach())
+    assert ours["part.b.bias"] is model.part.b.bias
+    model.close()
+
+
+def test_keep_vars_of_a_part_that_renames_its_state():
+    drive(renamed_state, 2)
