@@ -92,7 +92,7 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
         job |= {"rounds": min(job["rounds"], QUICK_ROUNDS), "script": False}
     apps.some_of(job, devices=DEVICES, libraries=TITLES, functions=FUNCTIONS)
     apps.numbers(job, 4, "sizes")
-    apps.at_least_one(job, "calls", "calls_large", "batches", "rounds", "rounds_large", "threads")
+    apps.at_least_one(job, "calls", "calls_large", "batches", "batches_large", "rounds", "rounds_large", "threads")
     if max(job["calls"], job["calls_large"]) > job["threads"]:
         raise SystemExit(f"error: calls={job['calls']} at once need as many threads, not {job['threads']}")
     return job

@@ -22,7 +22,7 @@ def under_way(size: int, job: dict[str, Any]) -> int:
 
 def batches(size: int, job: dict[str, Any]) -> int:
     """How many batches are measured in a turn, besides the one that does not count."""
-    return 1 if size >= job["large"] else job["batches"]
+    return job["batches_large"] if size >= job["large"] else job["batches"]
 
 
 def contents(size: int) -> Tensor:

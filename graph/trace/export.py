@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...transport import NotSupported
-from ..guards.scripts import no_scripts
+from ..guards.opaque import no_opaque_calls
 from .capture import (
     Capture,
     Join,
@@ -61,7 +61,7 @@ def _exported(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         with (
             unchanged(model, lambda path: False),
             custom_functions(_refuse),
-            no_scripts(),
+            no_opaque_calls(),
             _silent(),
             _assignments(model) as assigned,
             _NoForgotten(),

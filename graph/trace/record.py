@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...transport import NotSupported
-from ..guards.scripts import no_scripts
+from ..guards.opaque import no_opaque_calls
 from .capture import (
     Capture,
     Join,
@@ -61,7 +61,7 @@ def _record(model: nn.Module, inputs: list[TensorSpec], join: Join, whole: Calla
             static(f"{type(model).__name__}.forward"),
             recorder.calls(),
             custom_functions(recorder.apply),
-            no_scripts(lambda: recorder.in_part),
+            no_opaque_calls(lambda: recorder.in_part),
             _NoRealWrites(),
             Unwatched(),
             recorder,

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...transport import NotSupported
 from ..guards.content import MISSING, Content, foreign
 from ..guards.generators import draw_again, generators
+from ..guards.opaque import uncounted
 from ..guards.questions import asked_of_torch, asks_type, is_traced
 from ..guards.roots import (
     ClassTable,
@@ -40,7 +41,6 @@ from ..guards.roots import (
     named_in,
     needs_search,
 )
-from ..guards.scripts import uncounted
 from ..guards.side_effects import changes_there, draws_there
 from ..guards.snapshot import Snapshot
 

@@ -1,4 +1,5 @@
-"""TorchScript in a wrapped model: the bits of one process, whose gradients depend on how often a function has run in it."""
+"""TorchScript in a wrapped model: the bits of one process, whose gradients depend on how often a function has run in it. And
+``torch.cond``, which a dispatch mode breaks for good."""
 
 from __future__ import annotations
 
@@ -54,17 +55,29 @@ class Calls(nn.Module):
         return bent(self.layer(x), 3)
 
 
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: torch.tanh(x), lambda x: x.sin(), (x,))
+
+
+class Chooses(Calls):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return chosen(self.layer(x))
+
+
 class Net(nn.Module):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
-        self.one = Calls() if where == "in a part here" else nn.Linear(8, 8)
-        self.two = Calls() if "elsewhere" in where else nn.Linear(8, 8)
+        kind = Chooses if "condition" in where else Calls
+        self.one = kind() if "in a part here" in where else nn.Linear(8, 8)
+        self.two = kind() if "elsewhere" in where else nn.Linear(8, 8)
         self.three = torch.jit.script(Plain()) if where in ("a part", "a method of a part") else nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.two(self.one(x))
-        if "between parts" in self.where:
+        if self.where == "a condition between parts":
+            x = chosen(x)
+        elif "between parts" in self.where:
             x = curved(x, 3)  # one that runs at a single worker
         return self.three.twice(x) if self.where == "a method of a part" else self.three(x)
 
@@ -114,6 +127,9 @@ class Scenario:
         ("in a part elsewhere", "fx"),
         ("a part", ""),
         ("a method of a part", "eager"),
+        ("a condition between parts", "eager"),
+        ("a condition in a part here", "eager"),
+        ("a condition in a part elsewhere", "eager"),
     ],
 )
 def test_scripts(where, how):

@@ -1,8 +1,11 @@
-"""TorchScript in a forward that is traced.
+"""Calls that a trace cannot look into: TorchScript, and control flow of torch's own.
 
 What a TorchScript function computes depends on how often it has run in the process: the first run is profiled, later ones have
 gradients by formulas of their own, whose last bits differ. The operations of one run, written down, would compute neither. So
 a forward that calls one is not traced. A part that stays one operation may call any; its runs without data are not counted.
+
+``torch.cond``, ``while_loop`` and the like compile what they call. In torch 2.13 their first use within a dispatch mode, as in
+a trace, makes every later one in the process fail. So they are refused before that.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._higher_order_ops import utils as operators
 
 from ...transport import NotSupported
 
 _KINDS: Any = torch._C.ScriptFunction, torch._C.ScriptMethod
+_COMPILE = "_hop_compile_and_call"  # not in every version of torch
 
 
 @contextlib.contextmanager
-def no_scripts(allowed: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def no_opaque_calls(allowed: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """While this lasts, a TorchScript function or method that this thread calls raises ``NotSupported``, unless
-    ``allowed()``."""
+    ``allowed()``; so does an operator like ``torch.cond``."""
     thread = threading.get_ident()
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,14 +38,25 @@ def no_scripts(allowed: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
         return call
 
+    compile_and_call = getattr(operators, _COMPILE, None)
+
+    def controlled(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if compile_and_call is None or threading.get_ident() == thread:
+            raise NotSupported("the forward calls torch.cond, or another operator that compiles what it is given")
+        return compile_and_call(function, *args, **kwargs)
+
     originals = [(kind, kind.__call__) for kind in _KINDS]
     for kind, original in originals:
         kind.__call__ = refusing(original)
+    if compile_and_call is not None:
+        setattr(operators, _COMPILE, controlled)
     try:
         yield
     finally:
         for kind, original in originals:
             kind.__call__ = original
+        if compile_and_call is not None:
+            setattr(operators, _COMPILE, compile_and_call)
 
 
 def uncounted() -> contextlib.AbstractContextManager[Any]:
